@@ -66,10 +66,8 @@ def boot_id() -> str:
 
 
 def process_start_ns() -> int | None:
-    """Return the start of this process on the monotonic clock, exact to 10 ms; None if it cannot be read.
-
-    The start includes earlier programs of the process, such as `instrument run`, because `exec` keeps the process.
-    """
+    """Return the start of this process on the monotonic clock, exact to 10 ms; None if it cannot be read. `exec` does
+    not change it, so it may be the start of `instrument run`."""
     ticks = start_ticks(STAT)
     if not ticks:
         return None
@@ -82,10 +80,8 @@ def process_start_ns() -> int | None:
 
 
 def start_ticks(stat: Path) -> int:
-    """Return the start of a process in clock ticks since boot, read from its `/proc/PID/stat`.
-
-    Return 0 for an ended process or a zombie. The start distinguishes processes that had the same id.
-    """
+    """Return the start of a process in clock ticks since boot, from its `/proc/PID/stat`. Return 0 for an ended process
+    or a zombie. The start distinguishes processes with the same id."""
     try:
         # The name of the program is in brackets, and may have blanks and brackets itself.
         words = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -95,7 +91,7 @@ def start_ticks(stat: Path) -> int:
 
 
 LEAST_S = 0.25
-"""The minimum seconds for the last wait, even after the deadline, so that a slow save does not prevent the report."""
+"""The minimum seconds for the last wait, even after the deadline."""
 
 
 class Deadline:
@@ -105,7 +101,7 @@ class Deadline:
         self._end = time.monotonic() + limit_s
 
     def earlier(self, by_s: float) -> Deadline:
-        """Return a deadline `by_s` seconds before this one. The first waits use it, so that time remains for others."""
+        """Return a deadline `by_s` seconds before this one, so that time remains for later waits."""
         return Deadline(self._end - time.monotonic() - by_s)
 
     def left_s(self, at_most_s: float = math.inf) -> float:
@@ -113,5 +109,5 @@ class Deadline:
         return max(min(self._end - time.monotonic(), at_most_s), 0.0)
 
     def last_s(self) -> float:
-        """Return the seconds left for a last wait, such as that for a report: at least `LEAST_S`."""
+        """Return the seconds left for the last wait, at least `LEAST_S`."""
         return max(self.left_s(), LEAST_S)

@@ -37,7 +37,6 @@ class Questions:
         self._numbers = 0
 
     def forget_asker(self, asker: Connection) -> None:
-        """Drop the requests of a command that has closed its connection."""
         self._questions = {number: pair for number, pair in self._questions.items() if pair[0] is not asker}
 
     def answer_question(self, connection: Connection, message: Message) -> None:
@@ -64,8 +63,8 @@ class Questions:
             connection.is_broken = True
 
     def _scrape(self, connection: Connection, run: str) -> None:
-        """Make a pair of connected sockets for a scrape. The exporter writes the answer to one, and the command reads
-        it from the other."""
+        """Make a pair of connected sockets for a scrape: the exporter writes to one, and the command reads from the
+        other."""
         asked_run = next((member for member in self._runs if member.name == run), None)
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -105,7 +104,6 @@ class Questions:
                 self._loop.send(process.connection, {"do": parent.switch, "number": 0})  # its answer is for nobody
 
     def forward_answer(self, process: Process, number: int, answer: dict[str, Any]) -> None:
-        """Pass a process's answer on to the command that asked."""
         if number in self._questions and process in self._questions[number][1]:
             asker, waiting = self._questions[number]
             waiting.discard(process)
@@ -136,8 +134,8 @@ STOP_POLL_S = 0.1
 
 
 class Agent:
-    """An agent that listens on `listener`. It serves `run` until the run ends. If `run` is None, it serves any process
-    until a signal comes.
+    """An agent that listens on `listener`. It serves `run` until the run ends, or, if `run` is None, any process until
+    a signal comes.
 
     `folder` has the files for runs' reports, `captures` the captures of vanished processes. `says` is called with each
     message that no process of a run can print.
@@ -162,10 +160,8 @@ class Agent:
         self._loop.selector.register(self._wake, selectors.EVENT_READ, self._end_after_signal)
 
     def serve(self) -> bool:
-        """Serve on the main thread until the run is over or a signal comes.
-
-        Return False if the run goes on without this agent, so that its files must remain for another agent.
-        """
+        """Serve on the main thread until the run is over or a signal comes. Return False if another agent must continue
+        the run."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: os.write(self._waker, b"."))
         signal.siginterrupt(signal.SIGTERM, False)
@@ -198,7 +194,6 @@ class Agent:
         return []
 
     def _handle_process_message(self, process: Process, message: Message) -> bool:
-        """Handle a message of a process. Return False for an unknown one."""
         if "saved" in message:
             self._runs.note_saved(process)
         elif not process.lives:
@@ -290,8 +285,8 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
 def serve_on(
     listener: socket.socket, folder: Path, run: Run | None, *, captures: Path | None = None, says: bool
 ) -> bool:
-    """Serve as the agent at a socket until its run is over or a signal comes. `captures` is the folder for captures of
-    all runs. Return False if the run goes on without this agent."""
+    """Serve as the agent at a socket until its run is over or a signal comes. Return False if the run goes on without
+    this agent. `captures` is the folder for captures of all runs."""
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -54,7 +54,6 @@ class Jobs:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if no job runs or waits."""
         return not self._running and not self._waiting
 
     def start(self, job: Job, on_answer: Callable[[Answer], object]) -> None:
@@ -84,7 +83,6 @@ class Jobs:
             os.close(write_fd)
 
     def _run_job(self, job: Job, write_fd: int) -> None:
-        """Run a job in the child process, and write its answer to the pipe."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)  # or others would hear nothing of the agent's end, or that it has hung up, until then
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -114,7 +112,6 @@ class Jobs:
         self._start_waiting()
 
     def stop(self) -> None:
-        """Kill all jobs, and drop the waiting ones."""
         self._waiting.clear()
         for child in self._running.values():
             self._selector.unregister(child.read_fd)
@@ -140,14 +137,13 @@ def _decode_answer(received: bytearray, status: int) -> Answer:
 
 
 MOST_SAVES_PER_CHILD = 64
-"""The maximum number of recordings that one child saves."""
 
 
 class Saves:
-    """A queue of processes whose recordings children save.
+    """A queue of processes whose recordings children save. `Process.saved` is the path to write. `folder` has the
+    processes' notes.
 
-    `Process.saved` is the path to write. `folder` has the processes' notes. After each attempt, `on_saved` is called
-    with the process. After a failed attempt, its `saved` is empty.
+    After each attempt, `on_saved` is called with the process, whose `saved` is empty after a failure.
     """
 
     def __init__(self, jobs: Jobs, folder: Path, on_saved: Callable[[Process], object]) -> None:
@@ -201,9 +197,9 @@ _MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
 class Child:
     """A child process that works for the agent, and the agent's end of the connection to it. `begin` starts the child.
 
-    `selector` is the selector of the agent's event loop. The child calls `serve`, and ends when `serve` returns. `ps`
-    shows the first 15 characters of `name`. The agent calls `heard` with each message of the child, `has_ended` at the
-    child's end, and `has_sent_all` once all waiting messages are sent.
+    The child calls `serve`, and ends when `serve` returns. `ps` shows the first 15 characters of `name`. The agent
+    calls `heard` with each message of the child, `has_ended` at the child's end, and `has_sent_all` once all waiting
+    messages are sent.
     """
 
     selector: selectors.BaseSelector
@@ -220,12 +216,11 @@ class Child:
 
     @property
     def is_there(self) -> bool:
-        """Return True from the child's start until the agent notices its end."""
+        """True from the child's start until the agent notices its end."""
         return self._connection is not None
 
     @property
     def has_waiting(self) -> bool:
-        """Return True while messages wait to be sent to the child."""
         return self._connection is not None and self._connection.has_waiting
 
     def begin(self) -> str:
@@ -250,10 +245,8 @@ class Child:
             self._watch(self._connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Watch a connection for messages, and for room to send while messages wait.
-
-        Kill a child that has let its queue overflow, so that another child starts.
-        """
+        """Watch a connection for messages, and for room to send while messages wait. Kill a child that has let its
+        queue overflow."""
         if connection.is_broken:
             os.kill(self._pid, signal.SIGKILL)
         waits = selectors.EVENT_WRITE if connection.has_waiting and not connection.is_broken else 0
@@ -278,10 +271,7 @@ class Child:
             self.heard(message)
 
     def end(self) -> None:
-        """Kill the child, wait for its end, and handle the messages that it had sent.
-
-        A child that hangs in a driver may not end. It is left after `REAP_LIMIT_S`.
-        """
+        """Kill the child, wait for its end up to `REAP_LIMIT_S`, and handle the messages that it had sent."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -342,7 +332,6 @@ class AgentEnd:
                 yield message, descriptors
 
     def wake(self) -> None:
-        """Wake a thread that waits in `receive`."""
         with suppress(BlockingIOError):
             os.write(self._waker, b".")
 

@@ -34,7 +34,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A run and its processes, as its agent has reported them. If the agent did not answer, `problem` says why.
+    """A run and its processes, as its agent has reported them. `problem` is the reason if the agent did not answer.
 
     `folded` counts ended processes that are not in `members`. `unseen` is a sentence on processes that record nothing.
     `name` is the path of the socket while the agent has no run.
@@ -66,8 +66,7 @@ class Asked:
 
     @property
     def none_joined(self) -> str:
-        """A sentence that says that no process has joined. It is "" if a process has joined, or if the agent did not
-        answer."""
+        """A sentence that no process has joined, "" if one has, or if the agent did not answer."""
         if self.problem or self.members:
             return ""
         if self.name != str(self.socket):
@@ -77,10 +76,11 @@ class Asked:
 
 @contextmanager
 def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
-    """Yield this user's runs that match `name`. With `memory`, open their recordings until the `with` block ends.
+    """Yield this user's runs that match `name`, by default the run in `INSTRUMENT_AGENT`, else all runs. Raises
+    `InstrumentError` if no run matches.
 
-    `name` is a prefix of a run's name, a service, a process id, or the path of an agent's socket. The default is the
-    run in `INSTRUMENT_AGENT`, else all runs. Raises `InstrumentError` if no run matches.
+    `name` is a prefix of a run's name, a service, a process id, or the path of an agent's socket. With `memory`, open
+    the runs' recordings until the `with` block ends.
     """
     own_agent = os.environ.get(agent_socket.VARIABLE, "")
     asked_name = name or own_agent
@@ -107,7 +107,7 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
 
 
 def single_run(verb: str, runs: Sequence[Asked]) -> Asked:
-    """Return the only run whose agent answers. If several answer, return the only one with living processes. Raises
+    """Return the only run whose agent answers, or the only one of several with living processes. Raises
     `InstrumentError` for none or several."""
     answering = [run for run in runs if not run.problem]
     if len(answering) > 1:
@@ -128,7 +128,6 @@ def _select(run: Asked, name: str) -> list[Asked]:
 
 
 def _query_agent(socket: Path, *, memory: bool) -> list[Asked]:
-    """Query the agent at a socket, and return its runs."""
     members: list[Member] = []
     try:
         with agent_socket.connect_to_agent(socket, agent_socket.ANSWER_S) as caller:
@@ -159,7 +158,6 @@ def _query_agent(socket: Path, *, memory: bool) -> list[Asked]:
 
 
 def _why_silent(socket: Path, error: Exception) -> str:
-    """Return why the agent at a socket does not answer, and what the user can do."""
     if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
         holder = agent_socket.listener_pid(socket)
         if isinstance(error, TimeoutError) and holder is not None:

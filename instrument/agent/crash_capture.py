@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 RECORDING = ".npz"
-"""The file suffix of a saved recording."""
 
 LAST_GAUGES = " Its last gauges, "
 
@@ -44,12 +43,14 @@ def save_recording(
     goodbye: Mapping[str, Any] | None = None,
     copies: Sequence[str] = (),
 ) -> Mapping[str, Any]:
-    """Save the recording behind the descriptor `fd` to a file, and return a summary of what was saved.
+    """Save the recording behind the descriptor `fd` to a file, and return a summary of what was saved. Raises
+    `TraceError` for an invalid recording.
 
-    `end_kind` says how the process died. If it is given, the file and the summary list the open spans under `died`. The
-    process ended at `end_ns`. If this is None, the process ended at an unknown time after its last row. The costs and
-    losses in `goodbye` are added to the file. `copies` are paths at which copies are written, as recordings or Chrome
-    traces. The summary lists the copies that were written. Raises `TraceError` for an invalid recording.
+    - `end_kind` says how the process died. With it, the file and the summary list the open spans under `died`.
+    - `end_ns` is the time of the process's end, None if unknown.
+    - `goodbye` has costs and losses, which are added to the file.
+    - `copies` are paths at which copies are written, as recordings or Chrome traces. The summary lists the written
+      ones.
     """
     from dataclasses import replace
 
@@ -117,7 +118,7 @@ def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
 
 
 def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
-    """Return, by the id of each span tree's root, the error and the name of the tree's newest failed span."""
+    """Return the error and the name of each tree's newest failed span, by the id of the tree's root."""
     columns, failed = trace.columns, (trace.columns.error >= 0).nonzero()[0]
     failed = failed[columns.end_ns[failed].argsort(kind="stable")]
     roots, errors, sites = (column[failed].tolist() for column in (columns.root_id, columns.error, columns.site))
@@ -151,9 +152,8 @@ def describe_death(
 ) -> str:
     """Return a sentence that says how a process died, and which requests and spans were open, the newest first.
 
-    `errors` has the newest failed span of each tree. The sentence names the failed span of the request that it
-    describes first. `least` is put before each age, such as "at least " for a process that may have ended long after
-    `end_ns`.
+    `errors` has the newest failed span of each tree. `least` is put before each age, such as "at least " for a process
+    that may have ended long after `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
@@ -171,7 +171,6 @@ def describe_death(
 
 
 def _outer_and_inner(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
-    """Return the outermost and the innermost of one tree's open spans."""
     return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
 
 

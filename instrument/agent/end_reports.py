@@ -174,10 +174,8 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
 
 
 def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes of a run that ended under an earlier agent. They are known from their files in a folder.
-
-    A process with a capture has vanished. How the other processes ended is unknown.
-    """
+    """Return the processes of a run that ended under an earlier agent, from their files in a folder. A process with a
+    capture has vanished."""
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
@@ -199,7 +197,6 @@ def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def _safe_name(run: Run) -> str:
-    """Return a run's name, reduced to the characters that file names allow."""
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
 
@@ -211,7 +208,6 @@ def _report_line(process: Process) -> str:
 
 
 def saves_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
-    """Return a job that saves the recordings of several ended processes for their run's report."""
     jobs = [save_job(process, process.saved, folder) for process in processes]
 
     def attempt(job: Callable[[], Answer]) -> Answer:
@@ -224,11 +220,8 @@ def saves_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer
 
 
 def save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
-    """Return a job that saves the recording of an ended process, with the open spans if it vanished.
-
-    The job goes on if the agent is killed. The next agent waits for it and uses its file. If the process exited without
-    a goodbye, the job also writes the files that its profile asks for.
-    """
+    """Return a job that saves the recording of an ended process, with the open spans if it vanished. The job goes on if
+    the agent is killed."""
     copies = process.facts.get("files", ()) if process.end_kind == EXITED else ()
     end_kind = _describe_vanishing(process) if process.end_kind == VANISHED else ""
     end_ns, goodbye = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
@@ -246,7 +239,6 @@ def save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
 
 
 def path_for_report(folder: Path, process: Process) -> str:
-    """Return the path at which to save a process's recording for the report of its run."""
     return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_safe_name(process.run)}{REPORT_SUFFIX}")
 
 
@@ -266,7 +258,6 @@ def link_to_capture(folder: Path, process: Process) -> str:
 
 
 def captures_for_reports(folder: Path) -> set[str]:
-    """Return the paths of the captures to which a folder has links for reports."""
     return {str(path.readlink()) for path, _ in _report_files(folder) if path.is_symlink()}
 
 
@@ -283,10 +274,7 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
 
 
 def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
-    """Remove the report files of an earlier agent. Keep the files of `runs`, which this agent knows.
-
-    For each run whose files are removed, pass a line to `says`. It has the number of processes that no report covers.
-    """
+    """Remove the report files of an earlier agent, except those of `runs`. `says` gets a line on each removed run."""
     living_runs, counts = {_safe_name(run) for run in runs}, Counter[str]()
     for path, of in _report_files(folder):
         if of["run"] not in living_runs:
@@ -300,7 +288,6 @@ def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], ob
 
 
 def why_unread(process: Process) -> str:
-    """Return the reason why the recording of a process cannot be saved."""
     if process.is_missed:
         return "the agent of its run had gone before that was done, and what it recorded went with it"
     return "it recorded where nobody else can read"
@@ -315,10 +302,8 @@ def path_of_capture(process: Process, folder: Path | None) -> str:
 
 
 def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
-    """Remove a service's oldest files in the folder of `saved` until the remaining files fit into `disk_bytes`.
-
-    `saved` and `kept_paths` remain, because a run's report needs them. Return the number of removed files.
-    """
+    """Remove a service's oldest files in the folder of `saved` until the others fit into `disk_bytes`. `saved` and
+    `kept_paths` remain. Return the number of removed files."""
     service_part, files = _mask_numbers(saved.name, service), []
     for path in agent_socket.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
         if _mask_numbers(path.name, service) != service_part:
@@ -467,8 +452,8 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into one of bounded size at `into`, and remove the merged files that are in the same folder.
-    Return the path and the number of unreadable files."""
+    """Merge recordings into one of bounded size at `into`, and remove the merged files in the same folder. Return the
+    path and the number of unreadable files."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold_recordings

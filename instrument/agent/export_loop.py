@@ -76,7 +76,6 @@ class _WatchedProcess:
         self._place.close()
 
     def wait_s(self) -> float:
-        """Return the seconds until a gauge is due."""
         if self._sources is None:
             return max(self._begin_at - time.monotonic(), 0.0)
         wait_ns = self._sources.wait_ns()
@@ -97,7 +96,6 @@ class _WatchedProcess:
         return {"gpus": [asdict(gpu) for gpu in sources.gpus()], "notes": sources.notes()}
 
     def add(self, rows: Sequence[Any]) -> None:
-        """Store readings that the process has taken itself."""
         if self._sources is not None:
             now_ns = time.monotonic_ns()
             self._store([Sample(str(name), int(device), now_ns, _parse_reading(value)) for device, name, value in rows])
@@ -258,10 +256,7 @@ class GaugeThread:
 
 
 def why_in_process(pid: int) -> str:
-    """Return why readings in this process may differ from readings in process `pid`, "" if they cannot differ.
-
-    Processes of another container have other devices, control groups and files, even if they share our process ids.
-    """
+    """Return why readings in this process may differ from readings in process `pid`, "" if they cannot differ."""
     try:
         own_namespace, namespace = (os.readlink(f"{PROC}/{name}/ns/mnt") for name in ("self", pid))  # noqa: PTH115 - no file to find
     except OSError as problem:
@@ -377,7 +372,6 @@ class ExportLoop:
     # ---------------------------------------------------------------- the agent
 
     def _handle_message(self, message: agent_socket.Message, descriptors: list[int]) -> None:
-        """Handle a message of the agent."""
         if "process" in message:
             self._gauges.ask(message, descriptors)
         elif "export" in message:
@@ -438,7 +432,6 @@ class ExportLoop:
     def _begin_dataset(
         self, export: recording_export.RecordingExport, settings: Mapping[str, Any], run: str, disk_bytes: int
     ) -> None:
-        """Begin to write the settled requests of a recording into the dataset of its run."""
         place = run, repr(settings)
         if place not in self._datasets:
             file_exports.limit_pyarrow()
@@ -497,7 +490,7 @@ class ExportLoop:
             self._end_export(number, f"{type(problem).__name__}: {problem!s:.500}")
 
     def _finish_look(self) -> None:
-        """Write files that are due, and end the exports that are done, after a look at all recordings."""
+        """Write files that are due, and end the exports that are done."""
         for number, export in list(self._recordings.items()):
             self._attempt(number, partial(self._finish_read, number, export))
         for sender in self._exporters.values():

@@ -30,10 +30,10 @@ ELSEWHERE = "the processes of its container are not to be seen from that of the 
 class Exports:
     """The exporter child, with the recordings that it exports and the processes whose gauges it reads.
 
-    A file in `folder` has the number of ended processes' spans that may be unsent. If the agent is killed, the next
-    agent reads this number. `fates` counts spans by outcome, and starts with the number in an earlier agent's file.
-    `selector` is the selector of the event loop, `send` sends a message to a process. `changed` is called after the
-    export of a recording, `says` with each message about exports. A process whose export fails is sent `unexported`.
+    A file in `folder` has the number of ended processes' spans that may be unsent, for the next agent if this one is
+    killed. `fates` counts spans by outcome. `selector` is the selector of the event loop, `send` sends a message to a
+    process. `changed` is called after the export of a recording, `says` with each message about exports. A process
+    whose export fails is sent `unexported`.
     """
 
     def __init__(
@@ -75,12 +75,11 @@ class Exports:
 
     @property
     def is_done(self) -> bool:
-        """Return True if no child runs."""
         return not self._child.is_there
 
     @property
     def lost_by_reason(self) -> Mapping[str, int]:
-        """Return the counts of ended processes' lost spans, by the reason that messages give."""
+        """The counts of ended processes' lost spans, by the reason that messages give."""
         return losses_by_name(self.fates)
 
     def add(self, process: Process) -> None:
@@ -97,7 +96,6 @@ class Exports:
             self._child.send({"scrape": run.name}, connection.fileno())
 
     def _listen(self, address: str) -> None:
-        """Have the child answer scrapes at an address from now on."""
         if address in self._listeners:
             return
         try:
@@ -130,7 +128,6 @@ class Exports:
         self._start_export(process.number)
 
     def note_ended(self, process: Process) -> None:
-        """Have the child send the remaining spans of an ended process."""
         if process.number in self._recordings:
             self._child.send({"ended": process.number})
             self._note_unsent(process, self._recordings[process.number][1])
@@ -157,7 +154,6 @@ class Exports:
             self._child.send({"end": within_s})
 
     def stop(self) -> None:
-        """Kill the child and close all recordings."""
         self.is_ending = True
         self._gauged.clear()
         self._child.end()
@@ -230,7 +226,6 @@ class Exports:
         self.problem = problem or self.problem
 
     def _begin_child(self) -> bool:
-        """Start the child if none runs. Return True on success."""
         self._note_problem(self._try_to_begin_child())
         return self._child.is_there
 
@@ -308,8 +303,7 @@ class Exports:
         self._changed()
 
     def _send_unexported(self, process: Process) -> None:
-        """Notify a process that its recording is not exported, so that the process does not wait for the export at its
-        exit."""
+        """Notify a process that its recording is not exported, so that it does not wait for the export at its exit."""
         if exports_spans(process):
             self._send(process, {"unexported": True})
 
@@ -345,7 +339,6 @@ class Exports:
 
 
 def exports_spans(process: Process) -> bool:
-    """Return True if the profile of a process sends spans to a collector."""
     return bool((process.facts.get("export") or {}).get("otlp") or process.facts.get("exports"))
 
 

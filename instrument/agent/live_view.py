@@ -54,7 +54,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The requests with one name that ended in the window. `cancelled` counts the requests that were cancelled."""
+    """The requests with one name that ended in the window. `cancelled` counts the cancelled ones."""
 
     name: str
     requests: int
@@ -119,7 +119,6 @@ class Screen:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the lines of the screen, with at most `MOST_TABLE_ROWS` rows in each table."""
         living = [row for row in self.processes if row.state in ("running", "off")]
         off = sum(row.state == "off" for row in living)
         lines = [
@@ -277,8 +276,8 @@ def _request_rows(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list
 
 
 def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
-    """Return the ended requests by name. Each process's rate is measured in its own window. The rates of all processes
-    are added up."""
+    """Return the ended requests by name. Rates are measured in each process's own window, and added up over all
+    processes."""
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in sum_topmost_by_name(part, is_request).items():
@@ -294,8 +293,8 @@ def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[in
 
 
 def _site_rows(tally: Tally) -> tuple[Place, ...]:
-    """Return the called sites, sorted by self time with the largest first. Interruptions are left out, because they are
-    parts of other calls."""
+    """Return the called sites, sorted by self time with the largest first, without interruptions, which are parts of
+    other calls."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
     sums = [(name, tally.total_of_lines(places)) for (name, _), places in tally.lines_by_key(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)

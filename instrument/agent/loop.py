@@ -80,7 +80,6 @@ class Connection:
             os.close(descriptor)
 
     def is_about_to_join(self) -> bool:
-        """Return True if the next packet is one by which a process joins its run."""
         try:
             return self.sock.recv(len(_JOIN_PREFIX), socket.MSG_PEEK) == _JOIN_PREFIX
         except OSError:
@@ -99,7 +98,6 @@ class Connection:
                 return None, []
 
     def close(self) -> None:
-        """Close the socket, and the descriptors of waiting packets."""
         while self._waiting:
             self._drop_first()
         self.sock.close()
@@ -178,7 +176,6 @@ class EventLoop:
                 self._says(f"instrument: a fault of the agent itself, later ones are only counted: {fault!r:.500}")
 
     def call_later(self, wait_s: float, action: Callable[[], object]) -> None:
-        """Call an action after `wait_s` seconds."""
         self._timers.append((time.monotonic() + wait_s, action))
 
     def drop_all(self) -> None:
@@ -272,7 +269,6 @@ class EventLoop:
         return not connection.is_broken
 
     def _watch(self, connection: Connection) -> None:
-        """Watch a connection for packets, and for room to send while packets wait."""
         if connection not in self._connections:
             return
         if connection.is_broken:

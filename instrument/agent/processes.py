@@ -54,7 +54,7 @@ def memory_events(pid: int) -> Path | None:
 
 
 def oom_kills(events: Path | None) -> int:
-    """Return how many processes of a control group were killed for lack of memory, from its `memory.events`."""
+    """Return the number of kills for lack of memory in a control group, from its `memory.events`."""
     with suppress(OSError, ValueError, IndexError):
         for line in events.read_text().splitlines() if events is not None else ():
             if line.startswith("oom_kill "):
@@ -73,18 +73,22 @@ recording replaces it. It exits by `os._exit(0)` without an open span, as forked
 class Process:
     """A process that has joined its run with a recording. One process has several if it records several times.
 
-    `facts` are the values that the process sent as it joined, `goodbye` those that it sent as it left. `memory` is the
-    descriptor of its recording, `exit_fd` becomes readable when the process ends. Both are -1 for none. It `hears`
-    commands once its control thread runs. `switch` is the newest command to record or not. `saved` is the file of its
-    recording for the run's report, unfinished while `is_saving`. The process writes it if `saves_itself`. `link` is a
-    symbolic link to that file if the file is a capture. A process with `is_reported` printed its own report, so no file
-    is saved for it. `files` are the profile's files that the agent wrote on behalf of the process. `is_missed`: an
-    earlier agent ended before it saved the recording. `is_elsewhere`: the process is in another process namespace, so
-    it counts as living while it is connected. `ended_ns` is 0 while it lives. `status` is its exit status as in
-    `os.waitpid`, None if unknown. `ports` are the ports at which it `listened` and got connections without recording a
-    request. The process `has_requests` once it has recorded a request. `number` names it in messages to the exporter.
-    `memory_events` is the file in which its control group counts kills for lack of memory. `oom_kills` is the count at
-    the time of its join.
+    - `facts` are the values that the process sent as it joined, `goodbye` those that it sent as it left.
+    - `memory` is the descriptor of its recording. `exit_fd` becomes readable when the process ends. Both are -1 for
+      none.
+    - It `hears` commands once its control thread runs. `switch` is the newest command to record or not.
+    - `saved` is the file of its recording for the run's report, unfinished while `is_saving`. The process writes it if
+      `saves_itself`. `link` is a symbolic link to that file if the file is a capture.
+    - A process with `is_reported` printed its own report, so no file is saved for it.
+    - `files` are the profile's files that the agent wrote on behalf of the process.
+    - `is_missed`: an earlier agent ended before it saved the recording.
+    - `is_elsewhere`: the process is in another process namespace, so it counts as living while it is connected.
+    - `ended_ns` is 0 while it lives. `status` is its exit status as in `os.waitpid`, None if unknown.
+    - `ports` are the ports at which it `listened` and got connections without recording a request.
+    - The process `has_requests` once it has recorded a request.
+    - `number` names it in messages to the exporter.
+    - `memory_events` is the file in which its control group counts kills for lack of memory. `oom_kills` is the count
+      at the time of its join.
     """
 
     run: Run
@@ -121,7 +125,7 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        """Return True if the process has neither ended nor said goodbye."""
+        """True if the process has neither ended nor said goodbye."""
         return not self.ended_ns and self.goodbye is None
 
     def check_recorded(self) -> bool:
@@ -149,7 +153,6 @@ class Process:
         return None
 
     def has_become_another_program(self) -> bool:
-        """Return True if the process has executed another program since it joined."""
         now = b"" if self.is_elsewhere else environment.program_of(self.pid)
         return bool(self.image and now and now != self.image)
 
@@ -164,11 +167,13 @@ class Process:
 class Run:
     """A run: the processes that one `instrument run` started.
 
-    `first` is the process id of the command that it ran, 0 if unknown. `stderr` is the standard error of that process,
-    or of the first one to join. The run `is_reported` once a report of all spans so far is printed or in work.
-    `waiting` is the connection of the process that prints that report. The oldest ended processes are merged into the
-    file `folded`: `folded_ends` counts them by how they ended, `unfolded` counts unreadable recordings. `captures`
-    counts the captures of vanished processes. The run `is_scraped` after its first scrape.
+    - `first` is the process id of the command that it ran, 0 if unknown. `stderr` is the standard error of that
+      process, or of the first one to join.
+    - The run `is_reported` once a report of all spans so far is printed or in work. `waiting` is the connection of the
+      process that prints that report.
+    - The oldest ended processes are merged into the file `folded`. `folded_ends` counts them by how they ended,
+      `unfolded` counts unreadable recordings.
+    - `captures` counts the captures of vanished processes. The run `is_scraped` after its first scrape.
     """
 
     name: str
@@ -186,7 +191,6 @@ class Run:
     unfolded: int = 0
 
     def living_processes(self) -> list[Process]:
-        """Return the processes that have neither ended nor said goodbye."""
         return [process for process in self.processes if process.lives]
 
     def find_living(self, pid: int, started: int) -> Process | None:
@@ -195,7 +199,6 @@ class Run:
         )
 
     def is_over(self) -> bool:
-        """Return True if all known processes of the run have ended or said goodbye."""
         return not self.first_lives() and not self.living_processes()
 
     def first_lives(self) -> bool:
@@ -206,15 +209,11 @@ class Run:
         return not waiting.poll(0)
 
     def first_has_left(self) -> bool:
-        """Return True if the run's first process has said goodbye. It may take seconds to end after that."""
         return any(process.pid == self.first and process.goodbye is not None for process in self.processes)
 
     def is_last(self, leaving: Process) -> bool:
-        """Return True if a leaving process must print the run's report, because no other process could print it later.
-
-        Another living process could if it has recorded spans, or if it is the run's first process. If the leaving
-        process has another standard error than the run, the agent prints the report.
-        """
+        """Return True if a leaving process must print the run's report, because no other process could print it
+        later."""
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False
         other_processes = [process for process in self.living_processes() if process is not leaving]
@@ -225,7 +224,6 @@ class Run:
         return has_left or not self.first_has_joined or not self.first_lives()
 
     def recorded(self) -> list[Process]:
-        """Return the processes that have recorded a span, in the order in which they joined."""
         return [process for process in self.processes if process.has_recorded]
 
 
@@ -244,11 +242,8 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def exit_fd_of_another(variable: str, value: str) -> int:
-    """Find a process, other than this one and its children, that has `variable` with this value in its environment.
-
-    Return a descriptor that becomes readable at its end, -1 for none. A process that has overwritten its environment is
-    not found.
-    """
+    """Find another process, except children, that has `variable` with this value in its environment. Return a
+    descriptor that becomes readable at its end, -1 for none."""
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
     for path in agent_socket.paths_in(PROC, "[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
@@ -263,10 +258,7 @@ def exit_fd_of_another(variable: str, value: str) -> int:
 
 
 def write_note(folder: Path, process: Process) -> None:
-    """Write the note of a process, unless the agent cannot see the process end. Raises nothing.
-
-    The note omits the collector's settings, which may contain secrets.
-    """
+    """Write the note of a process, without the collector's settings, which may contain secrets. Raises nothing."""
     if process.exit_fd >= 0:
         facts = {name: fact for name, fact in process.facts.items() if name != "export"}
         facts.update(
@@ -277,14 +269,13 @@ def write_note(folder: Path, process: Process) -> None:
 
 
 def remove_note(folder: Path, process: Process) -> None:
-    """Remove the note of a process, once the agent has reported its end."""
     with suppress(OSError):
         _note_path(folder, process).unlink()
 
 
 @contextmanager
 def locked_note(folder: Path, process: Process) -> Iterator[None]:
-    """Lock the note of a process while its recording is saved, once no other process holds the lock."""
+    """Lock the note of a process while its recording is saved, once no other process has the lock."""
     try:
         descriptor = os.open(_note_path(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # its end cannot be seen, or is reported already
@@ -299,10 +290,8 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
 
 
 def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """Read the notes of an earlier agent, and return the ended processes whose ends were not reported.
-
-    `run_of` returns the run with a name. Processes that have joined this agent are left out.
-    """
+    """Read the notes of an earlier agent, and return the ended processes whose ends were not reported. `run_of` returns
+    the run with a name."""
     processes = []
     for facts, pid, started in _notes(folder):
         with suppress(OSError, TypeError, ValueError, LookupError):

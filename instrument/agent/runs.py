@@ -57,16 +57,15 @@ NONE_JOINED_S = 10.0
 
 
 ABANDONED_S = 60.0
-"""Seconds after which an agent without a run removes the files that its predecessor saved for reports. If a process of
-a run has joined again, the files of that run are kept."""
+"""Seconds after which an agent without a run removes its predecessor's files for reports of runs that have not joined
+again."""
 
 
 class Runs:
     """The runs of an agent. `own_run` is its only run, None for an agent that any process may join.
 
     `folder` has the files for runs' reports, `captures` the captures of vanished processes. `says` is called with each
-    message that no process of a run can print. `changed` is called when the agent may be done: after the end of a run,
-    and after the export of a recording.
+    message that no process of a run can print. `changed` is called when the agent may be done.
     """
 
     def __init__(
@@ -204,22 +203,20 @@ class Runs:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
 
     def note_recording(self, process: Process) -> None:
-        """Note that a process has recorded its first span."""
         process.has_recorded = True
         process.run.is_reported = False
         processes.write_note(self._folder, process)
         self._read_gauges(process)
 
     def _read_gauges(self, process: Process) -> None:
-        """Have the exporter read the gauges of a process that has recorded. Many processes only start others."""
         if process.has_recorded:
             self._loop.attempt(partial(self.exports.read_gauges, process))
 
     # ---------------------------------------------------------------- who leaves
 
     def handle_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
-        """Answer the goodbye of a process. The answer asks the process to save its recording. It asks the last process
-        of a run to print the run's report."""
+        """Answer the goodbye of a process: it must save its recording, or, as the last process of a run, print the
+        run's report."""
         connection, run = process.connection, process.run
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
@@ -264,7 +261,6 @@ class Runs:
         self._jobs.start(report, partial(self._print_report, run, connection=connection))
 
     def note_saved(self, process: Process) -> None:
-        """Note that the recording of an ended process is saved, or that saving it failed."""
         process.is_saving = False
         for path in process.files:
             self._make_room(process, Path(path))
@@ -341,7 +337,6 @@ class Runs:
             self._save(process)
 
     def _save(self, process: Process) -> None:
-        """Save the recording of a process for the run's report."""
         process.saves_itself = False
         process.saved = end_reports.path_for_report(self._folder, process)
         self._saves.add(process)
@@ -416,8 +411,8 @@ class Runs:
             self._loop.call_later(RUN_END_S, lambda: self._end_if_over(run))
 
     def _drop_ended(self, run: Run) -> None:
-        """Drop ended processes that recorded nothing. If `MOST_ENDED` ended processes remain, merge the older half of
-        them into totals."""
+        """Drop ended processes that recorded nothing. If `MOST_ENDED` others remain, merge the older half of them into
+        totals."""
         ended = [process for process in run.processes if process.ended_ns and not process.is_saving]
         for process in [member for member in ended if not member.has_recorded]:
             run.processes.remove(process)
@@ -473,10 +468,8 @@ class Runs:
         self._changed()
 
     def _awaits_another(self) -> bool:
-        """Return True if a living process of the agent's own run may still join, and watch for the end of that process.
-
-        Examples are a daemon that outlives its starter, and a shell that will execute Python.
-        """
+        """Return True if a living process of the agent's own run may still join, and watch for the end of that
+        process."""
         if self._another_fd < 0:
             self._another_fd = exit_fd_of_another(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
             if self._another_fd >= 0:

@@ -65,7 +65,7 @@ class EndedMetrics:
         self._write()
 
     def totals_of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
-        """Return the totals of a scope's ended processes by service. Leave out the keys in `living`."""
+        """Return the totals of a scope's ended processes by service, without the keys in `living`."""
         lives, metrics_by_service = set(living), dict[str, list[Metric]]()
         parts = [part for key, part in self._apart.items() if key not in lives]
         together = [([part_scope], service, metrics) for (part_scope, service), metrics in self._together.items()]
@@ -95,9 +95,10 @@ def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
 
 
 class Scrapes:
-    """An HTTP server that answers each scrape on a separate thread.
+    """An HTTP server that answers each scrape on a separate thread. Raises `ExportError` if `prometheus_client` is not
+    installed.
 
-    `wake` wakes the thread that calls `answer_waiting`. Raises `ExportError` if `prometheus_client` is not installed.
+    `wake` wakes the thread that calls `answer_waiting`.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -126,7 +127,6 @@ class Scrapes:
         Thread(server.serve_forever, "instrument-scrapes").start()
 
     def answer_on(self, descriptor: int, run: str) -> None:
-        """Answer one scrape of a run on a connected socket."""
         self._server(("run", run)).process_request(socket.socket(fileno=descriptor), ("", 0))
 
     def _server(self, scope: Scope) -> Any:
@@ -138,16 +138,14 @@ class Scrapes:
         class Handler(WSGIRequestHandler):
             timeout = SCRAPE_TIMEOUT_S
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Log nothing."""
+            def log_message(self, format: str, *args: object) -> None: ...
 
         class Server(ThreadingMixIn, WSGIServer):
             daemon_threads = True
             block_on_close = False
             server_name, server_port = "", 0
 
-            def handle_error(self, request: object, client_address: object) -> None:
-                """Log nothing for a client that has gone away."""
+            def handle_error(self, request: object, client_address: object) -> None: ...
 
         server = Server(("", 0), Handler, bind_and_activate=False)
         server.socket.close()

@@ -87,7 +87,6 @@ class Unseen:
             self._search_all()
 
     def _schedule_searches(self, descriptor: int) -> None:
-        """Schedule searches for a process that has just executed the run's interpreter."""
         with suppress(BlockingIOError):
             os.read(descriptor, 1 << 16)
         if not self._is_reported:
@@ -95,7 +94,6 @@ class Unseen:
                 self._loop.call_later(wait_s, self._search_new)
 
     def _search_new(self) -> None:
-        """Examine the processes whose ids are newer than the last search."""
         before, self._newest = self._newest, _newest_id()
         if before < self._newest <= before + _MOST_NEW_IDS:
             for pid in range(before + 1, self._newest + 1):
@@ -133,7 +131,6 @@ class Unseen:
                     self._family[pid] = now, why
 
     def _why_no_session(self, process: Path, words: list[bytes]) -> str:
-        """Return the reason why a process has no session. Return "" if it has one, or if it is not a Python process."""
         if not _INTERPRETER.fullmatch((process / "exe").readlink().name) or _ENTRY in words:
             return ""
         options = iter(words[1:])
@@ -157,7 +154,7 @@ class Unseen:
     def describe_unseen(self, *, for_report: bool = False) -> str:
         """Return a sentence that counts the processes without a session by reason, "" for none.
 
-        After a call with `for_report`, later calls return "", because the run's report has the sentence.
+        Returns "" after a call with `for_report`, because the run's report has the sentence.
         """
         if self._is_reported:
             return ""
@@ -224,7 +221,6 @@ class ConnectionWatch:
         self._table_users: set[int] = set()
 
     def begin(self, process: Process) -> None:
-        """Begin to check a process, if it is in this process namespace and its profile records requests."""
         if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
             self._loop.call_later(FIRST_CHECK_S, lambda: self._check_ports(process))
 
@@ -243,11 +239,8 @@ class ConnectionWatch:
         self._loop.call_later(wait_s, lambda: self._check_ports(process))
 
     def note_ports(self, process: Process, by_table_of_s: float = 0.0) -> None:
-        """Store the ports at which a process has had connections, including ports that it has closed.
-
-        The system's table of connections is read again if the last copy was used for this process already, or is older
-        than `by_table_of_s`.
-        """
+        """Store the ports at which a process has had connections, including ports that it has closed. A table of
+        connections may be as old as `by_table_of_s`."""
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or environment.is_same_network(folder)
         is_old = process.pid in self._table_users or time.monotonic() - self._table_at >= by_table_of_s

@@ -25,17 +25,16 @@ from instrument.trace.text import INT64, LIMIT_VALUE, check_type, convert_to_ns,
 # Text
 
 BLOCK_BYTES = 1 << 18
-"""The number of bytes that are read at a time. The heap reuses blocks of this size without system calls."""
+"""The number of bytes that are read at a time."""
 
 DEEPEST = 900
 """The maximum depth of nested JSON brackets that is read."""
 
 MOST_TRIES = 4
-"""The maximum number of closing brackets, from the last one backwards, that are tried as the end of a value."""
+"""The maximum number of closing brackets that are tried as the end of a value, the last bracket first."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""The number of bytes of a value that are decoded first, and the number of bytes at the end of a text that may be an
-incomplete token."""
+"""The number of bytes of a value that are decoded first, and the number of bytes at the end that may be a cut token."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
 
@@ -48,8 +47,7 @@ Value = TypeVar("Value")
 
 
 class LeftOut:
-    """Counts what was left out or changed while a file was read, by reason, with the first place in the file for each
-    reason."""
+    """Counts what was left out or changed while a file was read, by reason."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
@@ -59,7 +57,7 @@ class LeftOut:
         self._found.setdefault(reason, [0, place])[0] += count
 
     def losses(self) -> dict[str, int]:
-        """Return the count for each reason. The key is a text with the reason and its first place."""
+        """Return the count of each reason. The key is the reason with its first place in the file."""
         return {f"{reason}, the first at {place}": count for reason, (count, place) in self._found.items()}
 
 
@@ -76,7 +74,6 @@ class JsonText:
         self._at = self._passed = 0
 
     def refuse_beyond_limit(self, size_bytes: int) -> None:
-        """Raise `ValueError` for a size beyond the limits."""
         if size_bytes > self._limit_bytes:
             raise ValueError(f"it holds more than {self._limit_bytes} bytes of text; record less, or raise limit_bytes")
 
@@ -85,7 +82,6 @@ class JsonText:
 
     @property
     def bytes_read(self) -> int:
-        """The number of bytes before the reading position."""
         return self._passed + self._at
 
     def peek(self) -> str:
@@ -99,12 +95,11 @@ class JsonText:
                 return ""
 
     def begins_with_mark(self) -> bool:
-        """Return True if a byte order mark comes next."""
         self.peek()
         return self._text.startswith(codecs.BOM_UTF8, self._at)
 
     def take(self, expected: str) -> str:
-        """Take the next non-blank character and return it. Raises `ValueError` for an unexpected character."""
+        """Take the next non-blank character. Raises `ValueError` if it is not `expected`."""
         mark = self.peek()
         if not mark or mark not in expected:
             problem = f"{mark!r} comes" if mark else "it ends"
@@ -113,7 +108,7 @@ class JsonText:
         return mark
 
     def take_value(self) -> Any:
-        """Take the next JSON value and return it. Raises `ValueError` for damaged text."""
+        """Take the next JSON value. Raises `ValueError` for damaged text."""
         self.peek()
         size = FIRST_BYTES
         error: json.JSONDecodeError | None
@@ -137,9 +132,8 @@ class JsonText:
         return value
 
     def take_values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
-        """Take the available complete values of a list, at least one. Return them decoded, and as text. The decoded
-        result is None if a value is damaged. If the list's last value is incomplete, the text has all that remains of
-        the file."""
+        """Take the next values of a list, at least one, and return them decoded and as text. The decoded result is None
+        if one is damaged."""
         if len(self._text) - self._at < BLOCK_BYTES:
             self._read_block()
         while True:
@@ -158,15 +152,14 @@ class JsonText:
                 return None, text
 
     def _likely_ends(self, closing: bytes) -> Iterator[int]:
-        """Yield likely ends of values, the last first: brackets before another value, or at the end of the list or
-        text."""
+        """Yield likely ends of values, the last first: closing brackets before another value or at the end."""
         end = len(self._text)
         while (end := self._text.rfind(closing, self._at, end)) >= 0:
             if _NEXT_VALUE.match(self._text, end + 1):
                 yield end + 1
 
     def _read_block(self) -> bool:
-        """Read the next block, larger for a longer incomplete value. Return False at the end of the text."""
+        """Read the next block. Return False at the end of the text."""
         size = len(self._text) - self._at
         if size > LIMIT_VALUE:
             raise ValueError("a value in it is too long; give a Chrome trace in JSON")
@@ -265,7 +258,7 @@ class ExactEvent(TraceEvent, gc=False):
 
 
 class Remote(msgspec.Struct, omit_defaults=True):
-    """A span's parent in another process, in the form in which the file stores it."""
+    """A span's parent in another process, as the file stores it."""
 
     trace_id: str
     span_id: str
@@ -275,12 +268,10 @@ class Remote(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, parent: RemoteParent) -> Remote:
-        """Convert a remote parent to its form in the file."""
         ids = f"{parent.trace_id:032x}", f"{parent.span_id:016x}"
         return cls(*ids, parent.flags, parent.is_local, parent.is_local and parent.in_server_span)
 
     def parent(self) -> RemoteParent:
-        """Convert the file's form to a remote parent."""
         ids = int(self.trace_id, 16), int(self.span_id, 16)
         return RemoteParent(*ids, self.flags, self.is_local, self.in_server_span)
 
@@ -293,8 +284,7 @@ UNTOLD = -INT64
 
 class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
     """The arguments of a slice that `dump` writes. The slice is a device interval of the span `owner`, or a span if
-    `owner` is omitted. A number that can be derived from other slices is omitted. Fields are in the order of the
-    file."""
+    `owner` is omitted. Numbers that other slices imply are omitted."""
 
     thread: Number = UNTOLD
     lane: Number = UNTOLD
@@ -322,8 +312,7 @@ class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
 
 
 class OwnEvent(msgspec.Struct, gc=False):
-    """An event that `dump` writes, except a sample. Only the fields of slices are read. The arguments are decoded,
-    too."""
+    """An event that `dump` writes, except a sample."""
 
     ph: Literal["X", "b", "e", "n", "s", "f", "M"]
     ts: float = np.nan
@@ -344,8 +333,8 @@ _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
 def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
-    """Convert microseconds to nanoseconds, exactly for three decimals, as `nanoseconds` does. Raises `ValueError` for a
-    time of `limit_ns` or more."""
+    """Convert microseconds to nanoseconds, exactly for three decimals. Raises `ValueError` for a time of `limit_ns` or
+    more."""
     kinds = set(map(type, times_us))
     if not kinds <= {float, int, Decimal}:
         for time in times_us:
@@ -363,7 +352,7 @@ def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
 # Damaged events
 
 FARTHEST_US = 1 << 52
-"""The lowest time of an event in microseconds that is invalid."""
+"""The lowest invalid time of an event, in microseconds."""
 
 LONGEST_TIME = 64
 """The maximum number of characters of a time that is written as text."""
@@ -378,17 +367,14 @@ _decode_any = json.JSONDecoder(strict=False).decode
 
 
 class EventBatch(NamedTuple):
-    """Successive events. `times_us` has their `ts` and `dur` if all are floats, NaN where an event has none.
-
-    Events of ours have their arguments decoded, other events have arguments as text.
-    """
+    """Successive events. `times_us` has their `ts` and `dur` if all are floats, NaN for a missing one."""
 
     events: Sequence[Any]
     times_us: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
 
 def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatch:
-    """Return the next available events of a list. `first` is the number of the first of them in the file."""
+    """Return the next available events of a list. `first` is the position of the first one in the file."""
     events, raw = text.take_values(_decode_ours if are_ours else _decode, b"}")
     if events is None:
         return EventBatch(_repaired_events(raw, first, text.left_out))
@@ -425,8 +411,7 @@ def _read_times(time: Callable[[TraceEvent], float], events: Sequence[TraceEvent
 
 
 def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
-    """Return the events of a text in which some events are damaged. An event that cannot be repaired becomes an empty
-    one."""
+    """Return the events of a text in which some are damaged. An event that cannot be repaired becomes an empty one."""
     events: list[TraceEvent] = []
     for chunk, is_whole in _split_events(text):
         number = first + len(events)
@@ -482,7 +467,7 @@ def _id_of(value: Any) -> Any:
 
 
 def _with_valid_escapes(text: bytes) -> bytes:
-    """Return the text with invalid escapes as backslashes, and lone surrogates as replacement characters."""
+    """Replace invalid escapes in a JSON text by backslashes, and lone surrogates by replacement characters."""
     return _ESCAPE.sub(lambda match: match[1] or (rb"\\" if match[2] else rb"\ufffd"), text)
 
 
@@ -505,7 +490,7 @@ class Block:
 
     @cached_property
     def are_begins(self) -> NDArray[np.bool_]:
-        """A mask of the complete slices and the begins."""
+        """A mask of the slices with a begin: complete slices and begin events."""
         return np.asarray(self.phases | LOWER_CASE != ord("e"))
 
     @cached_property
@@ -520,7 +505,6 @@ class Block:
         return _decode_arguments(b"[%b]" % self.texts.replace(b"\0", b","))
 
     def select(self, are_chosen: NDArray[np.bool_]) -> Block:
-        """Return the chosen slices."""
         if are_chosen.all():
             return self
         slices = [*compress(self.slices, are_chosen.tolist())]
@@ -537,8 +521,7 @@ def block_of(slices: Sequence[Any], limit_ns: int) -> Block:
 
 
 def read_sound_block(events: EventBatch, slices: Sequence[Any], are_slices: Sequence[bool]) -> Block | None:
-    """Return slices of events with their times if a fast test finds all valid. Return None if `find_fault` must check
-    or change them."""
+    """Return slices with their times, None if a fast test finds that some may be invalid."""
     if events.times_us is None:
         return None
     mask, phases = np.array(are_slices, dtype=np.bool_), _phases(slices)
@@ -570,7 +553,8 @@ def _has_parts(times_us: Sequence[Any] | NDArray[np.float64], rounded_ns: NDArra
 
 
 def find_fault(event: Any, left_out: LeftOut, number: int) -> str:
-    """Return the reason to leave out a slice, "" for a slice with valid times. Invalid arguments are removed."""
+    """Return the reason to leave out a slice, "" for a valid one. Times become numbers, and invalid arguments are
+    removed."""
     start_us = event.ts = _time(event.ts)
     if start_us is None:
         return "slices without a time"
@@ -611,7 +595,7 @@ def text_of(value: Any) -> str | None:
 
 
 def lane_of(value: Any) -> int | str | None:
-    """Return the number or the name of a process or a thread from a value of a file."""
+    """Return the id of a process or thread as a number, or as text if it is no number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):

@@ -46,8 +46,8 @@ SPARE_PIDS = 1 << 22
 """The first number beyond all pids of Linux (man 5 proc, pid_max)."""
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
-"""The first number above a host's process and thread ids. Devices get process ids from this number up, and further
-lanes get thread ids."""
+"""The first number above the process and thread ids of a host. Devices and additional lanes get ids from this number
+up."""
 
 DEEPEST = 511
 """The maximum depth of slices in a lane. Perfetto draws deeper slices at the top of the lane."""
@@ -57,7 +57,7 @@ DEEPEST = 511
 
 
 class ShownProcess(NamedTuple):
-    """A process with its unique number in the viewer. `label` has its real pid and host, if they are needed."""
+    """A process with its unique number in the viewer. `label` has the real pid and the host if they are needed."""
 
     pid: int
     name: str
@@ -87,15 +87,12 @@ class ShownProcesses:
 
     @property
     def first(self) -> ShownProcess:
-        """The first process, which has all data without a thread."""
         return self.all[0]
 
     def number_of(self, thread_id: int) -> int:
-        """Return the index of a thread's process."""
         return self._number.get(thread_id, 0)
 
     def of_thread(self, thread_id: int) -> ShownProcess:
-        """Return the process of a thread."""
         return self.all[self.number_of(thread_id)]
 
     def own_thread(self, thread_id: int) -> int:
@@ -103,12 +100,10 @@ class ShownProcesses:
         return self._merged[self.number_of(thread_id)].threads.get(thread_id, thread_id) if self._merged else thread_id
 
     def thread_name(self, thread_id: int) -> str:
-        """Return the name of a thread in its process."""
         own_id = self.own_thread(thread_id)
         return self.of_thread(thread_id).facts.threads.get(own_id) or f"thread {own_id}"
 
     def numbers_of(self, thread_ids: Int64s) -> Int64s:
-        """Return the index of each thread's process."""
         distinct_ids, places = rank_distinct(thread_ids)
         return np.array(list(map(self.number_of, distinct_ids.tolist())), dtype=np.int64)[places]
 
@@ -138,12 +133,12 @@ class Board:
         return pid, tids[number - 1]
 
     def list_lanes(self) -> list[tuple[int, int, list[int]]]:
-        """Return the process, the id in the trace, and the lanes' ids of each thread and stream."""
+        """Return each thread or stream with its process id and the thread ids of its lanes."""
         return [(*row, tids) for row, tids in self._tids.items()]
 
 
 class _Lanes:
-    """The lanes of one thread, task or stream, each with its open slices as pairs of end and row."""
+    """The lanes of one thread, task or stream. Each lane has its open slices as pairs of end and row."""
 
     __slots__ = ("lanes", "moved", "until")
 
@@ -154,10 +149,8 @@ class _Lanes:
         self.moved: dict[int, int] = {}
 
     def place_slice(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:
-        """Place a slice. Return the number of its lane from 1, and the innermost slice around it there.
-
-        A slice goes to the lane of its caller if it fits there, else to the first lane, else to an empty lane.
-        """
+        """Place a slice in the lane of its caller if it fits there, else in the first lane, else in an empty one.
+        Return the number of the lane from 1, and the innermost slice around it."""
         lanes, until = self.lanes, self.until
         for lane in {self.moved.get(caller, 0): None, 0: None}:
             stack = lanes[lane]
@@ -185,11 +178,8 @@ class _Lanes:
 
 
 def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
-    """Return the number of each slice's lane in its group, from 1, and the slice around it in that lane, or `NONE`.
-
-    Each thread, task or stream is a group. Slices are sorted by start time, then by length with the longest first.
-    `above` is each slice's caller, `NONE` without one. A slice that is not `deep` has fewer than `DEEPEST` ancestors.
-    """
+    """Return the lane of each slice in its group, from 1, and the slice around it or `NONE`. Slices are sorted by start
+    time, the longest first. `above` is each slice's caller. Slices with `DEEPEST` or more ancestors are `deep`."""
     number = np.ones(len(groups), dtype=np.int64)
     if not len(groups):
         return number, above
@@ -221,12 +211,8 @@ def iterate_rows(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 
 
 class Spans:
-    """The spans of a file, sorted by start time, then by length with the longest first.
-
-    `row` has each span's row in the trace, `place_of` the span's index for each row. Times count from the file's base.
-    `parent` is the parent's index. `site` is the index in `sites`, which are in the order of first use. `process` is
-    the index of the shown process.
-    """
+    """The spans of a file, sorted by start time, then by length with the longest first. `row` is the row of each span
+    in the trace, and `place_of` the span of each row. Times count from the file's base."""
 
     def __init__(self, trace: Columns, base_ns: int, processes: ShownProcesses) -> None:
         self.trace, self.row = trace, order_by_start(trace)
@@ -242,8 +228,8 @@ class Spans:
         self.process = processes.numbers_of(self.thread_id)
 
     def number_groups(self) -> Int64s:
-        """Return a number from 0 for each span. It identifies the span's thread, or the span's task within a tree of a
-        process."""
+        """Return a number for the thread or task of each span. Tasks of different trees or processes have different
+        numbers."""
         threads, groups = rank_distinct(self.thread_id)
         slices = np.flatnonzero(self.is_async)
         if not len(slices):
@@ -255,12 +241,11 @@ class Spans:
         return groups
 
     def assign_lanes(self) -> tuple[Int64s, Int64s, Int32s]:
-        """Return the group of each span, the number of its lane there, and the innermost span around it."""
         groups, deep = self.number_groups(), self.trace.level[self.row] >= DEEPEST
         return groups, *assign_lanes(groups, self.parent, self.start_ns, self.end_ns, deep)
 
     def find_batch_threads(self) -> set[int]:
-        """Return the threads with slices of steps and batches. Viewers should show them first."""
+        """Return the threads with slices of steps and batches, which viewers should show first."""
         kinds = np.array([site.kind in ("step", "batch") for site in self.sites], dtype=np.bool_)
         is_batch = kinds[self.site]
         is_batch[self.place_of[self.trace.attributes.having(BATCH_KEYS)]] = True
@@ -276,10 +261,8 @@ class Spans:
 
 
 class OrderedIntervals:
-    """The device intervals of a file, sorted by start time, then by length with the longest first.
-
-    `owner` is the index of an interval's span, `number` its number within that span.
-    """
+    """The device intervals of a file, sorted by start time, then by length with the longest first. `owner` is the index
+    of an interval's span, and `number` its number within that span."""
 
     def __init__(self, spans: Spans, base_ns: int) -> None:
         device = spans.trace.device
@@ -307,11 +290,8 @@ def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
 
 
 class BatchMarks:
-    """Marks on the lanes of requests where their batches begin. An arrow leads from the batch to each mark.
-
-    No arrow leads from a request to its batch, because a slice has only one bind id. `batch` and `request` are indices
-    of spans, one pair for each request that is open when the batch begins. `left_out` counts all other requests.
-    """
+    """Marks on the lanes of requests at which their batches begin. An arrow leads from the batch to each mark. `batch`
+    and `request` are the spans of each mark. `left_out` counts the pairs without a mark."""
 
     def __init__(self, spans: Spans) -> None:
         self.batch = self.request = np.zeros(0, dtype=np.int64)
@@ -340,13 +320,9 @@ class BatchMarks:
 
 
 class Arrows:
-    """The arrows of a file's spans and intervals that the format can express.
-
-    Between complete events, each arrow is an event. These arrows lead from callers to `called` spans and to `launched`
-    intervals. Arrows of async slices need a bind id, and a slice has only one. A span's bind id is used for its own
-    intervals, else for the spans that it called. `binds` has the source of the arrow of each tied span by the span's
-    index, `ties` that of each tied interval. `left_out` counts the arrows that are not drawn.
-    """
+    """The arrows of a file's spans and intervals. Arrows to `called` spans and `launched` intervals are events. Other
+    arrows need a bind id, and a slice has only one. `binds` and `ties` have the sources of the arrows to spans and to
+    intervals. `left_out` counts the arrows that are not drawn."""
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
         self._spans, owners = spans, intervals.owner
@@ -373,7 +349,7 @@ class Arrows:
         self.left_out += marks.left_out
 
     def _can_lead_to(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
-        """Return True for each arrow that can lead to its target. A target by bind id must start later than its source.
-        Perfetto reads complete events first, and the first event that it reads cannot be an arrow's end."""
+        """Return a mask of the arrows that Perfetto accepts. With a bind id, the target must start later than the
+        source."""
         starts_ns = self._spans.start_ns[sources]
         return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))

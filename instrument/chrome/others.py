@@ -56,15 +56,12 @@ _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
 
 
 def is_counted(name: str) -> bool:
-    """Return True if operations are counted for torch's operators of this name."""
     return name in _FORMULAS
 
 
 def count_flops(name: str, args: Mapping[str, Any]) -> int | None:
-    """Return the number of operations of a call of torch's operator, from the name and the arguments of its event.
-
-    Return None for an operator that is not counted, and for missing or invalid shapes.
-    """
+    """Return the floating-point operations of a call of torch's operator, from the arguments of its event. Return None
+    for an operator that is not counted, and for missing or invalid shapes."""
     formula = _FORMULAS.get(name)
     shapes, values = args.get("Input Dims"), args.get("Concrete Inputs")
     if formula is None or not isinstance(shapes, list):
@@ -87,7 +84,7 @@ def _read_shape(sizes: object) -> Shape:
 
 
 def _count_product(first: Shape, second: Shape) -> int:
-    """Return the number of operations of a batch of products: matrix by matrix, or matrix by vector."""
+    """Return the operations of a batch of products: matrix by matrix, or matrix by vector."""
     *batch, rows, inner = first
     *other_batch, inner_too, columns = second if len(second) > 1 else (*second, 1)
     if inner != inner_too or batch != other_batch:
@@ -96,7 +93,7 @@ def _count_product(first: Shape, second: Shape) -> int:
 
 
 def _product_formula(first: int) -> _Formula:
-    """Return the formula for a product of two tensor arguments, which have the indexes `first` and `first + 1`."""
+    """Return the formula for a product of the tensor arguments `first` and `first + 1`."""
     return lambda shapes, _: _count_product(shapes[first], shapes[first + 1])
 
 
@@ -134,7 +131,7 @@ def _count_convolved(source: Shape, weight: Shape, size: Shape) -> int:
 
 
 def _read_numbers(value: str, dimensions: int) -> list[int]:
-    """Return a number for each dimension. A single number applies to all dimensions. Raises `ValueError` for any other
+    """Parse a number for each dimension. A single number applies to all dimensions. Raises `ValueError` for any other
     text."""
     match = _NUMBERS.fullmatch(value)
     if match is None or not match[1]:
@@ -168,12 +165,10 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _attention_formula(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _attention_formula(backward=True) for name in _ATTENTION},
 }
-"""The functions that count the operations of a call from the shapes and values of its arguments, by the name of torch's
-operator."""
+"""The functions that count the operations of a call from its arguments' shapes and values, by torch's operator."""
 
 
 OPERATOR = "cpu_op"
-"""The category of torch's operators."""
 
 KIND_OF_CATEGORY = {**{kind: kind for kind in KINDS}, OPERATOR: "op", "kernel": "op", "gpu_memcpy": "copy"}
 
@@ -190,22 +185,18 @@ ON_DEVICE = "gpu_user_annotation"
 """The category of slices in which torch.profiler repeats the host's annotations on the device's lanes."""
 
 NAMELESS = "(no name)"
-"""The name given to a slice without a name."""
 
 
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""`ABSOLUTE_US` is a time in microseconds. If a file has later times, its times count from 1970, and slices at time 0
-are invalid. Up to `MOST_AT_ZERO` slices at time 0 wait until such a time is read."""
+"""The lowest time in microseconds that counts from 1970, and the maximum number of slices at time 0 that wait for such
+a time."""
 
 
 class _Facts(NamedTuple):
-    """The properties that all slices of one category and name share.
-
-    `name` is that of the site. `step` is the number of a step, `counts` is True for operators whose operations are
-    counted.
-    """
+    """The properties that all slices of one category and name share. `step` is the number of a step. `counts` is True
+    for operators with counted operations."""
 
     name: str
     step: int | None
@@ -228,12 +219,8 @@ def look_up(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], 
 
 
 class NumberedLanes:
-    """The lanes of a file, as pairs of process and thread, each with a number.
-
-    Paddle writes a lane for Python and a lane for C++ of the same thread. The two lanes share a row. The slices of a
-    lane nest on a line. `line` and `thread_id` have the line and the thread id of each lane. `lines` also has the lines
-    of async keys, `thread_ids` the thread ids of rows.
-    """
+    """The numbered lanes of a file, which are pairs of process and thread. Paddle's two lanes of a thread, for Python
+    and C++, share a thread id. `line` and `thread_id` are by lane number. Slices nest within a line."""
 
     def __init__(self, *, are_ours: bool = False) -> None:
         self._are_ours = are_ours
@@ -246,11 +233,10 @@ class NumberedLanes:
         self.line, self.thread_id, self.are_paddles = array("q"), array("q"), bytearray()
 
     def numbers_of(self, events: Sequence[Any]) -> Int64s:
-        """Return the number of each event's lane."""
         return np.array(look_up(self._numbers, list(map(LANE, events)), self._add), dtype=np.int64)
 
     def lines_of(self, keys: Sequence[tuple[Any, ...]]) -> list[int]:
-        """Return the lines of lanes and of async keys."""
+        """Return the line of each lane or async key."""
         return look_up(self.lines, keys, self._number_line)
 
     def _number_line(self, key: tuple[Any, ...]) -> int:
@@ -266,7 +252,7 @@ class NumberedLanes:
         return len(self.rows) - 1
 
     def _assign_thread(self, row: tuple[Any, Any]) -> int:
-        """Return the thread's own id for a row of any profiler. If it is taken or not a number, return a spare one."""
+        """Return the thread's own id, or a spare one if it is taken or not a number."""
         if self._are_ours:
             return int(check_type(row[1], int))
         if row not in self.thread_ids:
@@ -277,7 +263,6 @@ class NumberedLanes:
 
 
 def _row_of(lane: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the process and the thread of a lane."""
     pid, tid = map(lane_of, lane)
     return pid, paddle_traces.thread_of(tid)
 
@@ -331,7 +316,7 @@ class ForeignSlices:
         self._allocations = array("q")
 
     def add_fact(self, key: str, value: Any) -> None:
-        """Read a top-level key of the file other than the events, such as the host's name."""
+        """Read a top-level key of the file, such as the host's name."""
         if key == "host_name" and isinstance(value, str):
             self._host = value
         elif key == "baseTimeNanoseconds":
@@ -371,11 +356,9 @@ class ForeignSlices:
         return slices
 
     def waiting_zeros(self) -> list[TraceEvent]:
-        """Return the waiting slices at time 0."""
         return [event for _, event in self._at_zero or ()]
 
     def _add_name(self, event: TraceEvent, number: int) -> None:
-        """Add the name of a process or of a thread."""
         (args,) = _decode_arguments([event.args])
         name = args.get("name") if isinstance(args, dict) else None
         if not isinstance(name, str):
@@ -385,7 +368,7 @@ class ForeignSlices:
         self._names[lane_of(event.pid), thread] = paddle_traces.thread_name(name)
 
     def add_rows(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
-        """Add complete slices and begins, with the numbers of their lanes. Times are corrected in place."""
+        """Add complete slices and begins. Times are corrected in place."""
         slices, first = block.slices, len(self._kind)
         kinds = np.array(look_up(self._kinds, list(map(_KIND, slices)), self._add_kind), dtype=np.int64)
         self._kind.frombytes(kinds.tobytes())
@@ -415,7 +398,7 @@ class ForeignSlices:
     def _add_arguments(
         self, at: int, is_paddles: bool, facts: _Facts, phase: str, args: dict[str, Any], start_ns: int, end_ns: int
     ) -> tuple[int, int]:
-        """Add the arguments of a slice that cannot stay text. Return the start and the end of the slice in ns."""
+        """Add the decoded arguments of a slice. Return its start and end in ns."""
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
         if is_paddles:
             exact = self._clock_of_paddle.take_times(start_ns, attributes)
@@ -433,7 +416,7 @@ class ForeignSlices:
         return start_ns, end_ns
 
     def _add_kind(self, key: tuple[object, object]) -> int:
-        """Add a kind: the properties that all slices of a category and name share. Return the kind's index."""
+        """Add the properties that all slices of a category and name share. Return the index of the new entry."""
         category, label = key
         kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
@@ -503,7 +486,6 @@ class ForeignSlices:
     # Results
 
     def trace(self, rows: Rows) -> Trace:
-        """Return the trace of the slices, with all other facts."""
         first_ns, last_ns = self._find_bounds(rows.start_ns, rows.end_ns)
         parent, total_ns = rows.around, rows.end_ns - rows.start_ns
         self._add_flops(parent, rows.rank)
@@ -580,8 +562,7 @@ class ForeignSlices:
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _add_flops(self, parent: Int32s, rank: Int32s) -> None:
-        """Add the number of operations to slices as an attribute. Of nested operators, only the outermost gets the
-        attribute."""
+        """Add the number of operations to slices as an attribute. Of nested operators, only the outermost gets it."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and flops_in(json.loads(text)) > 0
@@ -596,12 +577,11 @@ class ForeignSlices:
 
 _VALUES = frozenset((str, int, float, bool))
 _LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
-"""A regular expression for a list and its key. It is for arguments without escapes, and the list follows another key.
-No match begins within a text, because a comma, a colon or a bracket follows the end of each text."""
+"""A pattern for a key with a list, in arguments without escapes. Another key must precede it."""
 
 
 def are_attributes(args: bytes) -> bool:
-    """Return True if arguments need not be decoded: numbers, texts and booleans, without escapes or `flops`."""
+    """Return True if arguments need no decoding: numbers, texts and booleans, without escapes or `flops`."""
     return not args.rfind(b"{") and len(args) < LONGEST_PLAIN and not _has_marks(args)
 
 
@@ -653,7 +633,6 @@ def _decode_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Any]:
 
 
 def _torch_allocation(event: TraceEvent, args: Mapping[str, Any], thread_id: int) -> Allocation:
-    """Return the allocation of an event of torch.profiler."""
     in_host = args.get("Device Type") == HOST_MEMORY
     return Allocation(
         HOST if in_host else max(check_type(args.get("Device Id"), int), 0),

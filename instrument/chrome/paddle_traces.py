@@ -26,7 +26,7 @@ class Meaning(NamedTuple):
 
 
 _PART = Meaning("phase", (("phase", False),))
-"""The meaning of an event that is a part of an operator. Its kind `phase` is not a phase of training."""
+"""The meaning of an event for a part of an operator, which is not a phase of training."""
 
 _MEANINGS: Mapping[str, Meaning] = {
     "Backward": Meaning("phase", (("phase", "backward"),)),
@@ -56,14 +56,14 @@ _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
 _THREAD = re.compile(r"(thread [0-9]+:.*)\((?:Python|C\+\+)\)", re.DOTALL)
 _SINCE_FIRST = re.compile(r"([0-9]{1,15})\.([0-9]{3}) us")
 _COPIES = ("memcpy", "memorycopy", "memset")
-"""The words, in lower case, that mark a range as a memory copy if its name contains one of them."""
+"""The words that mark a range as a memory copy if its lower-case name contains one of them."""
 _COPY = re.compile(r"GpuMemcpy(Sync|Async)(?:\(same_gpu\))?:(CPU|GPU)->(CPU|GPU)")
 _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""The maximum ns between the start of an event and the exact start in its arguments. If the difference is larger, the
-arguments are ignored."""
+"""The maximum ns between an event's start and the exact start in its arguments. Beyond it, the arguments are
+ignored."""
 
 
 def find_meaning(category: str, name: str) -> tuple[str, Meaning] | None:

@@ -37,25 +37,20 @@ LIMIT_KEYS = 1000
 """The maximum number of a trace's top-level keys besides its events."""
 
 LIMIT_BACKWARD = 1000
-"""The maximum number of spans that begin before their parent. A file with more is damaged, and its views would take too
-long."""
+"""The maximum number of spans that begin before their parent. Views would take too long for a damaged file with
+more."""
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
-    """Read a trace and its tally from Chrome JSON, plain or packed with gzip.
-
-    A file of `dump` is restored exactly, with spans sorted by start time. Other profilers' traces are read by their
-    slices: lanes become threads, and trees and self times follow from containment. A missing tally is counted from the
-    spans. At most `limit_bytes` of unpacked text are read.
-
-    Raises `TraceError` for an unreadable file.
-    """
+    """Read a trace and its tally from Chrome JSON, plain or packed with gzip. A file of `dump` is restored exactly. In
+    other profilers' traces, lanes become threads, and containment gives the trees. A missing tally is counted from the
+    spans. Raises `TraceError` for an unreadable file, or for more than `limit_bytes` of text."""
     saved = read(path, limit_bytes=limit_bytes)
     return saved.trace, saved.counted()
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read a file as `load` does, but in a fifth of the time, because a missing tally is counted only on demand."""
+    """Read a file as `load` does, but count a missing tally only on demand, which saves most of the time."""
     with _convert_errors(path):
         with _open_text(Path(path), limit_bytes) as text:
             saved = _read_content(text)
@@ -179,7 +174,7 @@ def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
 
 
 def _take_end(text: JsonText, bracket: str) -> None:
-    """Take the closing bracket. A killed writer leaves it out, which is counted."""
+    """Take the closing bracket. A missing one, which a killed writer leaves out, is counted."""
     if text.peek():
         text.take(bracket)
     else:
@@ -210,11 +205,8 @@ TORCHS = "trace of torch.profiler"
 
 
 def join(trace: Trace, profiled: Trace) -> Trace:
-    """Return a trace of ours with the kernels, allocations and floating-point operations of a torch.profiler trace.
-    Their times are moved to our clock.
-
-    Raises `TraceError` if a trace is of another recorder, or if the two differ in process or time.
-    """
+    """Add the kernels, allocations and floating-point operations of a torch.profiler trace to a trace of ours, and
+    return the result. Raises `TraceError` if the recorders, processes or times do not match."""
     if trace.origin.recorder == "other" or profiled.origin.recorder != "other":
         kinds = [TORCHS if side.origin.recorder == "other" else OURS for side in (trace, profiled)]
         raise TraceError(

@@ -74,7 +74,6 @@ class Slices:
         self._tasks: dict[int, None] = {}
 
     def add(self, batch: EventBatch) -> None:
-        """Read the next events of the file."""
         events = batch.events
         first, self._seen = self._seen + 1, self._seen + len(events)
         if self._seen > LIMIT_EVENTS:
@@ -128,7 +127,7 @@ class Slices:
         self._end_ns.frombytes(end_ns.tobytes())
 
     def _add_marks(self, block: Block, are_marks: Bools) -> None:
-        """Add the begins and ends of slices. The begins are the last rows of the columns."""
+        """Add the begins and ends of slices."""
         rows = np.cumsum(block.are_begins)
         rows += len(self._start_ns) - 1 - rows[-1]
         phases = block.phases[are_marks]
@@ -146,7 +145,6 @@ class Slices:
     # Results
 
     def trace(self) -> Trace:
-        """Return the trace of the slices, with all other facts."""
         if self._ours is None:
             zeros = self.others.waiting_zeros()
             self._add(block_of(zeros, _LIMIT_NS))
@@ -172,9 +170,8 @@ class Slices:
         return column(vars(self).pop(name))
 
     def _close_marks(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Match begins with ends in the order of time, as one stack per line would. Set the end and the line of each
-        row. Return each row's place in the file's order, complete slices first, and the number of ends without a
-        begin."""
+        """Match begins with ends on each line, and set the end and the line of each row. Return each row's place in the
+        file's order, and the number of ends without a begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
         if not len(self._mark_ns):
             return place, 0
@@ -207,12 +204,8 @@ class Slices:
 
 
 def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
-    """Return the parent of each row, `NONE` without one.
-
-    Rows are sorted by start time. A parent is the last row on the same line that began earlier and ends later, or ends
-    at most `rounding_ns` earlier. A row that overlaps another row only in part is not its child. With stacks, a range
-    of torch.profiler overlaps calls in part. It begins within one call of Python (`__enter__`) and ends within another.
-    """
+    """Return the parent of each row: the last earlier row on its line that contains it, or `NONE`. A parent may end up
+    to `rounding_ns` before its child. Rows that overlap only in part are not parents."""
     parent_of_nested = _parents_of_nested(start_ns, end_ns, line)
     if parent_of_nested is not None:
         return parent_of_nested
@@ -229,11 +222,8 @@ def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: i
 
 
 def _parents_of_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s | None:
-    """Return the parents if no rows of a line overlap in part, else None. This takes a third of a loop's time.
-
-    The level of a row is the number of earlier rows of its line that have not ended at its begin. Its parent is the
-    last earlier row of the level above.
-    """
+    """Return the parent of each row if no rows of a line overlap in part, else None. It is faster than
+    `_find_parents`."""
     count, length = len(line), int(end_ns.max(initial=0) - start_ns.min(initial=0)) + 1
     if not count or (int(line.max()) + 1) * length >= 1 << 62:
         return None
@@ -331,7 +321,6 @@ class OwnSlices:
             self._intervals[name].frombytes(numbers.tobytes())
 
     def trace(self, rows: Rows) -> Trace:
-        """Return the trace of the spans, with all other facts."""
         if rows.clipped.any() or rows.strays:
             raise ValueError("an async slice in it never begins or never ends; write or copy it again")
         base_ns, sites = self._metadata.base_ns, tuple(self._metadata.sites)
@@ -372,7 +361,7 @@ class OwnSlices:
         return column(self._numbers.pop(name))[rows.order]
 
     def _device(self, span_id: Int64s, base_ns: int) -> DeviceIntervals:
-        """Return the device intervals of spans in the order of rows, without those of missing spans."""
+        """Return the device intervals in the order of rows, without those of missing spans."""
         columns = {name: column(self._intervals.pop(name)) for name in _OF_INTERVALS}
         if any((columns[name] == UNTOLD).any() for name in ("device", "stream")) or (columns["place"] < 0).any():
             raise ValueError("an interval in it belongs to no device, stream or site; it is damaged")
@@ -386,7 +375,7 @@ class OwnSlices:
 
 
 def _read_numbers(arguments: Sequence[Arguments], name: str) -> Int64s:
-    """Return a number of the arguments, `UNTOLD` where it is omitted."""
+    """Return one number from each slice's arguments, `UNTOLD` where it is omitted."""
     return np.fromiter(map(attrgetter(name), arguments), np.int64, len(arguments))
 
 

@@ -38,7 +38,7 @@ PROCESS = 1
 """The uuid of the first process's track."""
 
 REQUESTS = 2
-"""The uuid of the parent track of requests. The track has no process, so Perfetto shows it before all processes."""
+"""The uuid of the parent track of requests. It has no process, so Perfetto shows it before all processes."""
 
 FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
 """The numbers by which Perfetto orders the tracks that it shows below the threads of a process."""
@@ -85,7 +85,6 @@ class _Packets:
         self._on_device = [self._make_begin(site, on_device=True) for site in self._spans.sites]
 
     def parts(self) -> Iterator[bytes]:
-        """Yield the bytes of the file in chunks."""
         self._write_head()
         for _ in self._add_span_slices():
             yield from self._take_full_part()
@@ -128,7 +127,7 @@ class _Packets:
             track.process.process_labels.extend(map(remove_surrogates, labels))
 
     def _intern(self, table: str, entry: Any, **facts: Any) -> int:
-        """Return the number of an interned entry. The current packet defines a new entry, and may use its number."""
+        """Return the number of an interned entry, and define a new one in the current packet."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
         if number is None:
@@ -335,7 +334,7 @@ class _Packets:
 
 
 def _convert_to_buffers(*columns: NDArray[Any]) -> list[Any]:
-    """Return columns as buffers. Reading a single number from a buffer takes a third of the time that numpy takes."""
+    """Return columns as buffers, from which reading a single number takes a third of the time that numpy takes."""
     return [np.ascontiguousarray(column).data for column in columns]
 
 
@@ -358,11 +357,8 @@ def _set_value(annotation: Any, value: Any) -> None:
 
 
 def _order_edges(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
-    """Yield the begin and end events of slices, lane by lane: the slice's index, True for a begin, and True for the
-    first event of a lane.
-
-    Events at the same time are in the order of nesting, which viewers need.
-    """
+    """Yield the begin and end events of slices, lane by lane. Each has the slice's index, True for a begin, and True
+    for a lane's first event. Simultaneous events are in the order of nesting."""
     is_first = np.zeros(len(lane), dtype=np.bool_)
     is_first[firsts] = True
     order = np.argsort(lane, kind="stable")
@@ -377,11 +373,8 @@ def _order_edges(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple
 
 
 class _Arrows:
-    """Arrows from a span to its work on another thread, task or device, and from a request to its batches.
-
-    Arrows are numbered from 1, and those that begin at one span have consecutive numbers. An arrow into the past is
-    left out.
-    """
+    """Arrows from a span to its work on another thread, task or device, and from a request to its batches. They are
+    numbered from 1, those of one span consecutively. An arrow into the past is left out."""
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
         called, callers = spans.find_cross_thread_calls()

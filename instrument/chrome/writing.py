@@ -46,12 +46,10 @@ SPARE_BINDS = 1 << 63
 
 
 NOT = repeat(UNSET)
-"""The values of a field that no event has."""
+"""An endless sequence of `UNSET`, for a field that no event has."""
 
 
 class DrawnEvent(msgspec.Struct, gc=False):
-    """An event as it is written into the file."""
-
     ph: str
     pid: int
     tid: int | UnsetType = UNSET
@@ -138,7 +136,6 @@ class Drawing:
         self._number_streams(board)
 
     def events(self) -> Iterator[list[DrawnEvent]]:
-        """Yield the events in the order of the file."""
         for first, end in split_into_batches(len(self._spans.row)):
             yield self._make_span_events(first, end)
         for first, end in split_into_batches(len(self._intervals.row)):
@@ -156,7 +153,7 @@ class Drawing:
     def _number_kinds(
         self, number: Int64s, of_request: Bools, board: Board, place_of: Callable[[Site], int]
     ) -> tuple[Int64s, list[NDArray[Any]]]:
-        """Number the combinations of lane and site. Return each span's number, and the fields of each combination."""
+        """Number the pairs of lane and site. Return each span's number, and the event fields of each pair."""
         spans = self._spans
         thread = rank_distinct(spans.thread_id)[1]
         kind, examples = number_by_first_sight(spans.is_async, thread, number, of_request, spans.site)
@@ -176,12 +173,8 @@ class Drawing:
         return kind, _split_columns(rows)
 
     def _collect_span_facts(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
-        """Return the columns of `Arguments` after the id, each with a mask of the slices that have the number.
-
-        A slice has its parent's id if the parent is not the slice around it, and its root's id if it differs from the
-        parent's root. The first slice of a lane has the id of its task. Times are included if they differ from the
-        total.
-        """
+        """Return the columns of `Arguments` after the id, each with a mask of the slices that store the number. Readers
+        derive the others."""
         spans = self._spans
         trace, row = spans.trace, spans.row
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
@@ -273,11 +266,8 @@ class Drawing:
     # ---------------------------------------------------------------- intervals, arrows and marks
 
     def _number_streams(self, board: Board) -> None:
-        """Number the intervals' combinations of lane and site, and set the common fields of their events.
-
-        Only an interval that encloses no other has the argument `stream`: HolisticTraceAnalysis counts events with it
-        as kernels and sums them up.
-        """
+        """Number the intervals' pairs of lane and site, and set their common fields. Only intervals without inner ones
+        have `stream`, because HolisticTraceAnalysis adds up all events with it."""
         spans, intervals = self._spans, self._intervals
         work, row = spans.trace.device, intervals.row
         streams, number, _ = intervals.assign_lanes(work)
@@ -365,13 +355,9 @@ _encoder = msgspec.json.Encoder(decimal_format="number")
 
 
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`.
-
-    The tally, if any, is saved with the spans. The file appears complete, with mode 0600, or not at all. It replaces an
-    older file, and missing directories are made. If the writer is killed, the older file remains, and a later process
-    removes the temporary file. The text is never completely in memory. Raises `TraceError` if the file cannot be
-    written.
-    """
+    """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`. The file appears complete, with mode
+    0600, or not at all, and replaces an older one. Missing directories are made. The text is never completely in
+    memory. Raises `TraceError` if the file cannot be written."""
     return write_parts(path, _write_document(trace, tally))
 
 
@@ -422,8 +408,8 @@ def _encode_lines(events: list[DrawnEvent]) -> bytes:
 
 
 def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
-    """Yield counters for the samples whose value is a number, and add their processes to `counted`. The name of a
-    counter's argument is the unit, which viewers add to the track's name."""
+    """Yield counters for the samples whose value is a number, and add their processes to `counted`. The unit is the
+    name of the argument, which viewers add to the track's name."""
     for sample in samples:
         if is_number(sample.value):
             process_id = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS
@@ -439,8 +425,7 @@ def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: s
 
 
 def _make_lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[DrawnEvent]:
-    """Yield the names of all lanes and devices. Threads of batches come first, then the other threads in the order of
-    the trace."""
+    """Yield the names of all lanes and devices. Threads of batches come first."""
     order = sorted(trace.threads, key=lambda thread_id: thread_id not in of_batches)
     rank_by_id = {thread_id: position for position, thread_id in enumerate(order)}
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}

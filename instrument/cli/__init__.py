@@ -84,7 +84,7 @@ def _discard_output() -> None:
 
 
 def flush_stream(stream: TextIO | None) -> None:
-    """Flush a stream. It is None if the process was started with the stream closed."""
+    """Flush a stream, which is None if the process was started with the stream closed."""
     if stream is not None:
         stream.flush()
 
@@ -114,7 +114,7 @@ def _suggest_name(word: str, names: Iterable[str]) -> str:
 
 
 def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the command's parser, and the parsers of the verb's module (of all verbs for an unknown word)."""
+    """Return the command's parser, and the parsers of the verb's module. An unknown word gets those of all verbs."""
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services. A profile.yaml selects what to record.",
@@ -141,10 +141,8 @@ class _Version(argparse.Action):
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the command itself, and the words of the service's command.
-
-    The latter begin after `--`, at `-m` or `-c`, or at the first word that is not an option.
-    """
+    """Return the words of the command itself, and those of the service's command. The latter begin after `--`, at `-m`
+    or `-c`, or at the first word that is no option."""
     if words[:1] in (["check"], ["init"]) and "--" in words:
         at = words.index("--")
         if not words[at + 1 :]:

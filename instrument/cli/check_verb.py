@@ -28,7 +28,6 @@ from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.main_module import MAINS
 
 _ATTACHED_SHOWN = 20
-"""The maximum number of attached targets that are listed for each rule."""
 
 
 def add(verbs: Verbs) -> None:
@@ -152,7 +151,6 @@ def _make_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
 
 
 def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
-    """Print what is known of the profile, the machine and each rule as text."""
     print(f"profile {profile.source}: service {_name_of_service(profile)}, digest {profile.digest}")
     if profile.exports_nothing:
         from instrument.sessions.process import NO_EXPORT

@@ -35,7 +35,7 @@ REGRESSION, INCONCLUSIVE = 1, 3
 """The exit codes of the gate if a slowdown exceeds the limit, and if the result is unclear. 0 is a pass."""
 
 MOST = 15
-"""The maximum number of rows of a printed table, if `--rows` is not given."""
+"""The default maximum number of rows of a printed table."""
 
 KEPT = 5
 """The default number of runs that a baseline keeps."""

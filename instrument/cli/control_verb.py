@@ -39,10 +39,8 @@ def _add_switch(verbs: Verbs) -> None:
 
 
 def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
-    """Switch recording on or off in processes and print their answers. Returns the exit code, 1 without an answer.
-
-    If there are several runs, the user must confirm at a terminal. Without a terminal the command is refused.
-    """
+    """Switch recording on or off in processes and print their answers. Returns the exit code, 1 without an answer. A
+    change of several runs requires the user's confirmation at a terminal."""
     missing = False
     with client.find_runs(options.run) as runs:
         several = [run for run in runs if run.living]

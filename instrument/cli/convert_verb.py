@@ -37,13 +37,13 @@ FORMS = {
         "alone; wants instrument-sdk[parquet]",
     ),
 }
-"""The forms of a converted trace, each with the suffix of its files and what they are for."""
+"""The forms of a converted trace, each with the suffix of its files and its use."""
 
 FORM_OF_END = {
     ".json": "chrome",
     **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form not in ("otlp", "parquet")},
 }
-"""The form that the suffix of an output file means, for merged traces. Any other suffix means a recording."""
+"""The form of merged traces by the suffix of the output file. Any other suffix means a recording."""
 
 
 def _add_convert(verbs: Verbs) -> None:
@@ -101,12 +101,11 @@ def write_trace(target: Path, form: str, saved: Saved) -> None:
 
 
 def form_of(target: Path) -> str:
-    """Return the form of an output file by its suffix, a recording by default."""
     return FORM_OF_END.get(target.suffix, "recording")
 
 
 def write_or_explain(target: Path, action: Callable[[], object]) -> None:
-    """Call `action`, which writes a file. If it fails with an `OSError`, raise a `TraceError` with the file's name."""
+    """Call `action`, which writes a file. An `OSError` becomes a `TraceError` with the file's name."""
     try:
         action()
     except OSError as problem:
@@ -114,11 +113,8 @@ def write_or_explain(target: Path, action: Callable[[], object]) -> None:
 
 
 def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
-    """Write the tables of all files to a dataset's folder, and print the paths of its files.
-
-    A second conversion replaces the files of the first one. An output that ends in `.parquet` is a single file, which
-    has only the table of spans.
-    """
+    """Write the tables of all files to a dataset's folder, and print the paths of its files. An output that ends in
+    `.parquet` is a single file with only the table of spans."""
     from hashlib import blake2b
 
     from instrument.trace.dataset_files import DatasetWriter, Folder, write_spans
@@ -153,8 +149,7 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
-    """Write files as OTLP, in wall clock time. Each process is a resource, and a request may have spans in several
-    resources."""
+    """Write files as OTLP, in wall clock time. Each process is a resource."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.packed_spans import SpanIds, SpanPacker
     from instrument.otlp.service_sdk import resource_of

@@ -14,7 +14,7 @@ INCONCLUSIVE = 3
 """The exit code if the evidence does not determine the cause."""
 
 MOST = 15
-"""The maximum number of rows of a printed table, if `--rows` is not given."""
+"""The default maximum number of rows of a printed table."""
 
 
 def add(verbs: Verbs) -> None:

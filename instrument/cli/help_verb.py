@@ -21,7 +21,6 @@ def add(verbs: Verbs) -> None:
 
 
 def find_topics() -> Mapping[str, Path]:
-    """Return the file of each topic, by the topic's name."""
     return {path.stem.lower(): path for path in sorted(FOLDER.glob("*.md"), key=lambda path: path.stem.lower())}
 
 

@@ -22,7 +22,7 @@ from instrument.proposal.observation import Observation, all_patterns, await_rep
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
-"""The seconds that the command has after SIGTERM to end. After them it is killed."""
+"""The seconds that the command has to end after SIGTERM. After them it is killed."""
 
 OTHERS_S = 5.0
 """The seconds that the command's other processes have after its end to report their observations."""

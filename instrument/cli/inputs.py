@@ -28,14 +28,13 @@ LEAST_BYTES = 500_000_000
 """The smallest memory limit, in bytes, of a command that reads files. Large files raise the limit."""
 
 COMMAND_BYTES = 150_000_000
-"""Bytes that a command uses before it reads files. If the calling program uses more, the limit is higher."""
+"""The memory that a command uses before it reads files, in bytes."""
 
 SHARE_OF_DATA = 0.9
 """The share of the memory limit that is set as RLIMIT_DATA, which does not count libraries and stacks."""
 
 PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
-"""The maximum bytes of memory that are needed per byte of a packed trace, of a plain trace, and of a recording. A span
-takes 12 to 40 bytes packed, 200 plain, 6 in a recording, and up to 600 in views."""
+"""The maximum bytes of memory per byte of a packed trace, of a plain trace, and of a recording."""
 
 
 def limit_bytes(files: Sequence[str]) -> int:
@@ -45,11 +44,8 @@ def limit_bytes(files: Sequence[str]) -> int:
 
 @contextmanager
 def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
-    """Limit the memory of the process within a block.
-
-    The user may set the limit, else it depends on the sizes of the trace files. Raises `InstrumentError` in the block
-    if the files need more memory, as malicious or very large files do.
-    """
+    """Limit the process's memory within a block to `asked_bytes`, by default according to the sizes of the files.
+    Raises `InstrumentError` if the block needs more."""
     bound = asked_bytes or limit_bytes(files)
     limit = int(bound * SHARE_OF_DATA) + max(0, _used_bytes() - COMMAND_BYTES)
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -95,8 +91,7 @@ CLOCKS = ("monotonic", WALL)
 CLOCK = "wall: join files of several machines by the time of day, even if the accuracy of the clocks is unknown"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
-"""The suffixes of files that are read in a folder. If files differ only in the suffix, only the file whose suffix comes
-first here is read."""
+"""The suffixes of files that are read in a folder. If files differ only in the suffix, the first suffix here wins."""
 
 
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:
@@ -111,11 +106,8 @@ def find_files(verb: str, options: argparse.Namespace) -> list[str]:
 
 
 def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
-    """Return the files that paths name.
-
-    A folder means its files of `run`, else those of its newest run or, with `is_of_all`, all its files. `say` is called
-    with a sentence on the runs that are left out.
-    """
+    """Return the files that paths name. A folder means the files of `run`, by default of its newest run, or all its
+    files if `is_of_all`. `say` gets a sentence on omitted runs."""
     files: list[str] = []
     for path in paths:
         if not Path(path).is_dir():
@@ -160,8 +152,7 @@ def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Calla
 
 
 def _read_facts(path: str) -> Trace | None:
-    """Return the facts of a file that this package wrote, without the spans. Return None for any other file, or an
-    unreadable one."""
+    """Return the facts of a file without its spans. Return None for an unreadable file, or one of another program."""
     from instrument.chrome import reading
     from instrument.trace import file
 
@@ -180,10 +171,8 @@ def read_saved(path: str) -> Saved:
 
 
 def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
-    """Add the arguments that name files, and the options for merging and for memory.
-
-    `runs` is the help text on arguments that do not name files. If it is given, no argument is required.
-    """
+    """Add the arguments that name files, and the options for merging and for memory. `runs` is the help text on
+    arguments that name no files. With it, no argument is required."""
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--run", metavar="RUN", help="in a folder, read only this run (default: the newest one)")
@@ -198,7 +187,7 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
 
 
 def load_libraries() -> None:
-    """Import all libraries that read files. Memory is limited afterwards, because imports may fail within the limit."""
+    """Import all libraries that read files, because imports may fail within a memory limit."""
     # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from instrument.chrome import reading  # noqa: F401

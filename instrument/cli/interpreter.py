@@ -23,7 +23,6 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def interpreter_flags() -> list[str]:
-    """Return the options of this Python interpreter that the service's interpreter needs, too."""
     flags = [f"-W{option}" for option in sys.warnoptions]
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     safe_path = getattr(sys.flags, "safe_path", False)
@@ -67,7 +66,7 @@ def run_command(
 
 
 def _is_in_foreground() -> bool:
-    """Return True if this process is in the foreground of a terminal, whose Ctrl-C then also reaches the command."""
+    """Return True if this process is in the foreground of a terminal, whose Ctrl-C also reaches the command."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -76,18 +75,15 @@ def _is_in_foreground() -> bool:
 
 
 class Command(NamedTuple):
-    """The `words` that run a user's command, and a `note` on the parts that are not recorded, "" if all parts are."""
+    """The `words` that run a user's command, and a `note` on its unrecorded parts, "" without any."""
 
     words: list[str]
     note: str = ""
 
 
 def find_host(verb: str, words: list[str]) -> Command:
-    """Return the command to run: a Python program by this interpreter, any other program as it is.
-
-    The words are those of a shell command, or arguments of `python`. Raises `InstrumentError` for a command that cannot
-    run, or that could not be recorded.
-    """
+    """Return the command to run: a Python program by this interpreter, any other program as it is. Raises
+    `InstrumentError` for a command that cannot run, or that could not be recorded."""
     if not words:
         raise InstrumentError(f"{verb}: {_NOTHING}")
     if words[0].startswith("-"):
@@ -120,7 +116,6 @@ _OF_PYTHON = late_pattern(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)
 
 
 def _python_command(verb: str, words: list[str]) -> Command:
-    """Return the command that runs arguments of `python` by this interpreter."""
     if not words or words in (["-m"], ["-c"]):
         raise InstrumentError(f"{verb}: {_NOTHING}")
     options = iter(() if OFF else words)
@@ -148,11 +143,8 @@ _SERVERS = frozenset(("uvicorn", "gunicorn", "hypercorn", "granian", "flask", "f
 
 
 def name_service(words: Sequence[str]) -> str:
-    """Return the name of the service.
-
-    It is the name of the project or, without one, of the app, module, script or folder. General names, such as `app`
-    and `main`, are used only if there is no other name.
-    """
+    """Return the name of the service: that of the project, else of the app, module, script or folder. General names,
+    such as `app` and `main`, are a last resort."""
     project = Path("pyproject.toml")
     if project.is_file():
         text = project.read_text("utf-8", "replace")
@@ -172,7 +164,6 @@ def name_service(words: Sequence[str]) -> str:
 
 
 def _clean_name(text: str) -> str:
-    """Return a text as the name of a service: only letters, digits, points and dashes."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "service"
 
 

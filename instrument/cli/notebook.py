@@ -30,10 +30,8 @@ FRAMES = ("pandas", "polars", "pyarrow")
 
 
 class LoadedTrace:
-    """Saved traces, merged into one with one tree for each request.
-
-    Its data frames are made when they are first read. They need `instrument-sdk[query]` and pandas, polars or pyarrow.
-    """
+    """Saved traces, merged into one with one tree for each request. Data frames are made when they are first read, and
+    need `instrument-sdk[query]` and pandas, polars or pyarrow."""
 
     def __init__(self, saved: Saved, frames: str | None = None) -> None:
         self.saved = saved
@@ -60,12 +58,9 @@ class LoadedTrace:
         return request_life(self.recording, key, Options.of(options))
 
     def explain(self, request: str | None = None, **choice: Any) -> Explanation:
-        """Explain the time of one request (the one with the key `request`, else the slowest one) or of all requests in
-        a window.
-
-        `choice` may have `endpoint`, `since_ns` and `until_ns`. With `slowest=None` all requests between these times
-        are explained together.
-        """
+        """Explain the time of one request: the one with the key `request`, else the slowest. `choice` may have
+        `endpoint`, `since_ns` and `until_ns`. With `slowest=None`, all requests between these times are explained
+        together."""
         from instrument.report.explanation import RequestChoice, explain
         from instrument.report.view import Options
 
@@ -92,7 +87,7 @@ class LoadedTrace:
 
     @cached_property
     def batches(self) -> Any:
-        """The batches, one in each row, with the keys, weights and shares in ns of their requests."""
+        """The batches, one in each row, with the keys of their requests, and the requests' weights and shares in ns."""
         from instrument.report.request_groups import joined_requests, request_ledger
         from instrument.trace import tables
 

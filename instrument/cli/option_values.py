@@ -20,7 +20,6 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def read_count(text: str) -> int:
-    """Read a number that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
     return int(text)
@@ -36,7 +35,6 @@ def count_or_all(text: str) -> int:
 
 
 def count_or_zero(text: str) -> int:
-    """Read a number that is at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 0 or more")
     return int(text)
@@ -68,7 +66,7 @@ def view_names(text: str) -> list[str]:
 
 
 def one_of(names: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for an option whose value must be one of some names."""
+    """Return the arguments of `add_argument` for an option with a fixed set of values."""
     choices = tuple(names)
 
     def name(text: str) -> str:

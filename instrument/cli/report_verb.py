@@ -35,7 +35,7 @@ PROCESS = "process"
 """The value of `--by` that asks for a report of each process."""
 
 MOST = 15
-"""The maximum number of rows of a printed table, if `--rows` is not given."""
+"""The default maximum number of rows of a printed table."""
 
 
 def add(verbs: Verbs) -> None:
@@ -109,7 +109,7 @@ def add(verbs: Verbs) -> None:
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Pause Python's garbage collector. It takes a fifth of a report's time, and there is no garbage to free."""
+    """Pause Python's garbage collector, which takes a fifth of a report's time and finds no garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +143,7 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _read_named_run(options: argparse.Namespace) -> RunRead | None:
-    """Read the running service that the options name in place of files: by `--run`, or by a name that no file has."""
+    """Read the running service that the options name by `--run`, or by a name that no file has."""
     names = options.traces or [options.run]
     if options.traces and (options.run or len(names) > 1 or "/" in names[0] or Path(names[0]).exists()):
         return None

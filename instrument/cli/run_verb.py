@@ -53,8 +53,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(options: argparse.Namespace, host: list[str]) -> int:
-    """Replace this process by the service. If it is the first process of a container, run the service as its child
-    instead."""
+    """Replace this process by the service. The first process of a container runs the service as its child instead."""
     if native.WHY_MISSING:
         print(f"instrument: no call is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = profile_of(options)
@@ -105,7 +104,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _name_run() -> str:
-    """Return a new name for this run, with the time. Inside another run, wait until the names of both runs differ."""
+    """Return a new name for this run, made from the time. Inside another run, wait until the two names differ."""
     while (name := environment.new_run()) == os.environ.get(environment.RUN_VARIABLE):
         time.sleep(0.05)
     return name
@@ -138,12 +137,8 @@ def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
 
 
 def _environment_of_host() -> dict[str, str]:
-    """Return the environment of this process. If the `sitecustomize` of another program changed it, return it as it was
-    before.
-
-    `opentelemetry-instrument` removes itself from PYTHONPATH in its own process. With our changed environment it would
-    not instrument the service of `opentelemetry-instrument instrument run -- service.py`.
-    """
+    """Return the environment of this process, as it was before another program's `sitecustomize` changed it. With a
+    changed PYTHONPATH, `opentelemetry-instrument` would not instrument the service."""
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as on the path
     before = environment.initial_environment()
@@ -152,7 +147,6 @@ def _environment_of_host() -> dict[str, str]:
 
 
 def _describe_variables(profile: Profile) -> list[str]:
-    """Return remarks on environment variables, such as the collector that one of them names."""
     remarks, otlp, switch = [*profile.remarks], profile.export.otlp, os.environ.get("INSTRUMENT", "").strip().lower()
     if otlp is not None and profile.shown.get("export.otlp") == "auto":
         variable = profile.origins["export.otlp.endpoint"]
@@ -163,7 +157,7 @@ def _describe_variables(profile: Profile) -> list[str]:
 
 
 def _describe_files(profile: Profile) -> Iterator[str]:
-    """Yield sentences on the time at which files are written, and on the commands that show the service before that
+    """Yield sentences on the time at which files are written, and on commands that show the service before that
     time."""
     writes_traces = profile.export.chrome is not None or profile.export.recording is not None
     if writes_traces:
@@ -186,7 +180,7 @@ AGENT_WAIT_S = 5.0
 """The seconds that the agent has to write its last output after the service has ended."""
 
 AGENTS = 10
-"""The maximum number of agents that a run starts. Each starts after the previous one has ended."""
+"""The maximum number of agents that a run starts one after another."""
 
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
@@ -227,10 +221,8 @@ def _become_service(words: Sequence[str], environ: Mapping[str, str], mask: set[
 
 
 def _supervise_service(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
-    """Forward signals, reap children and restart an agent that has ended, until the service ends.
-
-    Returns the service's status, and the pid of the last agent.
-    """
+    """Forward signals, reap children and restart an ended agent until the service ends. Returns the service's status,
+    and the pid of the last agent."""
     starts = 1
     while True:
         number = signal.sigwaitinfo(signal.valid_signals()).si_signo
@@ -249,7 +241,6 @@ def _supervise_service(service: int, agent: int, path: Path, run: str) -> tuple[
 
 
 def _reap_children() -> list[tuple[int, int]]:
-    """Reap the children that have ended. Returns their pids and statuses."""
     ended = []
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:

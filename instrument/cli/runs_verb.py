@@ -46,7 +46,6 @@ def _add_ps(verbs: Verbs) -> None:
 
 
 def list_processes(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the runs and their processes. Returns the exit code."""
     from instrument.agent.live_view import LiveSampler
 
     with client.find_runs(options.run, memory=True) as runs:
@@ -181,7 +180,6 @@ class RunRead(NamedTuple):
 
     @property
     def header_line(self) -> str:
-        """The line above a report."""
         return f"Run {safe(self.name)} {'is still going' if self.is_going else 'has ended'}: {self.processes_text}"
 
 

@@ -39,7 +39,7 @@ class _Run:
     tracer_option: str
     since_ns: int
     counts_all: bool
-    """True if the session began with this run. The session's tally then counts exactly the calls of the run."""
+    """True if the session began with this run, so that its tally counts exactly the calls of the run."""
     torch: TorchProfiler | None
 
 
@@ -91,7 +91,7 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
 
 
 def _report_text(recording: Recording, options: Options) -> str:
-    """Return the text of the report with full names. The last lines are the instrumentation's cost and losses."""
+    """Return the text of the report with full names."""
     notes = instrumentation_lines(recording)
     return "\n".join([*events(recording, options).widened().lines(), *notes])
 

@@ -100,7 +100,6 @@ def now() -> int:
 
 
 def _session_has_ended() -> bool:
-    """Return True if the session in which the profiler was enabled has ended."""
     return _session is not None and _find_session() is not _session
 
 

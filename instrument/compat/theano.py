@@ -97,11 +97,9 @@ config = parse_flags(os.environ.get("THEANO_FLAGS", ""))
 
 
 class ProfileStats:
-    """The profile of a function, or of several functions that share this object.
-
-    `message` names the profile and defaults to the file and line of the first function. `calls` and `call_ns` count all
-    calls, even if the rings have lost spans.
-    """
+    """The profile of a function, or of several functions that share this object. `message` names the profile and
+    defaults to the file and line of the first function. `calls` and `call_ns` count all calls, even if spans are
+    lost."""
 
     def __init__(self, message: str | None = None) -> None:
         self.message = message
@@ -125,8 +123,7 @@ class ProfileStats:
     def summary(
         self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
     ) -> str:
-        """Print the text that the method `text` makes to `file`, by default to `config.profiling.destination`. Return
-        the text."""
+        """Print the result of `text` to `file`, by default to `config.profiling.destination`, and return it."""
         text = self.text(n_ops_to_print, n_apply_to_print)
         _print_text(text, file)
         return text
@@ -157,7 +154,7 @@ class ProfileStats:
 
 _profiles: list[ProfileStats] = []
 _function_counts: Counter[tuple[object, ...]] = Counter()
-"""The number of functions with the same site. From the second function on, its number is added to its name."""
+"""The number of functions with the same site, by the site's key."""
 
 _lock = threading.RLock()
 
@@ -248,8 +245,8 @@ def function(
 
 
 def _attach_profile(target: Any, stats: ProfileStats) -> Any:
-    """Set the attribute `profile` of a function, and return the function. If it takes no attributes, a wrapper is used
-    in its place."""
+    """Set the attribute `profile` of a function, and return the function. A wrapper replaces a function that takes no
+    attributes."""
     try:
         target.profile = stats
     except (AttributeError, TypeError):
@@ -331,7 +328,6 @@ def report() -> str:
 
 
 def _sum_outermost(tally: Tally) -> Totals:
-    """Return the totals over the outermost calls of a profile's functions."""
     return sum_all_lines(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
 
 

@@ -1,12 +1,11 @@
 """Converts times of a device to the host's clock, by anchors: events whose time is known on both clocks.
 
-An anchor is an event on an otherwise unused stream. The host's time is read before the event is recorded and after a
-poll observes it. The event happened between these two times (Cristian's algorithm). Anchors are taken in bursts. From a
-burst, the anchor with the shortest time between both readings is kept. The device's clock is assumed to run evenly
-between two anchors.
+The host's time is read before an event is recorded and after a poll observes it. The event happened between these two
+times (Cristian's algorithm). From a burst of such readings, the one with the shortest time in between becomes an
+anchor. The device's clock is assumed to run evenly between two anchors.
 
-NTP may slew CLOCK_MONOTONIC, but not CLOCK_MONOTONIC_RAW. So both clocks are read with each anchor and each event. A
-change of the difference between them adds to the uncertainty.
+NTP may slew CLOCK_MONOTONIC, but not CLOCK_MONOTONIC_RAW. So both clocks are read. A change of the difference between
+them adds to the uncertainty.
 """
 
 from __future__ import annotations
@@ -21,8 +20,11 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""`BURST` is the maximum number of readings per anchor, `POLLS` of polls per reading, `READ_NS` of ns per reading. A
-device that exceeds a limit is busy."""
+"""The limits of a measurement. A device that exceeds one is busy.
+
+`BURST` is the maximum number of readings per anchor, `POLLS` the maximum number of polls per reading. `READ_NS` is the
+maximum ns per reading.
+"""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -30,25 +32,24 @@ RESOLUTION_NS = 500
 """The documented resolution of an event's time in ns (cuEventElapsedTime)."""
 
 OSCILLATORS = 100e-6
-"""The assumed maximum difference between the rates of two oscillators, as a ratio (100 ppm)."""
+"""The assumed maximum difference between the rates of two oscillators (100 ppm)."""
 
 SLEW = 500e-6
-"""The largest rate at which NTP slews the host's clock, 500 ppm (adjtime(3))."""
+"""The maximum rate at which NTP slews the host's clock, 500 ppm (adjtime(3))."""
 
 DRIFT = OSCILLATORS + SLEW
-"""The maximum drift of a device's clock from the host's that is assumed until a second anchor measures it."""
+"""The drift of a device's clock from the host's that is assumed until a second anchor measures it."""
 
 WANDER = 10e-6
-"""The maximum change, within seconds, of the ratio of two oscillators' rates (10 ppm). Changes of temperature cause
-it."""
+"""The maximum change of the ratio of two oscillators' rates within seconds (10 ppm), due to temperature."""
 
 JUMP = 2e-3
-"""The deviation of a clock's rate from 1 above which the clock must have been set or stopped. Drift is smaller."""
+"""The deviation of a clock's rate from 1 above which the clock must have been set or stopped."""
 
 READINGS = 3
 
 LOOSE_NS = 5 * 10**5
-"""The uncertainty of an anchor in ns above which the next anchor is taken soon."""
+"""The uncertainty in ns of an anchor above which another anchor is taken soon."""
 
 _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
@@ -62,8 +63,11 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A linear clock for events after the newest anchor. It begins at `host_ns`, and adds `rate` host ns per device ns.
-    The uncertainty of a time is `uncertainty_ns`, plus `wander` per device ns since the anchor."""
+    """A linear clock for events after the newest anchor, which happened at `host_ns`. `rate` is in host ns per device
+    ns.
+
+    The uncertainty of a time is `uncertainty_ns`, plus `wander` per device ns since the anchor.
+    """
 
     host_ns: int
     rate: float
@@ -71,7 +75,7 @@ class Ahead(NamedTuple):
     wander: float
 
     def place_event(self, offset_ns: int) -> AnchoredMoment:
-        """Return the host time of an event at an offset in ns from the newest anchor."""
+        """Return the host time of an event. `offset_ns` is its distance from the newest anchor in device ns."""
         uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + measure_grain(offset_ns)
         return AnchoredMoment(
             self.host_ns + round(offset_ns * self.rate), round(uncertainty_ns), offset_ns <= FARTHEST_NS
@@ -79,7 +83,7 @@ class Ahead(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """The lead of the host's clock over the raw clock in ns, with its uncertainty, at a host time."""
+    """The difference in ns between the host's clock and the raw clock at a host time, with its uncertainty."""
 
     at_ns: int
     lead_ns: int
@@ -88,10 +92,10 @@ class Lead(NamedTuple):
 
 @dataclass(slots=True)
 class Anchor:
-    """An event with a known host time. `rate` is the host ns per device ns up to the next anchor, 0 without one.
+    """An event with a known host time. `rate` is in host ns per device ns up to the next anchor, 0 without one.
 
-    `lead` is the lead of the host's clock over the raw clock, and `lead_rate` the growth of that lead per ns up to the
-    next anchor. `bend_ns` is the difference in ns between this growth and the growth at the earlier rate.
+    `lead` is the lead of the host's clock over the raw clock, and `lead_rate` its growth per ns up to the next anchor.
+    `bend_ns` is how much this growth differs from growth at the earlier rate.
     """
 
     event: Any
@@ -107,8 +111,8 @@ class Anchor:
 class Anchors:
     """The anchors of one context. Only the thread to which the context is bound uses them.
 
-    `now` is the host's clock, `raw` a clock that is never slewed. `reading` reads an anchor by the host's
-    clock without the interpreter's lock, or is None if the driver cannot do that.
+    `now` reads the host's clock, `raw` a clock that is never slewed. `reading` takes a reading without the
+    interpreter's lock, and is None if the driver cannot do that.
     """
 
     def __init__(
@@ -129,12 +133,11 @@ class Anchors:
 
     @property
     def is_loose(self) -> bool:
-        """True if the newest anchor is so uncertain that another is needed soon."""
+        """True if the newest anchor is so uncertain that another one is needed soon."""
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
     def take_anchor(self) -> int:
-        """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error. The
-        readings end with the first event that does not happen in time, because the device's queue is busy then."""
+        """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error."""
         driver = self._driver
         if self._stream is None:
             error, self._stream = driver.new_stream()
@@ -161,7 +164,7 @@ class Anchors:
         return self._keep_anchor(best) if best is not None else 0
 
     def _read_anchor(self, event: Any) -> tuple[int, int, int]:
-        """Record an event and poll for it. Return the driver's error, and the host times before and after the event."""
+        """Record an event and poll for it. Return the driver's error, and the host times before and after."""
         driver = self._driver
         if self._reading is not None:
             return self._reading(driver.handle(event), self._stream, READ_NS)
@@ -170,7 +173,7 @@ class Anchors:
         return error, before_ns, self._now()
 
     def _poll_until_happened(self, event: Any) -> int:
-        """Poll for an event until it has happened, `POLLS` times at most. Return the driver's error."""
+        """Poll for an event, at most `POLLS` times. Return the driver's error, `NOT_READY` for a pending event."""
         driver = self._driver
         for _ in range(POLLS):
             error = int(driver.query(event))
@@ -179,20 +182,18 @@ class Anchors:
         return int(driver.NOT_READY)
 
     def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
-        """Use an event on the service's stream, which happened between two host times, as an anchor."""
+        """Use an event of the service's stream as an anchor. It happened between the two host times."""
         half_ns = (until_ns - since_ns + 1) // 2
         return self._keep_anchor(Anchor(event, since_ns + half_ns, half_ns, self._take_tightest_reading()))
 
     def take_spare_event(self) -> tuple[int, Any]:
-        """Return the driver's error, and an event that replaces an adopted one."""
+        """Return the driver's error and an event, to replace an adopted one."""
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
 
     def _record_event(self, event: Any) -> int:
-        """Record an event on our stream. Return the driver's error, 0 for none."""
         return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
     def _take_tightest_reading(self) -> Lead:
-        """Read the lead several times. Return the reading with the least uncertainty."""
         readings = []
         for _ in range(READINGS):
             before_ns, raw_ns = self._now(), self._raw()
@@ -220,8 +221,7 @@ class Anchors:
         return 0
 
     def _note_lead(self, before: Anchor, anchor: Anchor) -> None:
-        """Store how much the host's clock gained on the raw clock per ns between two anchors, and the change of that
-        rate."""
+        """Store the growth of the lead per ns between two anchors, and how much the growth has changed."""
         passed_ns = anchor.lead.at_ns - before.lead.at_ns
         if passed_ns <= 0:
             return
@@ -233,16 +233,14 @@ class Anchors:
 
     @property
     def stream(self) -> Any:
-        """The stream on which only anchors are recorded, None before the first anchor."""
         return self._stream
 
     @property
     def newest_event(self) -> Any:
-        """The event of the newest anchor, None without one."""
         return self._anchors[-1].event if self._anchors else None
 
     def clock_after_newest(self) -> Ahead:
-        """Return the linear clock for events after the newest anchor. Raises `IndexError` without an anchor."""
+        """Return the clock for events after the newest anchor. Raises `IndexError` without one."""
         newest = self._anchors[-1]
         rate, rate_error, _ = self._find_rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
@@ -251,7 +249,8 @@ class Anchors:
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def place_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
-        """Return the driver's error, and an event's host time by its offset in ns from the newest anchor."""
+        """Return the driver's error and an event's host time. `offset_ns` is its distance from the newest anchor in
+        device ns."""
         if offset_ns > 0:
             return 0, self.clock_after_newest().place_event(offset_ns)
         anchors = self._anchors
@@ -282,7 +281,7 @@ class Anchors:
         return 0, place
 
     def _measure_deviation(self) -> float:
-        """Return the ns by which the host's clock has deviated from its earlier rate since the newest anchor."""
+        """Return how many ns the host's clock has deviated from its earlier rate since the newest anchor."""
         anchor_lead, now = self._anchors[-1].lead, self._take_tightest_reading()
         usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         passed_ns = now.at_ns - anchor_lead.at_ns
@@ -290,8 +289,8 @@ class Anchors:
         return bent_ns + anchor_lead.uncertainty_ns + now.uncertainty_ns
 
     def _find_rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
-        """Return the host ns per device ns at an anchor, the error of this rate, and True if the time is between two
-        anchors."""
+        """Return the host ns per device ns near an anchor, and the error of this rate. The third item is True for a
+        time between two anchors."""
         after, before = self._anchors[index], self._anchors[index - 1] if index else None
         if offset_ns > 0 and after.rate:
             return after.rate, after.rate_error, True
@@ -302,8 +301,7 @@ class Anchors:
         return 1.0, DRIFT, False
 
     def least_ns(self) -> tuple[int, int]:
-        """Return the driver's error, and the shortest measured time in ns between two events without work in
-        between."""
+        """Return the driver's error, and the shortest measured ns between two adjacent events."""
         driver = self._driver
         least_ns = 0
         while len(self._spare) < 2:
@@ -324,7 +322,6 @@ class Anchors:
         return 0, least_ns
 
     def close(self) -> None:
-        """Release all events and the stream."""
         for event in [*self._spare, *(anchor.event for anchor in self._anchors)]:
             self._driver.destroy_event(event)
         self._spare.clear()
@@ -335,6 +332,6 @@ class Anchors:
 
 
 def measure_grain(elapsed_ns: int) -> float:
-    """Return the resolution in ns of an elapsed time, which the driver returns as a 32-bit float in ms."""
+    """Return the resolution in ns of an elapsed time. The driver returns such a time as a 32-bit float in ms."""
     bits = (abs(elapsed_ns) // 10**6).bit_length()
     return _GRAINS_NS[bits] if bits < len(_GRAINS_NS) else 2.0 ** (bits - 24) * 1e6

@@ -1,10 +1,7 @@
 """Calls the CUDA driver for events, streams and contexts, and finds the current streams of frameworks.
 
-This is the only module that uses `cuda.bindings.driver`. No call initialises CUDA, makes a context or raises. A call
-returns the driver's error code, 0 for success.
-
-A call into the driver may wait for functions that need the interpreter's lock. So all calls release the lock, except
-`mark` with `device: {gil: hold}` in the profile.
+No call initialises CUDA, makes a context or raises. A call returns the driver's error code, 0 for success. All calls
+release the interpreter's lock, except `mark` with `device: {gil: hold}` in the profile.
 """
 
 from __future__ import annotations
@@ -26,11 +23,13 @@ from instrument.runtime.faults import FAULTS
 T = TypeVar("T")
 
 Reading = Callable[[int, int, int], tuple[int, int, int]]
-"""A function that records an event and polls for it. Its arguments are event, stream, and maximum ns. It returns the
-driver's error, the host time before the record, and the host time after the event."""
+"""A function of (event, stream, maximum ns) that records the event and polls for it.
+
+It returns the driver's error, the host time before the record, and the host time after the event.
+"""
 
 CAPTURING = 1_000_000
-"""The value that replaces the driver's error for a stream that a graph captures. Nothing is recorded there."""
+"""The value in place of the driver's error for a stream that a graph captures."""
 
 NOT_READY = 600
 
@@ -38,11 +37,10 @@ UNKNOWN = 999
 NO_CONTEXT = 201
 BAD_HANDLE = 400
 LEGACY, PER_THREAD = 1, 2
-"""The handles by which two streams are also known: the legacy default stream, and the calling thread's own default
-stream."""
+"""The other handles of the legacy default stream, and of the calling thread's own default stream."""
 
 CAPTURE_ERRORS = frozenset(range(900, 909))
-"""The driver's errors about a running capture, after which the device still works."""
+"""The driver's errors about a capture. The device still works afterwards."""
 
 FATAL = frozenset({3, 4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, *range(800, 811), 999})
 """The driver's permanent errors, such as no CUDA, a destroyed context, a failed kernel or a lost device."""
@@ -67,9 +65,11 @@ def why_absent() -> str:
 
 
 def misfit(bindings: str, driver: int) -> str:
-    """Return a sentence that says why bindings do not fit a driver, and what to do. Return "" if they fit. `bindings`
-    is a version, "" for none. `driver` is the newest CUDA version that the driver supports, such as 13010 for 13.1, 0
-    if unknown."""
+    """Return a sentence with the reason why bindings do not fit a driver, and the remedy, "" if they fit.
+
+    `bindings` is a version, "" for none. `driver` is the newest CUDA version that the driver supports, such as 13010
+    for 13.1, 0 if unknown.
+    """
     if not bindings:
         return "cuda-bindings is not installed; install instrument-sdk[cuda]"
     major = int(bindings.partition(".")[0])
@@ -83,8 +83,10 @@ def misfit(bindings: str, driver: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `driver`, `bindings` and `rocm`, and a sentence on their `problem`. Each is "" for none.
-    Loads the driver's library; imports and initialises nothing."""
+    """Return the versions of `driver`, `bindings` and `rocm`, and a sentence on their `problem`, each "" for none.
+
+    Loads the driver's library, but initialises nothing.
+    """
     torch = _find_version("torch")
     facts = {"driver": "", "bindings": _find_version("cuda-bindings"), "rocm": torch if "rocm" in torch else ""}
     problem = why_absent()
@@ -110,10 +112,9 @@ def _format_version(version: int) -> str:
 
 
 class CudaDriver:
-    """The driver through cuda-python. With `holds_gil`, `mark` keeps the interpreter's lock.
+    """The driver, called through cuda-python. `holds_gil` is True if `mark` keeps the interpreter's lock.
 
-    `default_stream` is the handle of stream 0. Raises `ImportError` if cuda-bindings is missing or of an unknown
-    version, `OSError` without a driver.
+    Raises `ImportError` if cuda-bindings is missing or of an unknown version, `OSError` without a driver.
     """
 
     CAPTURING = CAPTURING
@@ -154,12 +155,11 @@ class CudaDriver:
 
     @functools.cached_property
     def misfit(self) -> str:
-        """The reason why the bindings do not work with the driver, as a sentence, "" if they do."""
+        """A sentence with the reason why the bindings do not work with the driver, "" if they do."""
         error, version = self._call_driver(self._driver.cuDriverGetVersion)
         return misfit(self.version, 0 if error else version)
 
     def name(self, error: int) -> str:
-        """Return the driver's name of an error."""
         try:
             return str(self._driver.CUresult(error).name)
         except ValueError:
@@ -168,16 +168,20 @@ class CudaDriver:
     # ---------------------------------------------------------------- on a thread of the service
 
     def _make_marker(self, library: ctypes.CDLL) -> Callable[[Any, int], int]:
-        """Return a function that records an event on a stream, unless the stream is captured. The function returns the
-        stream's number, or an error as a negative number."""
+        """Return a function that records an event on a stream, unless the stream is captured.
+
+        It returns the stream's number, or an error as a negative number.
+        """
         numbers = getattr(library, "cuStreamGetId", None)  # from CUDA 12.0 on
         addresses = _address_of(library.cuEventRecord), _address_of(library.cuStreamIsCapturing)
         number_of = 0 if numbers is None else _address_of(numbers)
         return functools.partial(native.MODULE.mark, *addresses, number_of, not self.holds_gil)
 
     def _call_driver(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
-        """Call a function of the bindings. Return the driver's error, and the value if there is one. The bindings raise
-        an exception for an error number of a newer driver that they do not know."""
+        """Call a function of the bindings. Return the driver's error and the value, if any.
+
+        The bindings raise an exception for errors that only newer drivers have.
+        """
         try:
             error, *values = function(*arguments)
         except (KeyError, ValueError) as unknown:
@@ -196,7 +200,7 @@ class CudaDriver:
         return -1 if error else int(device)
 
     def primary_context(self, device: int) -> int:
-        """Return the primary context of a device, 0 if the service has created none. Keeps no reference to it."""
+        """Return a device's primary context, 0 if the service has created none. Does not retain the context."""
         driver = self._driver
         error, handle = self._call_driver(driver.cuDeviceGet, device)
         if error:
@@ -211,12 +215,12 @@ class CudaDriver:
         return int(context)
 
     def capture(self, stream: int) -> int:
-        """Return `CAPTURING` for a stream that is captured into a graph, else the driver's error or 0."""
+        """Return `CAPTURING` for a stream that is captured into a graph, else the driver's error, 0 for none."""
         error, status = self._call_driver(self._driver.cuStreamIsCapturing, stream)
         return error or (CAPTURING if status else 0)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of a stream's device, or -1 for an error. Default streams belong to the current device."""
+        """Return the index of a stream's device, -1 for an error. Default streams belong to the current device."""
         if stream <= PER_THREAD:
             return self.current_device()
         error, context = self._call_driver(self._driver.cuStreamGetCtx, stream)
@@ -228,8 +232,7 @@ class CudaDriver:
             self.pop()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Call `make`, which creates driver objects on a thread of the service, without breaking the capture of a
-        graph."""
+        """Call `make`, which creates driver objects, in a mode that breaks no capture of a graph."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
         error, mode = self._call_driver(exchange, driver.CUstreamCaptureMode(_RELAXED))
@@ -244,14 +247,15 @@ class CudaDriver:
         return self._call_driver(self._driver.cuCtxPushCurrent, context)[0]
 
     def pop(self) -> None:
-        """Restore the calling thread's earlier context."""
         self._call_driver(self._driver.cuCtxPopCurrent)
 
     # ---------------------------------------------------------------- on the resolver's thread
 
     def bind(self, context: int) -> int:
-        """Make a context permanently current on the calling thread, in a mode that breaks no capture. In the mode
-        `global`, torch's default, a query on this thread would break another thread's capture."""
+        """Make a context permanently current on the calling thread, in a mode that breaks no capture.
+
+        In the mode `global`, torch's default, a query on this thread would break another thread's capture.
+        """
         driver = self._driver
         error, _ = self._call_driver(driver.cuCtxSetCurrent, context)
         if not error:
@@ -260,11 +264,11 @@ class CudaDriver:
         return error
 
     def new_event(self) -> tuple[int, Any]:
-        """Return the driver's error, and a new event with a time, in the current context."""
+        """Return the driver's error, and a new event with timing, in the current context."""
         return self._call_driver(self._driver.cuEventCreate, 0)
 
     def handle(self, event: Any) -> int:
-        """Return the argument of `mark` for an event."""
+        """Return the argument for `mark` that represents an event."""
         return int(event)
 
     def destroy_event(self, event: Any) -> None:
@@ -286,19 +290,21 @@ class CudaDriver:
         return self._call_driver(self._driver.cuEventQuery, event)[0]
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
-        """Return a function that reads the device's clock against `now`, None if `now` is not the recorder's clock."""
+        """Return a function that takes readings, None if `now` is not the recorder's clock."""
         read = getattr(recorder, "read_event", None)
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Return the error, the length and the start in ns of each pair of events, up to the first pair that has not
-        ended. The start counts from the event `anchor`, and is 0 without an anchor."""
+        """Return the error, length and start in ns of each pair of events, up to the first pair that has not ended.
+
+        The start counts from the event `anchor`, and is 0 without an anchor.
+        """
         events = [int(event) for pair in pairs for event in pair]
         lengths = self._measure(0 if anchor is None else int(anchor), events)
         return [(error, round(device_ms * 1e6), round(offset_ms * 1e6)) for error, device_ms, offset_ms in lengths]
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
-        """Return the error, and the device time in ns between two events that have happened."""
+        """Return the error, and the device ns between two events that have happened."""
         ms = ctypes.c_float()
         error = self._elapsed(ms, int(first), int(second))
         return error, round(ms.value * 1e6)
@@ -311,22 +317,23 @@ def _address_of(function: Any) -> int:
 # Streams
 
 Stream = tuple[int, int]
-"""A stream: the index of its device in this process, and its handle."""
+"""A stream: its device's index in this process, and its handle."""
 
 Current = Callable[..., "Stream | None"]
-"""A function that returns the current stream of the calling thread, on the current device or on a given one. The result
-is None until the framework uses a device."""
+"""A function that returns the calling thread's current stream, on the current device or on a given one.
+
+The result is None until the framework uses a device.
+"""
 
 UNKNOWN = -1
-"""The placeholder for the handle of a stream that its framework has not reported yet."""
+"""The handle in place of that of a stream that its framework has not reported yet."""
 
 COPIES = ("host_to_device", "device_to_host", "device_to_device")
-"""The names of the functions in numba's driver module that copy memory."""
+"""The functions of numba's driver module that copy memory."""
 
 
 def find_current_of_torch(torch: Any) -> Current | None:
-    """Return a function for torch's current stream. The function calls an internal function of torch that is 20 times
-    faster than the public one. Returns None for a torch without CUDA."""
+    """Return a function for torch's current stream, None for a torch without CUDA."""
     native = getattr(torch, "_C", None)
     raw, device = getattr(native, "_cuda_getCurrentRawStream", None), getattr(native, "_cuda_getDevice", None)
     if raw is None or device is None:
@@ -344,7 +351,7 @@ def find_current_of_torch(torch: Any) -> Current | None:
 
 
 def find_current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
-    """Return a function for cupy's current stream. It first tests for a context, because cupy would create one."""
+    """Return a function for cupy's current stream. It first tests for a context, which cupy would create."""
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
     def current(index: int | None = None) -> Stream | None:
@@ -358,8 +365,8 @@ def find_current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
 def find_current_of_numba(device: Callable[[], int], used: Callable[[], int | None] = lambda: None) -> Current:
     """Return a function for the stream that the calling thread last used with numba, which has no current stream.
 
-    `NumbaStreams` notes that stream. Before the first use nothing is timed, because after an event on the default
-    stream the thread's work would wait for every blocking stream.
+    Before the first use nothing is timed. An event on the default stream would make later work wait for every blocking
+    stream.
     """
 
     def current(_: int | None = None) -> Stream | None:
@@ -381,8 +388,8 @@ class NumbaStreams:
         return getattr(self._thread, "stream", None)
 
     def install(self, numba_cuda: Any) -> Callable[[], None]:
-        """Note streams from now on. Return a function that undoes this. A version of numba without the needed functions
-        is left unchanged."""
+        """Note streams from now on. Return the function that undoes this. A numba without the needed functions is not
+        changed."""
         name = numba_cuda.__name__
         kernel = getattr(sys.modules.get(f"{name}.dispatcher"), "_Kernel", None)
         driver = sys.modules.get(f"{name}.cudadrv.driver")
@@ -398,7 +405,7 @@ class NumbaStreams:
         return undo
 
     def _wrap_to_note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
-        """Wrap a function so that it first notes its stream, which is the argument at index `place`."""
+        """Wrap a function so that it first notes its stream, the argument at index `place`."""
         function, thread, default = getattr(owner, name), self._thread, self._default
 
         @functools.wraps(function)
@@ -420,17 +427,17 @@ class NumbaStreams:
 
 
 def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
-    """Return the streams on which work may run, without duplicates, from the frameworks' current streams.
+    """Return the streams on which work may run, from the frameworks' current streams, without duplicates.
 
-    A framework without work on a device reports the default stream, and an event on that stream blocks other streams.
-    So a default stream is left out if another framework has its own stream on that device.
+    A framework without work reports the default stream, and an event there blocks other streams. So a default stream is
+    left out if another framework has its own stream on that device.
     """
     devices = {device for device, stream in places if stream > 1}
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]
 
 
 def current_of(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
-    """Return a function for the current stream of a framework, None for a module without one."""
+    """Return a function for a framework's current stream, None for a module without one."""
     if module.__name__ == "torch":
         return find_current_of_torch(module)
     if module.__name__ == "cupy":

@@ -1,8 +1,7 @@
-"""Defines pairs of events that time spans on a device, and the contexts that own the pairs. `Placing` converts the
-times of pairs to the host's clock.
+"""Defines pairs of events that time spans on a device, and the contexts that own the pairs.
 
-The distance of an event to an anchor (see `anchors`) has an uncertainty. The order of events on a stream is certain.
-`Placing` uses both, so that intervals nest in a trace as on the device.
+`Placing` converts the times of pairs to the host's clock. The distance of an event to an anchor has an uncertainty, but
+the order of events on a stream is certain. `Placing` uses both, so that intervals nest in a trace as on the device.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from instrument.runtime.cheap_start import NamedTuple
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The maximum number of streams per context whose state is kept. Beyond it, the state of idle streams is dropped."""
+"""The maximum number of streams per context whose state is kept. Beyond it, idle streams are dropped."""
 
 
 class Times(Protocol):
@@ -35,7 +34,8 @@ class Times(Protocol):
 
 
 class DeferredTimes(NamedTuple):
-    """The device interval of one pair, stored until the end of a span that has pairs on several streams."""
+    """The device interval of one pair, stored until its span ends. Only spans with pairs on several streams need
+    this."""
 
     context: Context
     stream: int
@@ -47,15 +47,16 @@ class DeferredTimes(NamedTuple):
 
 
 class Pair:
-    """A pair of events from a context's pool, before and after a span's work on a stream.
+    """A pair of events from a context's pool, recorded before and after a span's work on a stream.
 
-    The recorder refers to an open span's first pair, which is called the `whole`. A generator has a further pair for
-    each later step, which refers to the `whole`. Of a span's pairs, the `whole` returns to the pool last. The span's
-    threads count `begun` pairs, the resolver `taken` ones. An ended span's device time is counted with its last pair.
-    Host times are 0 until known. A `handle` may be reused for another stream, but the number `stream` is unique.
-    `thread_id` is set for a handle that means a different stream on each thread.
+    The recorder refers to an open span's first pair, the `whole`. A generator has a further pair for each later step,
+    which refers to the `whole`. The `whole` returns to the pool last.
 
-    A span that may use several streams has a pair on each. The `side_pairs` begin and end with the first pair, and all
+    The span's threads count `begun` pairs, the resolver `taken` ones. Host times are 0 until known. A `handle` may be
+    reused for another stream, but the number `stream` is unique. `thread_id` is set for a handle that means a different
+    stream on each thread.
+
+    A span that may use several streams has a pair on each. The `side_pairs` begin and end with the first pair. All
     their intervals are `deferred` until the span's end.
     """
 
@@ -73,7 +74,6 @@ class Pair:
         self.clear()
 
     def clear(self) -> None:
-        """Reset the pair for the pool."""
         self.handle = self.stream = self.thread_id = self.begin_ns = self.end_ns = self.error = 0
         self.place: AnchoredMoment | None = None
         self.whole: Pair | None = None
@@ -94,13 +94,12 @@ class Pair:
             self.timer.end_pair(pair)
 
     def resume(self) -> None:
-        """Begin another step when the generator continues, on the stream that is current then."""
+        """Begin another step when the generator continues, on the stream that is then current."""
         if self.running is None:
             self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """Store the row of an ended span, with its ring and node. The node is -1 if the time counts for another
-        span."""
+        """Store an ended span's ring, node and times. The node is -1 if the time counts for another span."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
         pair = self.running
@@ -130,7 +129,7 @@ class Pair:
 
 
 class Untimed:
-    """A substitute for the pair of a span that cannot be timed. The label says why."""
+    """A substitute for the pair of a span that cannot be timed. The label is the reason."""
 
     __slots__ = ("_at_ns", "_label", "_place", "_timer")
 
@@ -148,7 +147,7 @@ class Untimed:
 
 
 class Context:
-    """A context of a device: its pool of pairs, the pairs in flight on its streams, and its clock."""
+    """A context of a device: its pool of pairs, the pairs in flight, and its clock."""
 
     def __init__(self, handle: int, device: int, anchors: Anchors) -> None:
         self.handle = handle
@@ -174,13 +173,13 @@ class Context:
         """The stream on which an end was last observed, if the device is too busy for anchors."""
 
     def note_number(self, stream: int, number: int) -> None:
-        """Note that a handle belongs to the stream of this number from now on."""
+        """Note the number of the stream that now has a handle."""
         if len(self.numbers) >= STREAMS_KNOWN:
             self.numbers.clear()
         self.numbers[stream] = number
 
     def add_pairs(self, timer: Times, driver: Driver, pairs: int) -> int:
-        """Add pairs of events to the pool of this context, which must be current. Return the driver's error."""
+        """Add pairs to the pool. The context must be current. Return the driver's error."""
         for _ in range(pairs):
             error, begin = driver.new_event()
             if not error:
@@ -194,9 +193,9 @@ class Context:
         return 0
 
     def forget_streams(self, now_ns: int) -> None:
-        """Drop the state of idle streams, because their number may grow without limit.
+        """Drop the state of idle streams, as their number may grow without limit.
 
-        An interval that ended before the begin of the oldest open pair cannot affect later intervals.
+        An interval that ended before the oldest open pair began cannot affect later intervals.
         """
         for stream in [stream for stream, pairs in self.under_way.items() if not pairs]:
             del self.under_way[stream]
@@ -215,7 +214,7 @@ class Context:
                     self.floors.pop(stream, None)
 
     def give_up(self) -> None:
-        """Drop all pairs, because this device gives no more results."""
+        """Drop all pairs, because the device gives no more results."""
         for pair in [*self.begun, *(pair for pairs in self.under_way.values() for pair in pairs)]:
             pair.whole = None
         for state in (self.recent, self.floors, self.begun, self.under_way, self.pending, self.free):
@@ -223,28 +222,29 @@ class Context:
 
 
 STALE_NS = 10**6
-"""An interval is `stale` if its uncertainty exceeds this many ns and also a tenth of its length."""
+"""The uncertainty in ns above which an interval is `stale`, if it is also more than a tenth of the length."""
 
 LAUNCH_NS = 20_000
-"""The maximum ns from a span's end to the end of a launch-bound device interval. A launch takes 3 to 10 us."""
+"""The maximum ns from a span's end to the end of a launch-bound interval. A launch takes 3 to 10 us."""
 
 SHORT = 20
-"""An interval is launch-bound if it is shorter than this multiple of an empty interval. At that length, the events
-themselves take 5 %."""
+"""The multiple of an empty interval's length below which an interval is launch-bound. Events take 5 % of this
+length."""
 
 RECENT = 256
-"""The number of newest intervals kept per stream, to find overlaps with other streams. Adjacent intervals are
-merged."""
+"""The number of newest intervals per stream that are compared with other streams' intervals."""
 
 Answer = tuple[int, int, "int | None"]
-"""The measurement of a pair: the driver's error, the length in ns, and the ns from the newest anchor to the pair's
-start. The last one is None if unknown."""
+"""The measurement of a pair: the driver's error, the length in ns, and the start in ns after the newest anchor.
+
+The start is None if unknown.
+"""
 
 _by_begin = attrgetter("begin_ns")
 
 
 class Placing:
-    """Places the pairs of all contexts on the host's clock, on the resolver's thread."""
+    """Converts the times of all contexts' pairs to the host's clock, on the resolver's thread."""
 
     def __init__(self, driver: Driver, now: Callable[[], int]) -> None:
         self._driver = driver
@@ -253,7 +253,7 @@ class Placing:
     def put_in_order(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
-        """Compute the host times at which a stream's pairs have begun. No pair begins before earlier events."""
+        """Compute the host times at which a stream's pairs began. No pair begins before earlier events."""
         times = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
         if not times:
             return
@@ -292,7 +292,7 @@ class Placing:
     def label_interval(
         self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
-        """Return the begin, end and label of an ended pair's interval. `is_alone` is True if the context uses no other
+        """Return begin, end and label of an ended pair's interval. `is_alone` is True if the context uses no other
         stream."""
         start_ns = place.at_ns
         end_ns = start_ns + device_ns if device_ns > 0 else start_ns
@@ -311,7 +311,6 @@ class Placing:
         return start_ns, end_ns, label
 
     def note_interval(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
-        """Note an interval of a stream, to compare it with other streams' intervals."""
         stretches = context.recent.get(stream)
         if stretches is None:
             stretches = context.recent[stream] = deque(maxlen=RECENT)
@@ -321,10 +320,7 @@ class Placing:
         stretches.append((start_ns, end_ns))
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
-        """Return True if an interval of another stream overlaps by more than the resolution of events.
-
-        The answer is final, because work that has not begun yet will begin after this interval's end.
-        """
+        """Return True if an interval of another stream overlaps by more than the resolution of events."""
         start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
         if start_ns >= end_ns:
             return False
@@ -350,7 +346,6 @@ class Placing:
         return False
 
     def _find_begin(self, context: Context, pair: Pair) -> int | None:
-        """Return the host time at which a pair began on the device, None if unknown."""
         place = pair.place
         if place is None:
             if self._driver.query(pair.begin):
@@ -359,7 +354,6 @@ class Placing:
         return None if place is None else place.at_ns
 
     def _ends_after(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
-        """Return True if a pair that has begun ends on the device after `start_ns`."""
         driver = self._driver
         if not pair.end_ns or driver.query(pair.end_event):
             return True
@@ -369,10 +363,10 @@ class Placing:
     def _place(
         self, context: Context, pair: Pair, offset_ns: int | None, ahead: Ahead | None, now_ns: int
     ) -> AnchoredMoment | None:
-        """Return the host time at which a pair began, `offset_ns` after the newest anchor.
+        """Return the host time at which a pair began, None for an error of the driver.
 
-        It is not before the time at which the host recorded the event. `ahead` is the clock after that anchor, if it is
-        known. `now_ns` is later than all events that have happened. Returns None for an error of the driver.
+        `offset_ns` is the time since the newest anchor, and `ahead` the clock after it, if known. `now_ns` is later
+        than all events that have happened.
         """
         anchors = context.anchors
         anchor = anchors.newest_event

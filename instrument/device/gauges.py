@@ -1,7 +1,6 @@
 """Reads the gauges of a process and its devices, at the intervals that its profile sets.
 
-A thread of the process reads the gauges (`Gauges`), or the agent of the run reads them from outside (`GaugeSources`).
-The host's gauges come from `/proc`, and the processor time from the process's CPU clock.
+A thread of the process reads them (`Gauges`), or the agent of the run does so from outside (`GaugeSources`).
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ GAUGE_OF = {
     "torch_reserved": ("reserved_bytes", "current"),
     "torch_reserved_peak": ("reserved_bytes", "peak"),
 }
-"""The gauges of torch's allocator, by path in `torch.cuda.memory_stats_as_nested_dict()`."""
+"""The gauges of torch's allocator, each with its path in `torch.cuda.memory_stats_as_nested_dict()`."""
 
 
 class TorchMemory:
-    """Reads the counters of torch's allocator. `problem` is the reason why reading has stopped, "" while it goes on.
+    """Reads the counters of torch's allocator, for devices that torch uses. `problem` is the reason why reading has
+    stopped.
 
-    Only devices that torch uses are read, and nothing is imported or initialised. torch keeps the interpreter's lock
-    while it waits for its allocator's lock, so the counters are read rarely. No peak is missed, because torch stores
-    the peaks.
+    torch keeps the interpreter's lock while it waits for its allocator, so the counters are read rarely. No peak is
+    missed, because torch stores the peaks.
     """
 
     def __init__(self) -> None:
@@ -50,8 +49,8 @@ class TorchMemory:
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Return the gauges of each device that torch uses, at the first call and at calls with `rarely`. Return an
-        empty list at other calls."""
+        """Return the gauges of each device that torch uses. Except for the first call, the result is empty without
+        `rarely`."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)
@@ -78,11 +77,14 @@ EVERY_NS = 10**9
 """The default interval in ns between two readings of a gauge."""
 
 RARELY_NS = 10 * 10**9
-"""The minimum ns between two readings of a gauge that is expensive or changes slowly. Reading the list of a GPU's
-processes took 4.5 ms in a measurement. Doing so every 25 ms delayed the threads that launched work (MangoHud 2104)."""
+"""The minimum ns between two readings of a gauge that is expensive or changes slowly.
+
+Reading the list of a GPU's processes took 4.5 ms. Doing so every 25 ms delayed the threads that launched work (MangoHud
+2104).
+"""
 
 SHORTEST_NS = 100 * 10**6
-"""The minimum ns between the newest reading of a share or a rate and an additional reading at the session's end."""
+"""The minimum ns between a reading and the last one at the session's end. Shares and rates need such a time."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -94,11 +96,11 @@ _Read = Callable[[int, bool], bool]
 
 
 class GaugeSources:
-    """Reads the gauges of this process or of another one, as the profile's `device` selects them.
+    """Reads the gauges that the profile's `device` selects, of this process or another one. `keep` receives each
+    reading.
 
-    `keep` receives each reading. One thread calls all methods except `prepare`, `gpus` and `notes`. This thread has the
-    lock `inside` while it calls NVML or torch's allocator. `environ` has the variables of the process that select its
-    GPUs.
+    One thread calls all methods except `prepare`, `gpus` and `notes`. It has the lock `inside` during calls of NVML and
+    torch's allocator. `environ` has the process's variables that select GPUs.
     """
 
     _is_spoilt = False
@@ -138,11 +140,10 @@ class GaugeSources:
 
     @property
     def are_wanted(self) -> bool:
-        """True if any gauge can be read."""
         return self._nvml is not None or self._host is not None
 
     def wanted(self) -> Device:
-        """Return the settings, without unreadable gauges."""
+        """Return the settings without those of unreadable gauges."""
         nvml_ns = None if self._nvml is None else self._settings.nvml_ns
         return Device(nvml_ns=nvml_ns, host_ns=None if self._host is None else self._settings.host_ns)
 
@@ -167,11 +168,11 @@ class GaugeSources:
         return is_open
 
     def wait_ns(self) -> int | None:
-        """Return the ns until the next reading, None if nothing is left to read."""
+        """Return the ns until the next reading, None if there is none."""
         return max(min(self._due_ns.values()) - time.monotonic_ns(), 0) if self._due_ns else None
 
     def read(self, *, is_last: bool = False) -> None:
-        """Read the gauges that are due, or all gauges for the last time."""
+        """Read the gauges that are due. With `is_last`, read all for the last time."""
         now_ns = time.monotonic_ns()
         for name in list(self._due_ns):
             if name not in self._due_ns:
@@ -194,13 +195,12 @@ class GaugeSources:
             self._keep(samples)  # all of one time together, as readers continue after the newest time
 
     def close(self) -> None:
-        """Close NVML."""
         self._due_ns.clear()
         if self._nvml is not None:
             self._run_safely(partial(self._close, self._nvml))
 
     def _run_safely(self, action: Callable[[], bool]) -> bool:
-        """Return the result of an action. If it raises, count the fault as ours and return True."""
+        """Return an action's result. After an error, count the fault and return True."""
         try:
             return action()
         except Gone:
@@ -241,7 +241,6 @@ class GaugeSources:
         return True
 
     def _reopen(self, gpus: Nvml) -> bool:
-        """Open NVML again after other code of the process has shut it down."""
         self._reopened += 1
         if self._reopened > REOPENED_AT_MOST:
             self.reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
@@ -267,11 +266,9 @@ class GaugeSources:
     # ------------------------------------------------------------ results
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs that are read."""
         return tuple(self._nvml.gpus) if self._nvml is not None else ()
 
     def notes(self) -> list[str]:
-        """Return sentences on the gauges that could not be read."""
         more = self._nvml.notes if self._nvml is not None else []
         notes = [f"device.nvml: {reason}" for reason in (*self.reasons, *more)]
         if self._nvml is not None and self._nvml.failures:
@@ -282,10 +279,10 @@ class GaugeSources:
 
 
 STOP_S = 2.0
-"""Seconds to wait at most for the end of the reading thread, which may hang in the driver."""
+"""The maximum seconds to wait for the end of the reading thread, which may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""Seconds for which a fork waits at most until the reading thread has left NVML and torch's allocator."""
+"""The maximum seconds that a fork waits for the reading thread to leave NVML and torch's allocator."""
 
 THREAD_NAME = "instrument-nvml"
 
@@ -294,10 +291,11 @@ _forking = local()
 
 
 class Gauges(GaugeSources):
-    """Reads the gauges of this process on a thread, as the profile's `device` selects them.
+    """Reads this process's gauges on a thread, as the profile's `device` selects them. `keep` receives each reading
+    there.
 
-    `keep` receives each reading on that thread. `find_room` returns the recording's memory for samples, None if there
-    is none. Any thread may call `begin`, `stop` and the methods that return readings.
+    `find_room` returns the recording's memory for samples, None without one. Any thread may call `begin`, `stop` and
+    the methods that return readings.
     """
 
     def __init__(
@@ -335,8 +333,7 @@ class Gauges(GaugeSources):
         self._thread.start()
 
     def stop(self, limit_s: float = STOP_S) -> None:
-        """Read all gauges a last time, and end the thread. Takes at most `limit_s` and `STOP_S`, even if the driver
-        hangs."""
+        """Read all gauges a last time, and end the thread. Takes at most `limit_s`, even if the driver hangs."""
         global _running
         thread, self._thread = self._thread, None
         if _running is self:
@@ -352,8 +349,10 @@ class Gauges(GaugeSources):
             self.reasons.append(f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left")
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Drop the parent's readings and begin to read again. With `begins=False`, prepare to read, but do not begin.
-        The child does not close the parent's handles, because the driver would close them for the parent, too."""
+        """Drop the parent's readings, and begin to read again unless `begins` is False.
+
+        The parent's handles are not closed, because the driver would close them for the parent, too.
+        """
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
         self._begin(self._settings)
@@ -380,7 +379,7 @@ class Gauges(GaugeSources):
     # ------------------------------------------------------------ reading
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, Values]]:
-        """Read torch's allocator, if the agent reads all other gauges. Only one thread may call it."""
+        """Read torch's allocator, while the agent reads all other gauges. Only one thread may call it."""
         self._watch_forks()
         return self._read_torch_memory(rarely)
 
@@ -390,11 +389,12 @@ class Gauges(GaugeSources):
             self._keep_with_gpus(samples, self.gpus())
 
     def note_outside(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
-        """Note the GPUs that the agent reads, and the agent's sentences on unreadable GPUs."""
+        """Store the GPUs that the agent reads, and the agent's sentences on unreadable ones."""
         self._outside = tuple(gpus), tuple(notes)
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
-        """Return the newest samples from `first_ns` to before `last_ns`, sorted by time, device and name."""
+        """Return the newest samples from `first_ns` up to, but not including, `last_ns`. They are sorted by time,
+        device and name."""
         return self._readings.samples(first_ns, last_ns)
 
     def gpus(self) -> tuple[Gpu, ...]:
@@ -404,7 +404,6 @@ class Gauges(GaugeSources):
         return list(dict.fromkeys([*super().notes(), *self._outside[1]]))
 
     def losses(self) -> dict[str, int]:
-        """Return the number of lost samples, by reason."""
         overwritten = self._readings.overwritten
         return {"samples of gauges overwritten by newer ones": overwritten} if overwritten else {}
 
@@ -415,7 +414,7 @@ def _hook_forks() -> None:
 
 
 def _before_fork() -> None:
-    """Wait until the reading thread leaves NVML and torch, because a child could never release their locks."""
+    """Wait until the reading thread has left NVML and torch. A child could never release their locks."""
     running = _running
     _forking.gauges = running if running is not None and running.inside.acquire(timeout=FORK_WAIT_S) else None
 
@@ -439,12 +438,14 @@ MOST_THREADS = 256
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
-    """An exception that reports that a process ended before its gauges were read."""
+    """An exception for a process that ended before its gauges were read."""
 
 
 class Host:
-    """Reads the host's gauges for this process or another one. Each share refers to the time since the last reading.
-    The constructor and `read` raise `Gone` for a process that ended."""
+    """Reads the host's gauges for one process. Shares refer to the time since the last reading.
+
+    The constructor and `read` raise `Gone` if the process has ended.
+    """
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
@@ -454,7 +455,7 @@ class Host:
         self._waits_ns, self._memory_waits_us = self._read_processor_waits(), memory_waits_us(self._pid)
 
     def read(self, now_ns: int, rarely: bool) -> Values:
-        """Read the gauges. `rarely` adds the gauges that seldom change."""
+        """Read the gauges. `rarely` adds those that seldom change."""
         values: Values = {"cores": cores(self._pid)} if rarely else {}
         process_ns = self._read_processor_ns()
         elapsed_ns = now_ns - self._at_ns
@@ -498,7 +499,6 @@ class Host:
             return None
 
     def _read_peak_bytes(self) -> float | None:
-        """Read the process's peak memory from the system's files. Return None if they do not have it."""
         try:
             status = (self._folder / "status").read_bytes()
         except OSError:
@@ -507,8 +507,7 @@ class Host:
         return int(text.split(None, 1)[0]) * 1024 if label else None
 
     def _read_processor_waits(self) -> dict[str, int]:
-        """Read the time that each thread has waited for a processor. The result is empty if unreadable. Time in which a
-        quota stopped a thread is included."""
+        """Read how long each thread has waited for a processor, in ns. This includes stops by a quota."""
         waits_ns = {}
         with suppress(OSError), os.scandir(self._folder / "task") as tasks:
             for task in islice(tasks, MOST_THREADS):
@@ -517,8 +516,10 @@ class Host:
         return waits_ns
 
     def _read_system_times(self) -> tuple[float, float, float]:
-        """Read the busy and idle time of all cores in ticks since the machine's start, zeros if unreadable. The third
-        number is the busy time in which the hypervisor ran other machines (steal)."""
+        """Read the busy, idle and stolen time of all cores in ticks since the machine's start, zeros if unreadable.
+
+        Stolen time is the part of the busy time in which the hypervisor ran other machines.
+        """
         try:
             with (PROC / "stat").open("rb") as file:
                 ticks = [int(number) for number in file.readline().split()[1:9]]

@@ -1,10 +1,8 @@
-"""Reads gauges of GPUs by NVML, NVIDIA's management library, without CUDA. Other tools may use NVML at the same time.
+"""Reads gauges of GPUs by NVML, NVIDIA's management library, without CUDA.
 
-One thread calls all functions except `explain_unavailable` and `why_unreadable`. A call may take milliseconds, or hang
-with the driver.
-
-The gauges are those of the GPUs that CUDA would show to this process. They are found from `CUDA_VISIBLE_DEVICES` and
-the order of PCI buses.
+The gauges are those of the GPUs that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI
+buses. One thread calls all functions except `explain_unavailable` and `why_unreadable`. A call may take milliseconds,
+or hang with the driver.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ NO_DRIVER = f"no NVIDIA driver is visible here ({LIBRARY} is not found)"
 VARIABLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 GPM_NS = 100 * 10**6
-"""The minimum ns between two samples of GPM, NVML's performance counters (NVML reference, `nvmlGpmSampleGet`)."""
+"""The minimum ns between two samples of NVML's performance counters, GPM (NVML reference, `nvmlGpmSampleGet`)."""
 
 ENERGY_NS = 400 * 10**6
-"""The minimum ns between two readings of the energy counter that give an average power. The counter changes every 20 to
-100 ms."""
+"""The minimum ns between two readings of the energy counter, for an average power. The counter changes every 20 to 100
+ms."""
 
 MIB = 2**20
 
@@ -43,23 +41,24 @@ GPM_METRICS: dict[str, tuple[str, float]] = {
     "nvlink_sent": ("NVLINK_TOTAL_TX_PER_SEC", MIB),
     "nvlink_received": ("NVLINK_TOTAL_RX_PER_SEC", MIB),
 }
-"""The gauges that GPM measures (GPUs from Hopper on), each with its name in NVML and the factor that converts it to our
-unit."""
+"""The gauges that GPM measures (from Hopper on), each with NVML's name and the factor that converts to our unit."""
 
 Values = dict[str, float | None]
 
 
 class NvmlError(Exception):
-    """An error after which NVML cannot be used. The message has the reason and the remedy in one line."""
+    """An error after which NVML cannot be used. The message is one line with the reason and the remedy."""
 
 
 class Closed(Exception):  # noqa: N818 - no error: NVML must be opened again
-    """An exception that reports that other code of the process has shut NVML down."""
+    """An exception for an NVML that other code of the process has shut down."""
 
 
 def explain_unavailable() -> str:
-    """Return the reason why NVML cannot be opened, "" if it can. Without an NVIDIA driver the call costs a failed
-    `dlopen`. With a driver it imports `pynvml`, in 20 to 40 ms. No fork may happen during the import."""
+    """Return the reason why NVML cannot be opened, "" if it can. No fork may happen meanwhile.
+
+    Without an NVIDIA driver it costs a failed `dlopen`. With one it imports `pynvml`, in 20 to 40 ms.
+    """
     try:
         dlopen(LIBRARY, 0)  # `ctypes` itself takes longer to load than all of this module
     except OSError:
@@ -90,7 +89,7 @@ def why_unreadable() -> str:
 
 @dataclass(slots=True, eq=False)
 class NvmlDevice:
-    """A GPU or a MIG instance of NVML. `gpm` has the older and the newer sample of GPM."""
+    """A GPU or MIG instance. `gpm` has the older and the newer sample of GPM."""
 
     handle: Any
     uuid: str
@@ -111,7 +110,7 @@ class Nvml:
     """Reads GPUs by NVML between `open` and `close`. `gpus` are the GPUs that are read, `notes` are sentences on them.
 
     `failures` counts calls that failed for unknown reasons. `pid` is the process whose GPUs and memory are read.
-    `environ` has the variables of that process that select its GPUs.
+    `environ` has its variables that select GPUs.
     """
 
     def __init__(self, pid: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
@@ -154,8 +153,10 @@ class Nvml:
         self._shown, self._devices = [], []
 
     def read(self, now_ns: int, rarely: bool) -> list[tuple[int, Values]]:
-        """Read the gauges of each GPU. `rarely` adds gauges that change slowly or are expensive. Raises `NvmlError`
-        when the driver has gone, and `Closed` when NVML must be opened again."""
+        """Read the gauges of each GPU. `rarely` adds gauges that change slowly or are expensive.
+
+        Raises `NvmlError` when the driver has gone, and `Closed` when NVML must be opened again.
+        """
         import pynvml
 
         if self._environ.get(VARIABLE) != self._variable:
@@ -189,7 +190,7 @@ class Nvml:
         self._choose_visible()
 
     def _choose_visible(self) -> None:
-        """Select the GPUs by the current value of `CUDA_VISIBLE_DEVICES`, which the service may set late."""
+        """Select the GPUs by the current `CUDA_VISIBLE_DEVICES`, which the service may set late."""
         self._variable = self._environ.get(VARIABLE)
         for device in self._shown:
             device.energy_mj = device.first_energy_mj = None
@@ -228,8 +229,7 @@ class Nvml:
         return values
 
     def _stop_failed(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
-        """Stop reading gauges after a failed call: all gauges, those of one GPU, or those of the call, depending on the
-        error."""
+        """Stop reading gauges after a failed call. The error decides between all gauges, one GPU's, and the call's."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error
@@ -285,13 +285,13 @@ class Nvml:
         }
 
     def _read_process_memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        """Read the memory of the process. NVML does not know processes of other pid namespaces (containers)."""
+        """Read the process's memory. NVML does not know processes in other pid namespaces (containers)."""
         used = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(device.handle) if p.pid == self._pid]
         sizes = [size for size in used if size is not None]
         return {"memory_of_process": sum(sizes) if sizes else None}
 
     def _read_gpm(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the device's performance counters since the last sample. Read nothing if that sample is too recent."""
+        """Read the performance counters since the last sample. Read nothing if that sample is too recent."""
         handle = device.handle if device.parent is None else device.parent
         if not device.gpm:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
@@ -328,7 +328,7 @@ class Nvml:
 
 
 _Reading = tuple[tuple[str, ...], Callable[[Nvml, Any, NvmlDevice, int], Values]]
-"""The gauges that a query of a device fills, and the query."""
+"""The gauges that one query fills, and the query."""
 
 _OFTEN: tuple[_Reading, ...] = (
     (("utilization", "memory_active"), Nvml._read_utilization),
@@ -345,7 +345,7 @@ _RARELY: tuple[_Reading, ...] = (
 
 
 def select_visible(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
-    """Return the GPUs or MIG instances that CUDA shows for `variable`. `devices` has all of them in the order of PCI
+    """Return the GPUs or MIG instances that CUDA shows for the value `variable`. `devices` are all, in the order of PCI
     buses."""
     if variable is None:
         chosen = list(devices)
@@ -381,7 +381,6 @@ def _select_by_start(variable: str, prefix: str, devices: Sequence[NvmlDevice]) 
 
 
 def _find_instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
-    """Return the MIG instances of a GPU."""
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
         room = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0
@@ -399,8 +398,8 @@ def _find_instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
 
 
 def _read_memory_info(nvml: Any, device: NvmlDevice) -> Any:
-    """Read the memory by the second version of NVML's call, which leaves out the driver's own memory as nvidia-smi
-    does. If it is missing, use the first version."""
+    """Read the memory by the second version of NVML's call, which leaves out the driver's own. Older drivers have only
+    the first."""
     if "v2" not in device.absent:
         try:
             return nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
@@ -412,7 +411,6 @@ def _read_memory_info(nvml: Any, device: NvmlDevice) -> Any:
 
 
 def _describe_error(nvml: Any, error: Exception) -> str:
-    """Return NVML's error in one line, with advice if there is any."""
     advice = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: f"{LIBRARY} is not found",
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA kernel driver is not loaded, or the container has no access",

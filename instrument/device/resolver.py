@@ -1,7 +1,7 @@
 """Computes device intervals from events that have happened, on a thread of its own (the resolver).
 
-The resolver polls for events instead of waiting for them. It does not disturb the capture of a CUDA graph, and sleeps
-while no pair is in flight.
+The resolver polls for events instead of waiting. It does not disturb the capture of a CUDA graph, and sleeps while no
+pair is in flight.
 """
 
 from __future__ import annotations
@@ -27,53 +27,54 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The minimum number of pairs that are added to a pool at a time. A pool with fewer free pairs is doubled."""
+"""The minimum number of pairs by which a pool grows. A pool with fewer free pairs is doubled."""
 
 LOW = 64
-"""The number of free pairs in a pool at which the resolver is woken early."""
+"""The number of free pairs at which the resolver is woken early."""
 
 POOL_LIMIT = 8_192
-"""The maximum number of pairs per context. The events of a pair take some hundred bytes. A span without a free pair
-gets no device time."""
+"""The maximum number of pairs per context. A pair takes some hundred bytes. A span without a free pair gets no device
+time."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
-"""The shortest and the longest pause in seconds between two polls for events. A poll holds the interpreter's lock,
-which a busy service needs: 20 us plus 4 us per pair on an idle machine, over 0.5 ms if cores must wake up. So polls are
-rare, and each reads many pairs."""
+"""The shortest and the longest pause in seconds between two polls for events.
+
+A poll holds the interpreter's lock: 20 us plus 4 us per pair on an idle machine, over 0.5 ms if cores must wake up. So
+polls are rare, and each reads many pairs.
+"""
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
-"""`ANCHOR_NS` is the time in ns between two anchors. `ANCHOR_PAUSE_NS` is the pause in ns after the first failed
-attempt on a busy device. Each further attempt doubles the pause."""
+"""The ns between two anchors (`ANCHOR_NS`), and the first pause in ns after a failed attempt on a busy device.
+
+Each further failure doubles the pause.
+"""
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""Seconds between two polls for the end of the next pair on a busy device (`WATCH_S`), and the maximum number of such
-polls in a row."""
+"""The seconds between two polls for the next end on a busy device (`WATCH_S`), and the maximum number of such polls in
+a row."""
 
 MEASURED_AT_ONCE = 1000
-"""The maximum number of pairs measured in one call of the driver, which takes a millisecond."""
+"""The maximum number of pairs in one call of the driver, which then takes a millisecond."""
 
 DEFERRED_LIMIT = 512
-"""The maximum number of a span's intervals on several streams that wait for the span's end. Above it, they are added
-earlier, because a generator may run for days."""
+"""The maximum number of a span's intervals that wait for the span's end. A generator may run for days."""
 
 INTERRUPTED = -2
-"""The value that replaces the driver's error if a signal handler raised an exception. The event's state is then
+"""The value in place of the driver's error if a signal handler raised an exception. The event's state is then
 unknown."""
 
 ROW_NS = 10**7
-"""The maximum ns between a span's end and the record of its second event. A span that ended less than this ago may have
-no device time yet."""
+"""The maximum ns between a span's end and the record of its second event."""
 
 NOTE_NS = 2 * 10**7
-"""Nanoseconds between two writes of the settled time. All spans that ended before the settled time have device
-times."""
+"""The ns between two writes of the settled time. Spans that ended before the settled time have device times."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
-"""`STOP_NS` is the maximum time in ns that `stop` waits for the device, `STOP_POLL_S` the seconds between its polls."""
+"""The maximum ns that `stop` waits for the device (`STOP_NS`), and the seconds between its polls."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16
@@ -82,16 +83,16 @@ _by_end = attrgetter("end_ns")
 
 
 def _end_time(pair: Pair) -> int:
-    """Return the host time of a span's end, else that of its pair's end. Without an end, the result is 0 or less."""
+    """Return the host time of the end of a pair's span or, if unknown, of the pair. Without an end, it is 0 or less."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
 
 class Resolver:
-    """Resolves the pairs of all contexts on a thread of its own. One thread of the service calls `start` and `stop`.
+    """Resolves the pairs of all contexts on its own thread. One thread of the service calls `start` and `stop`.
 
-    `counts` has the number of intervals per label, and the number of errors per device and name. `faults` has the
-    reason for each abandoned device.
+    `counts` has the intervals per label, and the errors per device and name. `faults` has the reason for each abandoned
+    device.
     """
 
     def __init__(
@@ -124,7 +125,6 @@ class Resolver:
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Start the thread."""
         if self._thread is None and not self.stopping.is_set():
             self._intervals.publish_settled(self._now() - ROW_NS)
             self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self.stopping.is_set())
@@ -141,11 +141,9 @@ class Resolver:
 
     @property
     def is_running(self) -> bool:
-        """True while the thread exists."""
         return self._thread is not None
 
     def leave_to_parent(self) -> None:
-        """Drop all pairs in a forked child, because they are the parent's."""
         self.asleep = False
         for context in self.contexts.values():
             context.alive = False
@@ -170,7 +168,6 @@ class Resolver:
             self._intervals.publish_settled(self.settled_ns())
 
     def wake(self) -> None:
-        """Make the thread poll now."""
         self.asleep = False
         self._waking.set()
 
@@ -184,7 +181,6 @@ class Resolver:
             self.faults[context.device] = f"device {context.device} is no longer timed: the driver reports {name}"
 
     def choose_failure_label(self, context: Context, error: int) -> str:
-        """Return the label of a span whose event failed."""
         if error == self._driver.CAPTURING or error in cuda.CAPTURE_ERRORS:
             return "captured"
         if error == INTERRUPTED:
@@ -240,7 +236,7 @@ class Resolver:
             FAULTS.note("device thread", fault)
 
     def resolve_ended(self, *, growing: bool = True) -> tuple[bool, bool]:
-        """Resolve the events that have happened. Return True if there were any, and True if pairs are in flight."""
+        """Resolve the pairs that have ended. Return True if there were any, and True if pairs are still in flight."""
         moved, driver = self._resolve_noted_untimed(), self._driver
         while self.finished:
             self._count_if_done(self.finished.popleft())
@@ -273,7 +269,7 @@ class Resolver:
         return moved, waits
 
     def _bind_context(self, context: Context) -> int:
-        """Make a context permanently current on this thread. Return the driver's error."""
+        """Make a context current on this thread. Return the driver's error."""
         bound = get_ident(), context.handle
         error = 0 if bound == self._bound else self._driver.bind(context.handle)
         self._bound = None if error else bound
@@ -314,9 +310,9 @@ class Resolver:
             self.count_error(context, error)
 
     def watch(self) -> bool:
-        """Poll for the end of the next pair on devices that are too busy for anchors.
+        """Poll for the next end on devices that are too busy for anchors. Return True if one was observed.
 
-        Return True if an end was observed. It can serve as an anchor if it is read at once.
+        It can serve as an anchor if it is read at once.
         """
         watched = [self._watch_context(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
@@ -349,10 +345,8 @@ class Resolver:
         return False
 
     def _measure_cost(self, context: Context) -> float:
-        """Measure the processor ns of `begin` and `end` of a pair on our stream.
-
-        Return the least of some rounds, 0 if none succeeds. Waits for the interpreter's lock do not count.
-        """
+        """Measure the processor ns of `begin` and `end` of a pair. Return the least of some rounds, 0 if none
+        succeeds."""
         stream, best_ns = {STREAM: context.anchors.stream}, 0.0
         for _ in range(COST_ROUNDS):
             pairs: list[Pair] = []
@@ -413,11 +407,8 @@ class Resolver:
         return moved
 
     def _adopt_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
-        """Use the end of a pair that was just observed as an anchor, on a device that is too busy for anchors.
-
-        The end happened after its event was recorded, after the last poll that did not find it, and before now. Return
-        the answers without offsets from an older anchor.
-        """
+        """Use a pair's end that was just observed as an anchor. Return the answers without offsets from older
+        anchors."""
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:
             return answers
@@ -433,7 +424,6 @@ class Resolver:
         return [(error, device_ns, None) for error, device_ns, _ in answers]
 
     def _end_pair(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
-        """Resolve a pair that has ended."""
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
             self._resolve_untimed(context, stream, pair, error)
@@ -461,10 +451,10 @@ class Resolver:
         self._store_interval(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _add_deferred(self, whole: Pair) -> None:
-        """Add the intervals of a span on several streams.
+        """Add the intervals of a span on several streams. Launch-bound ones are left out: their streams may have had no
+        work.
 
-        Launch-bound intervals are left out, because their streams may have had no work. If all are launch-bound, those
-        of the main stream count.
+        If all are launch-bound, those of the main stream count.
         """
         deferred = whole.deferred or []
         worked = [times for times in deferred if times.label != "launch-bound"]
@@ -481,7 +471,7 @@ class Resolver:
             self._add_interval(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _resolve_untimed(self, context: Context, stream: int, pair: Pair, error: int) -> None:
-        """Resolve a pair that was not timed, or whose span was not recorded."""
+        """Resolve a pair that has no time, or whose span was not recorded."""
         whole = pair.whole
         if whole is None:
             self._return_pair(pair)
@@ -530,7 +520,7 @@ class Resolver:
         )
 
     def _drop_ended_pairs(self) -> None:
-        """Count the pairs that the device has not reached as lost."""
+        """Count the ended pairs that the device has not reached as lost."""
         for context in self.contexts.values():
             for stream, pairs in context.under_way.items() if context.alive else ():
                 for pair in [pair for pair in pairs if pair.end_ns]:
@@ -539,7 +529,6 @@ class Resolver:
         self._write_intervals()
 
     def _release_all(self) -> None:
-        """Release all events and streams."""
         driver = self._driver
         for context in list(self.contexts.values()):
             if not context.alive or driver.bind(context.handle):

@@ -1,12 +1,11 @@
 """Measures the device time of spans by pairs of events. No thread of the service waits for the device.
 
-A span that asks for device time records an event on the current stream when it begins and one when it ends. The
-resolver, a thread of ours, polls for events that have happened. It converts the interval between both events to the
-host's clock, and adds the interval to the tally. The interval includes all work of the stream between the two events.
-Its label is one of `instrument.recording.slot_ring.LABELS`.
+A span that asks for device time records an event on the current stream at its begin and at its end. The resolver, a
+thread of ours, polls for these events, and adds the interval between them to the tally. The interval includes all work
+of the stream between the two events. `instrument.recording.slot_ring.LABELS` explains its label.
 
-Nothing is recorded on a stream that is being captured into a graph. After an error of the driver, the device time of
-one span is lost and counted. After a fatal error, all later device times of that device are lost.
+Nothing is recorded on a stream that is captured into a graph. After an error of the driver, the device time of one span
+is lost and counted. After a fatal error, that device is no longer timed.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ NO_CONTEXT_YET = "spans that began before their device had a context"
 
 
 class Timer:
-    """Times spans on the devices of one driver. The recorder calls `begin`.
-
-    All methods run on threads of the service, in one to two microseconds.
-    """
+    """Times spans on the devices of one driver. All methods run on threads of the service, in one to two
+    microseconds."""
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class Timer:
         self._contexts = self.resolver.contexts
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
-        """Record the first event of a span. Return None if no device is in use, or if the device has been abandoned."""
+        """Record a span's first event. Return None if no device is in use, or if the device has been abandoned."""
         places = self._find_streams(site, attributes)
         if not places:
             return None
@@ -70,7 +67,7 @@ class Timer:
         return pair
 
     def _begin_on(self, places: Sequence[Stream], span_id: int) -> Pair | Untimed | None:
-        """Begin a pair of events on each stream, for one span. Return the first pair."""
+        """Begin a span's pair of events on each stream. Return the first pair."""
         marks: list[Pair | Untimed] = []
         try:
             for place in places:
@@ -142,10 +139,10 @@ class Timer:
             raise
 
     def _find_streams(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
-        """Return the streams on which the work of a span may run, () if no device is in use.
+        """Return the streams on which a span's work may run, () if no device is in use.
 
-        A span with a known framework and devices uses that framework's current streams on them. Any other span uses the
-        current stream of each framework.
+        A span with a known framework and devices uses that framework's current streams. Any other span uses the current
+        stream of each framework.
         """
         work = None if attributes is None else attributes.get(STREAM)
         if work is not None and work.__class__ is not Work:
@@ -160,7 +157,7 @@ class Timer:
         return places if len(places) < 2 else cuda.select_streams(places)
 
     def _find_device(self, stream: int) -> int:
-        """Return the device of a stream that the service passed to a call, -1 if no device is in use."""
+        """Return the device of a stream that the service has named, -1 if no device is in use."""
         device = self._devices.get(stream)
         if device is None:
             driver = self.driver
@@ -181,7 +178,7 @@ class Timer:
         return self.resolver.choose_failure_label(context, error)
 
     def begin_again(self, whole: Pair) -> None:
-        """Begin another step of a generator's span, with its own pair. A step that cannot be timed is counted."""
+        """Begin a later step of a generator's span, with a pair of its own."""
         pair = self.begin(whole.site, whole.attributes, whole.span_id)
         if isinstance(pair, Pair):
             # The resolver does not read a pair before it has ended.
@@ -223,20 +220,18 @@ class Timer:
             raise
 
     def wake(self) -> None:
-        """Wake the resolver if it sleeps."""
         if self.resolver.asleep:
             self.resolver.wake()
 
     def finish(self, pair: Pair) -> None:
-        """Pass a span that ended after its last pair to the resolver."""
+        """Pass a span to the resolver that ended after its last pair."""
         self.resolver.finished.append(pair)
         self.wake()
 
     def _record_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """Record an event again in its own context.
+        """Record an event again, in its own context. Return the driver's answer.
 
-        Return the driver's answer. If another context would not help, return `refused`, the answer to the first
-        attempt.
+        Return `refused`, the answer to the first attempt, if another context would not help.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD
@@ -251,7 +246,7 @@ class Timer:
             driver.pop()
 
     def _find_context(self, device: int) -> Context | None:
-        """Return the context of a device. A new context has few events, and the resolver creates more."""
+        """Return a device's context. A new one has few events, and the resolver creates more."""
         driver = self.driver
         with self._meeting:
             context = self._contexts.get(device)
@@ -277,6 +272,6 @@ class Timer:
             return context
 
     def note_untimed(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
-        """Pass a span that could not be timed to the resolver."""
+        """Pass a span that cannot be timed to the resolver."""
         self.resolver.untimed.append((span_id, place, at_ns, label))
         self.wake()

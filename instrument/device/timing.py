@@ -26,11 +26,11 @@ else:
     cuda = LazyModule("instrument.device.cuda")
 
 MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
-"""The modules through which a service uses CUDA. Importing one of them starts the timer. Only the first three have a
-current stream."""
+"""The modules through which a service uses CUDA. The import of one starts the timer. The first three have a current
+stream."""
 
 LOOK_S = 0.002
-"""Seconds between two polls of a thread that waits for device times."""
+"""The seconds between two polls of a thread that waits for device times."""
 
 raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
 
@@ -38,12 +38,11 @@ raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
 class Timing:
     """Switches device times on and off for one session.
 
-    A timer is made once the service imports a library that uses a device. `reason` says in one line why device time is
-    missing or costs more, "" otherwise.
+    `reason` is one line with the reason why device time is missing or costs more, else "".
     """
 
     _numba: cuda.NumbaStreams
-    """The last stream of each thread with numba. Set when the timer is made."""
+    """The last stream of each thread with numba. Set together with the timer."""
 
     def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
         self._memory_bytes = memory_bytes
@@ -66,7 +65,7 @@ class Timing:
         return Timer(driver, self.intervals, RECORDER, RECORDER.now_ns, raw_clock)
 
     def install(self) -> Callable[[], None]:
-        """Time spans from now on, or after the import of a library that uses a device. Return a function that undoes
+        """Time spans from now on, or once a library is imported that uses a device. Return the function that undoes
         this."""
         self._undo_imports = imports.install(MODULES.__contains__, self.imported)
         for name in MODULES:
@@ -76,7 +75,7 @@ class Timing:
         return self.uninstall
 
     def imported(self, module: ModuleType) -> None:
-        """Read the current streams of an imported framework from now on, if it can use a device."""
+        """Read an imported framework's current streams from now on, if it can use a device."""
         version = getattr(module, "version", None)
         if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
             self.reason = self.reason or f"{NO_DEVICE_TIME}this torch is built without a device"
@@ -102,7 +101,7 @@ class Timing:
         self._ranges.time_by(self.timer.begin)
 
     def _find_driver(self, module: ModuleType) -> Driver | None:
-        """Return a driver that uses cuda-python, else one that uses torch's own events, else None. Sets `reason`."""
+        """Return a driver that uses cuda-python or else torch's own events, None without either. Sets `reason`."""
         from instrument.device.torch_events import TorchDriver
 
         is_torch = module.__name__ == "torch"
@@ -137,7 +136,7 @@ class Timing:
             self.timer.resolver.stop(limit_s)
 
     def after_fork_in_child(self) -> None:
-        """Begin again without CUDA, which a forked child cannot use. Releases none of the parent's objects."""
+        """Begin again without CUDA, which a forked child cannot use. The parent's objects are not released."""
         self.intervals = self._new_intervals()
         if self.timer is not None:
             before = self.timer
@@ -150,21 +149,21 @@ class Timing:
                 self._ranges.time_by(self.timer.begin)
 
     def columns_of(self, span_id: Int64s) -> DeviceIntervals:
-        """Return the known device intervals of spans as columns, by the spans' ids."""
+        """Return the known device intervals of spans, by the spans' ids."""
         from instrument.trace.columns import device_intervals, view_cells
 
         return device_intervals(view_cells(self.intervals.packed()), span_id)
 
     def is_settled(self, at_ns: int) -> bool:
-        """Return True if no span that ended before `at_ns` waits for a device time."""
+        """Return True if all spans that ended before `at_ns` have their device times."""
         return self.settled_ns() >= at_ns
 
     def settled_ns(self) -> int:
-        """Return the time up to which device times are settled. The call takes longer with each open span."""
+        """Return the time up to which device times are settled. Each open span makes the call longer."""
         return RECORDER.now_ns() if self.timer is None else self.timer.resolver.settled_ns()
 
     def await_settled(self, at_ns: int, end_s: float) -> None:
-        """Wait until `at_ns` is settled, at most until `time.monotonic()` is `end_s`. Write the settled time into the
+        """Wait until `at_ns` is settled, or `time.monotonic()` is `end_s`. Write the settled time into the
         recording."""
         resolver = None if self.timer is None else self.timer.resolver
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
@@ -177,18 +176,18 @@ class Timing:
 
     @property
     def pair_ns(self) -> float:
-        """The nanoseconds that recording a pair takes on its thread."""
+        """The ns that recording a pair takes on its thread."""
         return 0.0 if self.timer is None else self.timer.resolver.pair_ns
 
     def cost_ns(self) -> tuple[float, int]:
-        """Return the nanoseconds that pairs took on the service's threads, and on the resolver's thread."""
+        """Return the ns that pairs took on threads of the service, and on the resolver's thread."""
         if self.timer is None:
             return 0.0, 0
         resolver = self.timer.resolver
         return resolver.pairs * resolver.pair_ns, resolver.thread_ns
 
     def losses(self) -> Mapping[str, int]:
-        """Return the number of spans that asked for device time and have none, by reason."""
+        """Return the number of spans without the device time that they asked for, by reason."""
         counts = self.timer.resolver.counts if self.timer is not None else {}
         return {
             "device times not taken while a graph was captured": counts.get("captured", 0),
@@ -197,7 +196,7 @@ class Timing:
         }
 
     def notes(self) -> list[str]:
-        """Return the reasons for missing device times as sentences. Return none if no span asked for device time."""
+        """Return sentences on missing device times, none if no span asked for device time."""
         notes = [self.reason] if self.reason and any(site.device for site in RECORDER.paths().sites) else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit

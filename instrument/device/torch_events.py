@@ -1,9 +1,7 @@
-"""Measures device times by torch's own events, in place of `instrument.device.cuda`, on hosts without cuda-bindings and
-on ROCm.
+"""Measures device times by torch's own events, on hosts without cuda-bindings and on ROCm.
 
-A context is represented by the number of its device, plus one. Nothing initialises CUDA.
-
-Recording an event costs more than with `CudaDriver`, and always releases the interpreter's lock.
+A context is represented by the number of its device, plus one. Nothing initialises CUDA. Recording an event costs more
+than with `CudaDriver`, and always releases the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -48,25 +46,25 @@ TEXTS = {
     907: "operation not permitted on an event last recorded in a capturing stream",
     999: "unknown error",
 }
-"""The error texts of CUDA and ROCm by number, because torch before 2.8 raises the text without the number."""
+"""The error texts of CUDA and ROCm by number. torch before 2.8 raises only the text."""
 
 OWN_TEXTS = {
     "must be completed before calculating elapsed time": cuda.NOT_READY,
     "must be recorded before calculating elapsed time": 400,
     "does not match recording stream's device": 400,
 }
-"""The driver's error for each message of torch's own checks of events."""
+"""The driver's error for each message of torch's own checks."""
 
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
-"""The events in use. These references keep a forked child from destroying events when it clears inherited objects."""
+"""The events in use. A forked child that clears inherited objects must not destroy them."""
 
 
 class TorchDriver:
-    """The driver, used through a torch that was built for CUDA or ROCm.
+    """The driver, used through a torch for CUDA or ROCm.
 
-    Raises `ImportError` for a torch that is too old. Raises `OSError` if our thread would disturb captures of graphs.
+    Raises `ImportError` for a torch that is too old, `OSError` if our thread would disturb captures of graphs.
     """
 
     default_stream = 0
@@ -93,7 +91,6 @@ class TorchDriver:
         self.mark: Callable[[Any, Any], int] = self._record_uncaptured
 
     def name(self, error: int) -> str:
-        """Return the driver's text for an error."""
         return f"{TEXTS.get(error, 'error')} ({error})"
 
     # ---------------------------------------------------------------- on a thread of the service
@@ -113,7 +110,7 @@ class TorchDriver:
         return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers that vendors' tools use
 
     def _find_stream(self, device: int, stream: int) -> Any:
-        """Return torch's object for a stream's handle, without a wait. Handle 0 means the default stream."""
+        """Return torch's object for a stream's handle. Handle 0 is the default stream."""
         if len(self._streams) > 1024:
             self._streams.clear()
         torch = self._torch.cuda
@@ -122,8 +119,7 @@ class TorchDriver:
         return stream_object
 
     def _is_captured(self, device: int, target: Any, stream: int) -> bool:
-        """Return True for a captured stream. The stream is made current for the test, because torch tests only the
-        current one."""
+        """Return True for a captured stream. torch tests only the current stream, so this one is made current."""
         if self._device() == device and self._current(device) == stream:
             return self._captures()
         native = self._native
@@ -139,7 +135,6 @@ class TorchDriver:
             self._go_back(before)
 
     def capture(self, stream: int) -> int:
-        """Return `CAPTURING` for a stream that is captured into a graph, else the error or 0."""
         device = self._device()
         try:
             return cuda.CAPTURING if self._is_captured(device, self._find_stream(device, stream), stream) else 0
@@ -147,13 +142,11 @@ class TorchDriver:
             return find_error(error)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of a stream's device, or the current device for a stream unknown to torch."""
+        """Return the index of a stream's device, the current device for a stream unknown to torch."""
         index = next((device for device, handle in list(self._streams) if handle == stream), None)
         return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Call `make`, which creates driver objects on a thread of the service, without breaking the capture of a
-        graph."""
         mode = ctypes.c_int(_RELAXED)
         error = self._exchange_mode(ctypes.byref(mode))
         try:
@@ -168,15 +161,13 @@ class TorchDriver:
         return 0 if device < 0 else self.primary_context(device)
 
     def current_device(self) -> int:
-        """Return the index of the calling thread's device, -1 if torch has not initialised any."""
+        """Return the index of the calling thread's device, -1 if torch has initialised none."""
         return self._device() if self._torch.cuda.is_initialized() else -1
 
     def primary_context(self, device: int) -> int:
-        """Return the context of a device, 0 if the service has created none."""
         return device + 1 if self._torch.cuda.is_initialized() and self._has_context(device) else 0
 
     def push(self, context: int) -> int:
-        """Make a context's device current on the calling thread until `pop`."""
         try:
             before = self._exchange(context - 1)
         except RuntimeError as error:
@@ -201,7 +192,6 @@ class TorchDriver:
         return self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def new_event(self) -> tuple[int, Any]:
-        """Return the driver's error, and a new event with a time."""
         try:
             event = self._torch.cuda.Event(enable_timing=True)
         except RuntimeError as error:
@@ -210,11 +200,10 @@ class TorchDriver:
         return 0, event
 
     def handle(self, event: Any) -> tuple[Any, int]:
-        """Return the argument of `mark` for an event of the calling thread's device."""
+        """Return the argument for `mark` that represents an event of the calling thread's device."""
         return event, self._device()
 
     def destroy_event(self, event: Any) -> None:
-        """Drop our reference to an event."""
         _kept.pop(id(event), None)
 
     def new_stream(self) -> tuple[int, int]:
@@ -230,14 +219,12 @@ class TorchDriver:
         """Do nothing, because torch reuses its streams."""
 
     def query(self, event: Any) -> int:
-        """Return 0 for an event that has happened, `NOT_READY` for a pending one."""
         try:
             return 0 if event.query() else cuda.NOT_READY
         except RuntimeError as error:
             return find_error(error)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Measure pairs as `CudaDriver.measure` does, event by event."""
         answers = []
         for begin, end in pairs:
             error, device_ns, offset_ns = self.query(end), 0, 0
@@ -254,7 +241,6 @@ class TorchDriver:
         """Return None, because torch keeps the interpreter's lock while it records an event."""
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
-        """Return the error, and the device time in ns between two events that have happened."""
         try:
             return 0, round(first.elapsed_time(second) * 1e6)
         except (RuntimeError, ValueError) as error:
@@ -266,7 +252,6 @@ Driver = cuda.CudaDriver | TorchDriver
 
 
 def find_error(error: Exception) -> int:
-    """Return the driver's number for an error that torch has raised."""
     number = getattr(error, "error_code", None)
     if isinstance(number, int) and number:
         return number
@@ -282,7 +267,7 @@ def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int
 
 
 def _find_mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
-    """Return the vendor library's function that sets the calling thread's capture mode. torch has no such function."""
+    """Return CUDA's or ROCm's function that sets the calling thread's capture mode. torch has none."""
     if not is_rocm:
         exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode
     else:

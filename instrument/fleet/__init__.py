@@ -58,10 +58,8 @@ def spark_schema(table: str) -> str:
 
 
 def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
-    """Wrap a function of one table, or of the two tables of a cogroup, for Spark's `applyInArrow`.
-
-    Spark counts the wrapper's arguments. The wrapper converts bytes of fixed length, which Spark lacks, to plain bytes.
-    """
+    """Wrap a function of one table, or of the two tables of a cogroup, for Spark's `applyInArrow`. The wrapper has the
+    number of arguments that Spark expects, and converts bytes of fixed length, which Spark lacks, to plain bytes."""
     arrow = import_pyarrow()
 
     def to_plain_bytes(result: Any) -> Any:
@@ -122,11 +120,8 @@ def explanations(spans: Any, most: int = 10) -> Any:
 
 
 def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
-    """Return the call paths whose time changed between two versions, as `instrument compare` finds them.
-
-    `before` and `after` each have a table of spans per run. With several runs of a version, the differences between
-    equal runs are known.
-    """
+    """Return the call paths whose time changed between two versions, as `instrument compare` finds them. `before` and
+    `after` each have a table of spans per run."""
     recordings = [[recording(spans) for spans in side] for side in (before, after)]
     rows = compare(recordings[0], recordings[1], Options()).changes if all(recordings) else ()
     return _make_table("changes", {name: [getattr(row, name) for row in rows] for name in RESULTS["changes"]})

@@ -1,8 +1,7 @@
 """Find arguments and results that identify requests (keys), for the profile that `instrument init` proposes.
 
-The first calls of each function are examined. A key may be a number or text with a name such as `request_id`, or an
-object of the service's classes. Values leave the process only as keyed digests. Equal digests show that two functions
-or processes handle the same request. The examination runs no code of the service.
+The first calls of each function are examined, without running code of the service. Values leave the process only as
+keyed digests. Equal digests show that two functions or processes handle the same request.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ ITEMS = 64
 """The maximum number of items to examine in a sequence or mapping."""
 
 DIGESTS = 4096
-"""The maximum number of digests for each path, and the maximum number of objects that get a number as their key."""
+"""The maximum number of digests per path, and of objects that get a number as their key."""
 
 ATTRIBUTES = 60
 """The maximum number of attributes to examine in an object."""
 
 NAME_LENGTH = 64
-"""The maximum length of a name in characters. A longer key of a mapping does not count as a name."""
+"""The maximum length of a name in characters. Longer keys of mappings are data, not names."""
 
 ID = re.compile(
     r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"
@@ -51,10 +50,10 @@ ID = re.compile(
 """The names of values that identify a request."""
 
 WEAK_ID = re.compile(r"^(?:id|ids|uid|uids|uuid|uuids|rid|rids|key|keys|qid|.*_uid|.*_uuid)$")
-"""The names of values that may identify a request. They are used if no value has a name that matches `ID`."""
+"""The names of values that may identify a request. They count only if no value has a name that matches `ID`."""
 
 WEIGHT = re.compile(r"^(?!max_|min_)(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
-"""The names of numbers that may be a request's weight in a batch, such as `num_tokens`, but not `max_tokens`."""
+"""The names of numbers that may be a request's weight in a batch: `num_tokens`, for example, but not `max_tokens`."""
 
 _BUILTINS = frozenset(dir(builtins))
 _SEQUENCES = (list, tuple, deque, set, frozenset)
@@ -66,8 +65,8 @@ _SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
 class SeenPath:
     """The values at one path, such as `batch[].request_id`, in the arguments or results of calls.
 
-    `many` is True if a call has several values. `looks` counts the calls with a value. `items` counts the values, and
-    `largest` is the maximum number of values in a call. `weights` is the path of the weights.
+    `many` is True if a call has several values. `looks` counts the calls with a value, `items` the values. `largest` is
+    the maximum number of values in a call. `weights` is the path of the weights.
     """
 
     many: bool
@@ -79,15 +78,14 @@ class SeenPath:
     digests: set[str] = field(default_factory=set)
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
         facts = {name: getattr(self, name) for name in ("many", "looks", "items", "largest", "weights", "of_class")}
         return {**facts, "digests": sorted(self.digests)}
 
 
 class ArgumentWatch:
-    """The values of arguments and results in this process's calls. `spent_ns` is the time to examine them.
+    """A watch of the arguments and results of this process's calls, for keys of requests.
 
-    `is_own` returns True for the name of a module of the service.
+    `is_own` returns True for the name of a module of the service. `spent_ns` is the time that the watch has taken.
     """
 
     def __init__(self, is_own: Callable[[str], bool]) -> None:
@@ -99,13 +97,12 @@ class ArgumentWatch:
         self.spent_ns = 0
 
     def clear(self) -> None:
-        """Drop all values, in a forked child, because they are the parent's."""
+        """Drop all observed values. A forked child calls this, because the values are its parent's."""
         for paths in self._seen.values():
             paths.clear()
         self.spent_ns = 0
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return the observed values as JSON values, by the function's label and by path."""
         return {
             label: {path: values.facts() for path, values in sorted(paths.items())}
             for label, paths in sorted(self._seen.items())
@@ -113,11 +110,10 @@ class ArgumentWatch:
         }
 
     def examine(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """Return a function that examines the arguments of each call, and one that examines the result. Either may be
-        None.
+        """Return two functions for each call: one examines the arguments, the other the result. Either may be None.
 
-        Functions that read no attribute and call only builtins are skipped: they are called most often, and their
-        examination would take several times as long as the call.
+        Both are None for a function that only calls builtins. Its examination would take several times as long as a
+        call.
         """
         if not isinstance(function, FunctionType) or label.rpartition(":")[2].rpartition(".")[2] in _SKIPPED:
             return None, None
@@ -168,7 +164,8 @@ class ArgumentWatch:
                 self._examine_inside(paths, path, value, None)
 
     def _examine_inside(self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None) -> None:
-        """Examine sequences and mappings in an object's attributes. `read` limits the attributes by name."""
+        """Examine sequences and mappings in an object's attributes. `read` has the names of the attributes, None for
+        all."""
         for name, attribute in islice(_read_attributes(value).items(), ATTRIBUTES):
             if _is_identifier(name) and (read is None or name in read) and type(attribute) in (*_SEQUENCES, *_MAPPINGS):
                 self._examine_value(paths, f"{path}.{name}", attribute, inside=False)
@@ -200,7 +197,8 @@ class ArgumentWatch:
                 self._note_keys(paths, path, items, many=True, size=size)
 
     def _note_id(self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1) -> bool:
-        """Note, for each object, the attribute that identifies a request. Return False if the first object has none."""
+        """Note the values of the attribute that identifies a request, one per object. Return False if there is no such
+        attribute."""
         attributes = [_read_attributes(thing) for thing in things]
         first = attributes[0] if attributes else {}
         names = [name for name, value in first.items() if type(value) in (str, int) and _is_id_key(name)]
@@ -249,7 +247,8 @@ class ArgumentWatch:
 
 
 class _FirstCalls:
-    """An examiner of the first `LOOKS` calls of a function. Faults are counted, never raised."""
+    """A function that examines the first `LOOKS` calls of another function. Its own faults are counted, never
+    raised."""
 
     def __init__(self, look: Callable[..., None], watch: ArgumentWatch) -> None:
         self._examine_value = look
@@ -257,7 +256,6 @@ class _FirstCalls:
         self._left = LOOKS
 
     def __call__(self, *values: Any) -> None:
-        """Examine a call's (args, kwargs), or its result."""
         if not self._left:
             return
         self._left -= 1
@@ -277,7 +275,6 @@ def _is_id(path: str) -> bool:
 
 
 def _is_id_key(key: object) -> bool:
-    """Return True if a key of a mapping is a name for keys of requests, such as `request_id`."""
     return _is_name(key, ID) or _is_name(key, WEAK_ID)
 
 
@@ -315,4 +312,4 @@ _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, slice, type, range, type(len)}
     | {FunctionType, type(re), *_SEQUENCES, *_MAPPINGS}
 )
-"""The classes whose objects cannot be requests."""
+"""The classes whose objects are never keys by themselves."""

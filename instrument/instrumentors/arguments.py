@@ -1,9 +1,10 @@
 """Read the values that a rule names in a call's arguments and result: attributes and gauges.
 
 A path such as `request.params.n` begins with a parameter, or with `return` for the result. Attributes or keys of
-mappings follow. An attribute is a value (a number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type
-(a class name). A gauge is a number, such as the length of a queue, and is read at most once per interval. Reading never
-raises. Unreadable values are counted and logged.
+mappings follow. Reading never raises: unreadable values are counted and logged.
+
+An attribute is a value (a number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (a class name).
+A gauge is a number that is read at most once per interval.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ class Parameter(NamedTuple):
     default: Any
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the argument that a call passes for the parameter, or its default."""
         return args[self.position] if 0 <= self.position < len(args) else kwargs.get(self.name, self.default)
 
 
 def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
-    """Return a function's parameter by its name, or a text with the reason why it cannot be read."""
+    """Return the named parameter of a function, or a text with the reason why it cannot be read."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -60,7 +60,7 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
 
 
 class _AttributeRead(NamedTuple):
-    """An attribute to read: the parameter, the path to the value below it, and `take`, which converts the value."""
+    """An attribute to read: its parameter, the path from there to the value, and `take`, which converts the value."""
 
     name: str
     parameter: Parameter
@@ -70,10 +70,8 @@ class _AttributeRead(NamedTuple):
 
 
 class ArgumentReader:
-    """A function that reads a call's arguments as attributes of the span. Unreadable ones are left out and logged.
-
-    If a function is pickled by value, a copy of its reader is pickled with it.
-    """
+    """A function that reads a call's arguments as attributes of the span. Unreadable arguments are left out and
+    logged."""
 
     def __init__(self, attributes: Sequence[_AttributeRead], place: str) -> None:
         self._attributes = tuple(attributes)
@@ -100,10 +98,7 @@ class ArgumentReader:
 def make_reader(
     function: Callable[..., Any], arguments: Sequence[Argument], place: str = ""
 ) -> tuple[Attributes | None, list[str]]:
-    """Return a reader of the arguments that a rule names, and a message for each argument that the function lacks.
-
-    `place` is the rule's file and line in the profile, for the log.
-    """
+    """Return a reader of the arguments that a rule names, and a message for each argument that the function lacks."""
     reads: list[_AttributeRead] = []
     missing: dict[str, None] = {}  # without duplicates: a function of unknown parameters gives each the same message
     for item in arguments:
@@ -117,8 +112,8 @@ def make_reader(
 
 
 def read_part(value: Any, name: str) -> Any:
-    """Return a mapping's value for a name, or an attribute of any other object. Reading a missing name adds no item to
-    a `defaultdict`."""
+    """Return the value of a name in a mapping, or the attribute of any other object. This adds no item to a
+    `defaultdict`."""
     if not is_mapping(value):
         return getattr(value, name)
     if isinstance_of(value, dict):
@@ -147,7 +142,7 @@ READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": len, "type": _rea
 
 
 def first_of(path: str) -> str:
-    """Return the first name of a path: a parameter, or `return`."""
+    """Return the first name of a path, which is a parameter or `return`."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
@@ -157,7 +152,7 @@ def split_steps(path: str) -> list[str]:
 
 
 def join_readers(readers: Sequence[Callable[..., dict[Any, Any] | None] | None]) -> Callable[..., Any] | None:
-    """Join several readers into one that returns the values of all. Return None without readers."""
+    """Join several readers into one that returns the values of all. Without readers, return None."""
     reads = [read for read in readers if read is not None]
     if len(reads) < 2:
         return reads[0] if reads else None
@@ -179,9 +174,9 @@ def is_mapping(value: Any) -> bool:
 
 
 class GaugeReader:
-    """A reader of a rule's gauges. `of_call` reads a call's arguments, and `of_result` reads its result.
+    """A reader of a rule's gauges. `of_call` reads a call's arguments, `of_result` its result.
 
-    Either is None if it has no gauge to read. `missing` has a message for each parameter that the function lacks.
+    Either is None without a gauge to read. `missing` has a message for each parameter that the function lacks.
     """
 
     def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
@@ -214,7 +209,7 @@ class GaugeReader:
 
 
 class _GaugeRead:
-    """The reading of one gauge: from a parameter, or from the result if `parameter` is None, along a path."""
+    """A reader of one gauge along a path from a parameter, or from the result if `parameter` is None."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter | None, steps: list[str], rule: FunctionRule) -> None:
         self.parameter, self._steps_below, self._is_size = parameter, steps, gauge.record == "size"
@@ -224,7 +219,7 @@ class _GaugeRead:
         self.due_ns = 0
 
     def read_gauge(self, value: Any, now_ns: int) -> None:
-        """Read the gauge from an argument or a result, and store it unless it is None. Never raises."""
+        """Read the gauge from an argument or a result, and store the value unless it is None. Never raises."""
         self.due_ns = now_ns + self._every_ns
         try:
             for step in self._steps_below:

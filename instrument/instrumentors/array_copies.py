@@ -32,12 +32,10 @@ from instrument.instrumentors.copies import (
 )
 
 Reader = Callable[[Any, Any], Any]
-"""A function that reads one argument of a call from `args` and `kwargs`."""
+"""A function that reads one argument from a call's `args` and `kwargs`."""
 
 
 def attach_numpy(numpy: Any, patched: PatchedFunctions) -> None:
-    """Record the copies of `numpy.copyto`."""
-
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = read_argument(args, kwargs, 0, "dst"), read_argument(args, kwargs, 1, "src")
         # One value for all elements is a fill and no copy.
@@ -53,7 +51,6 @@ JAX_HOST_PLATFORMS = frozenset({"cpu"})
 
 
 def attach_jax(jax: Any, patched: PatchedFunctions) -> None:
-    """Record the copies of `jax.device_put`, and reads of arrays' values on the host."""
     array_type, leaves, tracer = jax.Array, jax.tree_util.tree_leaves, jax.core.Tracer
     array_class = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)  # no subclass of `jax.Array`
 
@@ -103,7 +100,6 @@ def _read_address(array: Any) -> int | None:
 
 
 def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
-    """Record the copies of `OrtValue`, `IOBinding` and `copy_tensors`."""
     value_type = module.OrtValue
 
     def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -169,7 +165,6 @@ def _locate_value(value: Any) -> tuple[str, int] | None:
 
 
 def _input_is_on_host(binding: Any, name: str) -> bool:
-    """Return True if a session reads an input from the memory of the host."""
     session = binding._session
     if session.get_providers() == ["CPUExecutionProvider"]:
         return True
@@ -186,7 +181,6 @@ _CUDA_KINDS = {0: "h2h", 1: "h2d", 2: "d2h", 3: "d2d"}
 
 
 def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
-    """Record the copies of cupy between host and device. `cupy.asnumpy` calls `get`."""
     array_type = cupy.ndarray
 
     def read_get(out: Any, args: Any, kwargs: Any) -> Transfer:
@@ -246,7 +240,6 @@ def _is_host_data(source: Any, array_type: Any) -> bool:
 
 
 def attach_numba(module: Any, patched: PatchedFunctions) -> None:
-    """Record the copies of numba's CUDA driver."""
     patched.stream = lambda args, kwargs: _read_arguments(args, kwargs)[3]
 
     def read_to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
@@ -272,7 +265,7 @@ def _read_arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
 
 
 def _read_device(array: Any) -> tuple[Any]:
-    """Return a tuple with the device number of an array. The number is None if the array does not report it."""
+    """Return a one-item tuple with the number of an array's device, None if the array does not report it."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
 
@@ -350,8 +343,8 @@ def _named_arg(function: Any, *names: str) -> Reader:
 
 
 def _stream_reader(function: Any) -> Stream:
-    """Return a reader of a call's stream. It reads the function's argument for the stream or, without such an argument,
-    returns the default stream."""
+    """Return a reader of the stream argument of a call. For a function without this argument, the reader returns the
+    default stream."""
     parameters = list(inspect.signature(function).parameters)
     name = next((name for name in ("hStream", "stream") if name in parameters), None)
     if name is None:

@@ -1,8 +1,7 @@
 """Record memory copies between host and device: each copying call of a framework is a span with direction and bytes.
 
-When the service imports a framework, its adapter (`ADAPTERS`) replaces the functions that copy. A rule selects copies
-by direction and bytes. A call that moves no data has no span. If copying calls are nested, only the outermost is
-recorded.
+When the service imports a framework, its adapter (`ADAPTERS`) replaces the functions that copy. A call that moves no
+data has no span. Of nested copying calls, only the outermost is recorded.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from instrument.runtime.faults import FAULTS
 
 
 class Transfer(NamedTuple):
-    """The data that one call has copied.
+    """The data that one call has copied. `direction` is `h2d`, `d2h`, `d2d`, `p2p` or `h2h`.
 
-    `direction` is `h2d`, `d2h`, `d2d`, `p2p` or `h2h`. `sync` is True if the call waits for the copy, according to its
-    arguments. `pinned` is True if the memory of the host is page-locked, None if only the driver knows that.
+    `sync` is True if the call's arguments make it wait for the copy. `pinned` is True for page-locked memory of the
+    host, None if only the driver knows.
     """
 
     direction: str
@@ -40,19 +39,22 @@ class Transfer(NamedTuple):
 
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
-"""A function that reads the transfer of a call from its result, `args` and `kwargs`. None means no copy."""
+"""A function that returns the transfer of a call, None if nothing was copied. It gets the call's result, `args` and
+`kwargs`."""
 
 
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""A function that reads the stream of a call from `args` and `kwargs`. It returns a stream or its address, or None for
-the framework's current stream. It returns a `Work` for the current stream of other devices, and `NOWHERE` if the stream
-is unknown before the call."""
+"""A function that returns the stream of a call from `args` and `kwargs`, as an object or an address.
+
+It returns None for the framework's current stream, and a `Work` for the current stream of other devices. It returns
+`NOWHERE` if the stream is unknown before the call.
+"""
 
 
 class _ThreadState(threading.local):
-    """The state of each thread. `busy` is True inside a call that may copy."""
+    """The state of one thread. `busy` is True within a call that may copy."""
 
     busy = False
 
@@ -61,10 +63,10 @@ _STATE = _ThreadState()
 
 
 class FrameworkAdapter(NamedTuple):
-    """The copies of one framework, whose name is `framework` in rules. `directions` are the directions of its copies.
+    """The adapter of a framework, whose functions that copy it replaces. `framework` is the name in rules.
 
-    At the import of one of `modules`, the function `attach_FRAMEWORK` of the module `home` replaces the functions that
-    copy. `unseen` describes the copies that cannot be recorded.
+    At the import of one of `modules`, the function `attach_FRAMEWORK` of the module `home` is called. `unseen`
+    describes the copies that cannot be recorded.
     """
 
     framework: str
@@ -122,7 +124,6 @@ class Copies(Instrumentor):
         self._absent: dict[str, str] = {}
 
     def selects(self, framework: str, directions: Iterable[str]) -> bool:
-        """Return True if a rule selects copies of a framework in one of the directions."""
         return any(framework in rule.frameworks and {*directions} & {*rule.directions} for rule in self.rules)
 
     def probes_by_name(self) -> Mapping[str, Any]:
@@ -132,7 +133,6 @@ class Copies(Instrumentor):
         return module_name in self._adapters
 
     def attach_to(self, module: ModuleType) -> None:
-        """Replace the functions of an imported framework that copy."""
         name = module.__name__
         if name in self._patched:
             return
@@ -157,8 +157,8 @@ class Copies(Instrumentor):
             self._patched.popitem()[1].undo()
 
     def find_site(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
-        """Return the site of a call that has copied data, and count the copy for the first rule that selects it. Return
-        None without such a rule."""
+        """Return the site of a copy, and count the copy for the first rule that selects it. Without such a rule, return
+        None."""
         direction, moved_bytes = transfer.direction, transfer.moved_bytes
         for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):
             if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
@@ -183,7 +183,7 @@ class Copies(Instrumentor):
         return site
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on all rules, followed by one verdict per framework on copies that cannot be recorded."""
+        """Return the verdicts on all rules, then one verdict per framework on copies that cannot be recorded."""
         met = {adapter.framework: adapter for adapter in self._met.values()}
         verdicts = [self._make_verdict(rule, hits, met) for rule, hits in zip(self.rules, self.hits, strict=True)]
         verdicts += [Verdict("copies", "partly", name, f"not seen: {adapter.unseen}") for name, adapter in met.items()]
@@ -205,10 +205,7 @@ class Copies(Instrumentor):
 
 
 class PatchedFunctions:
-    """The replaced functions of one framework.
-
-    `ready` is False while the framework cannot copy yet, or while it only traces calls. `stream` reads a call's stream.
-    """
+    """The replaced functions of one framework, which record their copies while `ready()` is true."""
 
     def __init__(self, copies: Copies, framework: str) -> None:
         self.copies = copies
@@ -219,7 +216,7 @@ class PatchedFunctions:
         self._bound: list[tuple[Any, Any]] = []
 
     def wrap_methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace methods of a class, if they exist. `stream` defaults to that of the framework."""
+        """Replace those of the named methods that a class has."""
         for name in names:
             method = getattr(owner, name, None)
             if method is not None:
@@ -228,24 +225,23 @@ class PatchedFunctions:
                 )
 
     def wrap_factory(self, owner: Any, name: str, facts: Facts) -> None:
-        """Replace a classmethod. The first argument that `facts` gets is the class."""
+        """Replace a classmethod. `facts` gets the class as the first argument."""
         raw = vars(owner).get(name)
         if isinstance(raw, classmethod):
             watched = self._wrap(raw.__func__, f"{owner.__name__}.{name}", facts)
             self._undos.append(replace_attribute(owner, name, classmethod(watched)))
 
     def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
-        """Replace a property. A read of the property copies data only if `is_fresh(object)` is true before the read."""
+        """Replace a property. A read counts as a copy only if `is_fresh(object)` was true before it."""
         read = vars(owner)[name].fget
         watched = self._wrap(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self._undos.append(replace_attribute(owner, name, replacement))
 
     def wrap_functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace functions of a module, if they exist.
+        """Replace those of the named functions that a module has. `bind` later replaces them in other modules, too.
 
-        `bind` later replaces the functions under their names in other modules. Do not use it for functions that numba
-        or torch.compile compares by identity.
+        Do not use it for functions that numba or torch.compile compares by identity.
         """
         for name in names:
             function = getattr(module, name, None)
@@ -255,17 +251,15 @@ class PatchedFunctions:
                 self._bound.append((function, watched))
 
     def bind(self) -> None:
-        """Replace the functions under their names in all modules, in one search of all names."""
+        """Replace the wrapped functions under their names in all modules, in one search."""
         rebind(self._bound)
 
     def undo(self) -> None:
-        """Restore the functions under all their names."""
         undo_all(self._undos)
         rebind((watched, function) for function, watched in self._bound)
         self._bound.clear()
 
     def _wrap(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
-        """Wrap a function so that each call that copies data is recorded."""
         framework, recorder, inside, now = self._framework, self.copies._recorder, _STATE, time.monotonic_ns
         site_of, timed, ready, stream_of = self.copies.find_site, self._start_timer, self.ready, stream or self.stream
 
@@ -304,7 +298,7 @@ class PatchedFunctions:
             return wrapper
 
     def _start_timer(self, stream: Stream, args: Any, kwargs: Any) -> Any:
-        """Start the device timer of a call that may copy. Return None if its device time cannot be measured."""
+        """Start the device timer of a call that may copy. Return None if no device time can be measured."""
         begin = self.copies._recorder.begin_device
         try:
             stream_object = stream(args, kwargs)
@@ -319,14 +313,13 @@ class PatchedFunctions:
 
 
 def direction_between(source: object, target: object) -> str:
-    """Return the direction of a copy between two memories. None is the host, and any other object is a device."""
+    """Return the direction of a copy between two memories. None is the host, any other object a device."""
     if source is None or target is None:
         return f"{'h' if source is None else 'd'}2{'h' if target is None else 'd'}"
     return "d2d" if source == target else "p2p"
 
 
 def read_argument(args: Any, kwargs: Any, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call by its position or its name."""
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
@@ -335,7 +328,7 @@ _PINNED_OWNERS = frozenset({"PinnedMemoryPointer", "PinnedMemory", "MappedMemory
 
 
 def is_pinned(array: Any) -> bool | None:
-    """Return True for a numpy array in page-locked memory, None if that cannot be known."""
+    """Return True for a numpy array in page-locked memory, None if unknown."""
     owner = getattr(array, "base", None)
     if owner is None:
         return False if hasattr(array, "base") else None

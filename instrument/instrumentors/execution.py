@@ -1,10 +1,10 @@
 """Follow spans where execution leaves the calling code: to tasks, other threads, compilers and CUDA graphs.
 
 The parent of a new span is found in the current context (`contextvars`). To save time, the current span is written to
-the context only when `contextvars.copy_context`, or `loop.create_task` of asyncio and uvloop, copies the context.
+the context only when the context is copied, explicitly or by the start of a task.
 
-Work that a request hands to another thread belongs to the request. Calls of `ThreadPoolExecutor.submit` and starts of
-threads are observed for this. The wait in the executor's queue is a phase of the request.
+Work that a request passes to another thread belongs to the request. The wait in an executor's queue is a phase of the
+request.
 
 Probes are excluded from torch.compile. While a CUDA graph is captured, probes record nothing. While the graph is
 replayed, no probe runs, so only the whole replay is timed.
@@ -32,7 +32,7 @@ from instrument.runtime import imports
 
 
 def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
-    """Report each copy of a context to the recorder from now on. Return the function that ends these reports."""
+    """Report each copy of a `contextvars` context to the recorder. Return the function that stops this."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
     recorder.tells_of_tasks = _TaskReports(recorder, undos).reports_tasks
@@ -51,7 +51,7 @@ LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
 
 
 class _TaskReports:
-    """The classes of event loops whose `create_task` reports new tasks to the recorder."""
+    """A wrapper of the `create_task` of event loops, which reports new tasks to the recorder."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
         self._publish, self._share = recorder.publish, recorder.share
@@ -61,7 +61,6 @@ class _TaskReports:
         self._wrap_loops()
 
     def reports_tasks(self) -> bool:
-        """Return True if the running event loop reports its new tasks to the recorder."""
         loop = sys.modules["asyncio.events"]._get_running_loop()
         # A class or an instance with another `create_task` does not.
         return self._copies_contexts(type(loop)) and "create_task" not in vars(loop)
@@ -99,11 +98,11 @@ QUEUE = Site(EXECUTOR_QUEUE, "phase")
 """The site of a request's waits in the queue of a thread pool executor."""
 
 STARTS = ("_start_new_thread", "_start_joinable_thread")
-"""The functions of `threading` that start a thread: the first up to Python 3.12, the second from 3.13 on."""
+"""The functions of `threading` that start a thread: of Python up to 3.12, and from 3.13 on."""
 
 
 def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
-    """Link the work of other threads to the requests that started it, from now on. Return a function that ends this."""
+    """Link work on other threads to the requests that hand it over. Return the function that stops this."""
     undos: list[Undo] = []
 
     def wrap_start(owner: Any, name: str, form: str) -> None:
@@ -124,7 +123,7 @@ def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
 
 
 def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
-    """Make torch.compile run functions as plain Python from now on, even if it compiles their callers."""
+    """Make torch.compile run functions as plain Python, even if it compiles their callers."""
     evaluation = _get_eval_frame(torch)
     codes = [code for code in (getattr(call, "__code__", None) for call in functions) if isinstance(code, CodeType)]
     if hasattr(evaluation, "set_code_exec_strategy"):
@@ -138,13 +137,14 @@ def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
 
 
 def get_compiling_test(torch: Any) -> Callable[[], bool]:
-    """Return a function that returns True while torch compiles the calling code. Probes must not run at that time."""
+    """Return a function that returns True while torch compiles the calling code."""
     is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return is_compiling or (lambda: False)
 
 
 def get_evaluator_setter(torch: Any) -> Callable[[Any], Any]:
-    """Return torch's function that sets this thread's frame evaluator (None: Python's) and returns the previous one."""
+    """Return torch's function that sets the thread's frame evaluator and returns the previous one. None means Python's
+    own evaluator."""
     set_evaluator: Callable[[Any], Any] | None = getattr(_get_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)
 
@@ -157,7 +157,7 @@ REPLAY = Site("CUDA graph replay", "op", "torch.cuda", "CUDAGraph.replay", devic
 
 
 def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
-    """Record each replay of a CUDA graph, even if torch is imported later. Return the function that ends this."""
+    """Record each replay of a CUDA graph, even if torch is imported later. Return the function that stops this."""
     undos: list[Undo] = []
 
     def attach_to(torch: ModuleType) -> None:

@@ -1,9 +1,7 @@
 """Record the calls of entry points, by which a service uses machine learning frameworks, such as Keras's `predict`.
 
-A method is replaced in the class that defines it, after the import of its module. If the framework's version lacks an
-entry point, a verdict names the entry point.
-
-If an entry point returns before the work is done, as ONNX Runtime's `run_async` does, the span covers only the call.
+A method is replaced in the class that defines it, after the import of its module. An entry point that returns before
+its work is done, such as ONNX Runtime's `run_async`, has only the call in its span.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ if TYPE_CHECKING:
     from instrument.instrumentors.layers import Layers
 
 Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
-"""A description of an object: the `instance` and the attributes of its site."""
+"""The `instance` and the attributes of an object's site."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry point: a method of the class `owner` or of its base class.
+    """An entry point: a method of the class `owner`, or of its base class. Its spans have the `name`.
 
-    The module of the class depends on the framework's version. `name` is the name of the method's spans.
+    `modules` are the modules of the class in different versions of the framework.
     """
 
     modules: tuple[str, ...]
@@ -69,7 +67,6 @@ def _describe_session(session: Any) -> Facts:
 
 
 def _describe_model(subject: Any) -> Facts:
-    """Return the task of a pipeline, or the class name of a model."""
     task = getattr(subject, "task", None)
     return task if isinstance(task, str) and task else type(subject).__name__, ()
 
@@ -110,14 +107,15 @@ ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
         True,
     ),
 }
-"""The entry points of each framework, the function that describes an object, and True for one description per class."""
+"""The entry points of each framework, and the function that describes an object. The last item is True if one
+description counts for all objects of a class."""
 
 OBSERVERS: Mapping[str, str] = {"jax": "JaxFunctions", "keras": "KerasLayers", "sklearn": "SklearnEstimators"}
-"""The class in `jax_keras_sklearn` that instruments a framework, apart from its `ENTRIES`."""
+"""The class in `jax_keras_sklearn` that instruments a framework beyond its `ENTRIES`."""
 
 
 class Observer(Instrumentor):
-    """The base of the instrumentors of single frameworks. It replaces methods, and has a verdict for each."""
+    """The base class of instrumentors for one framework. It replaces methods, and has a verdict on each."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         super().__init__((rule,), recorder)
@@ -128,11 +126,11 @@ class Observer(Instrumentor):
         return list(self._verdicts.values())
 
     def _note(self, state: str, label: str, why: str = "", *, key: str = "") -> None:
-        """Note the verdict on an entry point. A later verdict with the same label or `key` replaces it."""
+        """Note the verdict on an entry point, in place of an earlier verdict with the same label or `key`."""
         self._verdicts[key or label] = Verdict(self.rule.text, state, label, why)
 
     def _note_missing(self, label: str) -> None:
-        """Note that the imported version of the framework lacks an entry point."""
+        """Note that this version of the framework lacks an entry point."""
         name = self.rule.name
         version = next(
             (module_namespace(module).get("__version__") for key, module in loaded_modules() if key == name), None
@@ -143,14 +141,14 @@ class Observer(Instrumentor):
         self._note("unreachable", label, f"it is a {type(value).__name__}, not a function")
 
     def _note_recorded(self, label: str, function: Any) -> bool:
-        """Return True if a function rule or a decorator records an entry point already, and note it."""
+        """Return True if a function rule or a decorator already records an entry point. In that case, note a
+        verdict."""
         site = getattr(function, "__instrument__", None)
         if isinstance(site, Site):
             self._note("attached", label, f"it is recorded as {site.name!r} already")
         return isinstance(site, Site)
 
     def _replace_method(self, label: str, owner: Any, name: str, new: Any) -> None:
-        """Replace a method of a class, and note the verdict on it."""
         try:
             self._undos.append(replace_attribute(owner, name, new))
         except Exception as error:  # a metaclass that refuses changes
@@ -160,8 +158,6 @@ class Observer(Instrumentor):
 
 
 class Entries(Observer):
-    """The instrumentor of one framework's entry points (`ENTRIES`)."""
-
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         super().__init__(rule, recorder)
         self._entries, self._facts_of, self._by_class = ENTRIES[rule.name]
@@ -181,7 +177,8 @@ class Entries(Observer):
         self._shared.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on all entry points. Unless the rule is `auto`, add a verdict on missing modules."""
+        """Return the verdicts on all entry points and, unless the rule is `auto`, one on modules that are not
+        imported."""
         verdicts = list(self._verdicts.values())
         waiting = {entry.modules for entry in self._entries if entry.label not in self._verdicts}
         if waiting and not self.rule.auto:
@@ -224,8 +221,8 @@ class Entries(Observer):
     def _choose_recording(
         self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]
     ) -> Any:
-        """Make the recording method for an object or class at its first call. Objects with equal descriptions share a
-        method."""
+        """Make the recording method for an object or class, at its first call. Objects with equal descriptions share
+        one method."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:
@@ -241,8 +238,8 @@ class Entries(Observer):
 
 
 class Frameworks(Instrumentor):
-    """The instrumentor of a session's rules for frameworks. `layers` returns the instrumentor of the session's layer
-    rules, which Keras needs."""
+    """The instrumentor of a session's framework rules. `layers()` returns the instrumentor of layer rules, which Keras
+    needs."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Replace functions by recording functions (probes), for `@profiled` and for function rules, and restore them.
 
-A decorator such as `@app.get` registers a function with the framework before the module has a name for the function. So
-`probe_registered` replaces handlers while they are registered. Objects that are not replaced keep the original
-function.
+A decorator such as `@app.get` registers a function before the module has a name for it. So `probe_registered` replaces
+handlers while frameworks register them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
-"""The lowest reference count of an immortal object (PEP 683). It is not the number of references to the object."""
+"""The lowest reference count of an immortal object (PEP 683), which does not count references."""
 
 Undo = Callable[[], None]
 T = TypeVar("T")
@@ -74,20 +73,18 @@ class Probe:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def _put_function(self, function: Any) -> Any:
-        """Replace the target's function. This clears a property's name, so set the name again for error messages."""
+        """Put a function in place of the target's, and restore a property's name, which error messages need."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
         return value
 
     def set_in_class(self, owner: type, attribute: str) -> None:
-        """Replace the function also under its name in another class."""
         if type_namespace(owner).get(attribute) is self.target.function:
             self._aliases.append((owner, attribute))
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def undo(self) -> None:
-        """Restore the original functions under all names."""
         if not self.is_set:
             return
         self.is_set = False
@@ -97,7 +94,8 @@ class Probe:
 
 
 class Assignment:
-    """A changed attribute of a module or class. It has the earlier value, which `undo` restores."""
+    """A changed attribute of a module or class. `undo` restores the earlier value, unless other code has changed it
+    since."""
 
     __slots__ = ("_attribute", "_before", "_new", "_own", "_owner")
 
@@ -111,7 +109,6 @@ class Assignment:
         return type_namespace(self._owner) if isinstance_of(self._owner, type) else vars(self._owner)
 
     def undo(self) -> None:
-        """Restore the earlier value, unless other code has changed the attribute since."""
         if self._get_names().get(self._attribute) is not self._new:
             return
         if self._own:
@@ -126,13 +123,15 @@ def replace_attribute(owner: Any, attribute: str, new: Any) -> Undo:
 
 
 def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
-    """Return a decorator that replaces `owner.attribute`. It returns a function that restores the original."""
+    """Return a decorator. It replaces `owner.attribute` by the decorated function, and returns a function that restores
+    the original."""
     original = getattr(owner, attribute)
     return lambda function: replace_attribute(owner, attribute, functools.wraps(original)(function))
 
 
 def call_before(owner: Any, attribute: str, note: Callable[..., object]) -> Undo:
-    """Call `note` with the arguments before each call of `owner.attribute`. Return the function that stops it."""
+    """Call `note` with the call's arguments before each call of `owner.attribute`. Return the function that undoes
+    this."""
     original = getattr(owner, attribute)
 
     def call_noted(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +147,11 @@ def call_before(owner: Any, attribute: str, note: Callable[..., object]) -> Undo
 def change_argument(
     owner: Any, attribute: str, position: int, change: Callable[[Any], Any], name: str | None = None
 ) -> Undo:
-    """Pass `change(value)` in place of one argument of `owner.attribute`, at a position or by a name, from now on."""
+    """Replace one argument of each call of `owner.attribute` by `change(argument)`. Return the function that undoes
+    this.
+
+    The argument is the one at `position`, or the keyword argument `name`.
+    """
     original = getattr(owner, attribute)
 
     def call_changed(*args: Any, **kwargs: Any) -> Any:
@@ -165,8 +168,7 @@ def change_argument(
 
 
 def undo_all(undos: list[Undo]) -> None:
-    """Call all functions of the list, the last one first, and empty the list. If a function fails, the failure is
-    counted and the other functions are still called."""
+    """Call all functions of the list, the last one first, and empty the list. Failures are counted, not raised."""
     while undos:
         try:
             undos.pop()()
@@ -177,8 +179,7 @@ def undo_all(undos: list[Undo]) -> None:
 def count_other_refs(target: Target) -> int:
     """Return how many objects refer to a target's function, except its own module or class.
 
-    The number is 0 for a method that the class inherits, because the rule selects it in this class alone. It is 0 for
-    functions of a `singledispatchmethod`, because no other object calls them.
+    The number is 0 for an inherited method and for functions of a `singledispatchmethod`.
     """
     names = type_namespace(target.owner) if isinstance_of(target.owner, type) else own_names(target.owner)
     if (
@@ -201,7 +202,7 @@ def _count_all(target: Target) -> int:
 
 @lru_cache(maxsize=1)
 def _count_usual() -> int:
-    """Return the reference count of a function to which only its own module refers."""
+    """Return the reference count of a function that only its own module refers to."""
     module = ModuleType("usual")
     module_namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find_functions(module, "usual:usual")
@@ -270,7 +271,7 @@ _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary
 
 
 def _note_decorated(site: Site, wrapper: Any) -> None:
-    """Store a decorated function under its site, and print the hint at exit if no session starts."""
+    """Store a decorated function under its site. Print a hint at exit if no session starts."""
     _register_hint()
     _decorated[site] = wrapper
 
@@ -281,7 +282,7 @@ def _register_hint() -> None:
 
 
 def _print_hint(pid: int) -> None:
-    """Print a hint at the program's exit that decorated functions recorded no call. Child processes print none."""
+    """Print a hint that decorated functions recorded no call. Child processes print none."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
     if _decorated and os.getpid() == pid and parent is None and sys.stderr is not None:
         functions = f"@profiled on {len(_decorated)} function{'s' * (len(_decorated) != 1)}"
@@ -299,8 +300,7 @@ def withdraw_hint() -> None:
 def detach_decorated(site: Site) -> Callable[[], object] | None:
     """Put the original of a decorated function back under its names. Return the function that undoes this.
 
-    Return None if no name can be changed, or if the function is not made in Python. Other references to the decorated
-    function continue to record.
+    Return None if no name can be changed. Other references to the decorated function continue to record.
     """
     wrapper = _decorated.get(site)
     bare = None if wrapper is None else bare_function(wrapper)
@@ -311,7 +311,7 @@ def detach_decorated(site: Site) -> Callable[[], object] | None:
 
 
 def _rebind_names(first: Any, second: Any) -> bool:
-    """Replace a function by another under its names in modules and in its class. Return True if it had a name."""
+    """Replace a function by another in modules and in its class. Return True if any name referred to it."""
     owner: Any = sys.modules.get(first.__module__)
     *path, last = first.__qualname__.split(".")
     for name in path:
@@ -332,9 +332,9 @@ def _copy_bare(bare: FunctionType, wrapper: Any) -> FunctionType:
 
 
 class Instrumentor(ABC):
-    """The base of the instrumentors, each of which attaches the rules under one key of a profile, in their order.
+    """The base class of the instrumentors. Each attaches the rules of one key of a profile, in their order.
 
-    One thread at a time calls the methods.
+    Only one thread at a time may call the methods.
     """
 
     def __init__(self, rules: Sequence[Any], recorder: Recorder = RECORDER) -> None:
@@ -348,14 +348,14 @@ class Instrumentor(ABC):
 
     @abstractmethod
     def attach_to(self, module: Any) -> bool | None:
-        """Attach the probes in a module, after its code has run. Return True if its functions were replaced."""
+        """Attach the probes in an imported module. Return True if its functions were replaced."""
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return a value for each attached probe, by name. If a reload finds an equal value, nothing has changed."""
+        """Return a value for each attached probe, by name. A reload compares the values to find changed probes."""
         return {rule.text: rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Remove all probes, the last first."""
+        """Remove all probes, the last one first."""
         undo_all(self._undos)
 
     @abstractmethod
@@ -365,7 +365,7 @@ class Instrumentor(ABC):
     def _record_once(
         self, function: Any, site: Site, recordings: dict[Any, Any], key: Any, works: CallWork | None = None
     ) -> Any:
-        """Return the function that records calls of a function at a site. It is made once for all threads."""
+        """Return the recording function for a function and a site. All threads get the same one."""
         new_recording = wrapping.make_function(self._recorder, function, site, works)
         recording = recordings.setdefault(key, new_recording)
         if recording is new_recording:
@@ -374,14 +374,14 @@ class Instrumentor(ABC):
 
 
 class Switch(Instrumentor):
-    """The base of instrumentors for a profile's key that is `auto` or `off`. `rules` is empty for `off`.
+    """The base class of instrumentors for a key of the profile that is `auto` or `off`.
 
-    `_attached` is True while the probes are attached. `_met` stays True once the module has been imported.
+    `rules` is empty for `off`. `_met` stays True once the module has been imported.
     """
 
     key: ClassVar[str]
     module: ClassVar[str]
-    """The name of the module whose functions are recorded."""
+    """The module whose functions are recorded."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         super().__init__(rules, recorder)
@@ -403,7 +403,7 @@ class Switch(Instrumentor):
 
 
 class Seam(NamedTuple):
-    """A framework's method that registers a handler, and the name and position of its argument for the handler."""
+    """A framework's method that registers a handler. The handler is the argument with this name or position."""
 
     owner: str
     method: str
@@ -430,12 +430,11 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "bottle": (Seam("Route", "__init__", "callback", 4),),
     "celery.app.base": (Seam("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
 }
-"""The methods that register handlers, by the framework's module."""
+"""The methods that register handlers, by module."""
 
 
 def probe_registered(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
-    """Make a framework's module register `registered(handler)` in place of each handler. Return the functions that undo
-    it."""
+    """Make a framework register `registered(handler)` in place of each handler. Return the functions that undo this."""
     undos = []
     for seam in SEAMS[module.__name__]:
         owner = getattr(module, seam.owner, None)
@@ -453,7 +452,7 @@ def _probe_handler(handler: Any, registered: Callable[[FunctionType], Any]) -> A
 
 
 def keep_picklable() -> Undo:
-    """Make process pools pickle an original function by its name, although the name now refers to the probe."""
+    """Make process pools pickle an original function by its name, although the name refers to its probe."""
     from multiprocessing.reduction import ForkingPickler
 
     if hasattr(ForkingPickler, "reducer_override"):

@@ -1,11 +1,10 @@
 """Record JAX, Keras 3 and scikit-learn, whose entry points are not plain methods of known classes.
 
-JAX: calls of jitted functions, of `jax.device_put` and of `block_until_ready` are recorded on the host. The span of a
-jitted call covers only the dispatch, and at the first call also the compilation. `jax.jit` is replaced by a function
-that returns a proxy of the jitted function.
+JAX: the span of a jitted call covers the dispatch on the host and, at the first call, the compilation. `jax.jit` is
+replaced by a function that returns a proxy of the jitted function.
 
-Keras: the layers that the profile's layer rules select are recorded. A layer's path has the names of its parents,
-without the model's name. A model that JAX compiled runs as a whole, so its layers cannot be recorded.
+Keras: a layer's path has the names of its parents, without the model's name. A model that JAX compiled runs as a whole,
+so its layers cannot be recorded.
 
 scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimators are recorded. If methods
 of one estimator call each other, only the outermost call is a span. The span of a pipeline contains the spans of its
@@ -42,12 +41,10 @@ from instrument.runtime.faults import FAULTS
 
 JAX_FUNCTIONS = ("device_put", "block_until_ready")
 JAX_PACKAGES = frozenset({"jax", "jaxlib"})
-"""The packages whose jitted functions are not replaced: JAX itself jits every function of `jax.numpy`."""
+"""The packages whose jitted functions are not replaced. JAX jits every function of `jax.numpy`."""
 
 
 class JaxFunctions(Observer):
-    """The instrumentor of JAX for one session."""
-
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         super().__init__(rule, recorder)
         self._jax: ModuleType | None = None
@@ -89,7 +86,6 @@ class JaxFunctions(Observer):
         return True
 
     def undo(self) -> None:
-        """Restore the functions of JAX, and the jitted functions in the service's modules."""
         self._at_work = False
         super().undo()
         pairs = [(wrapped, wrapped._instrument_source) for wrapped in list(self._made)]
@@ -145,7 +141,7 @@ class JaxFunctions(Observer):
         return wrapped
 
     def _find_site(self, jitted: Any) -> Site:
-        """Return the site of a jitted function. Functions with the same code share a site."""
+        """Return the site of a jitted function. Functions with the same code share one."""
         inner = getattr(jitted, "__wrapped__", jitted)
         key = (
             getattr(inner, "__code__", None)
@@ -166,7 +162,7 @@ class JaxFunctions(Observer):
         return call
 
     def _wrap_call(self, function: Any, name: str) -> Any:
-        """Wrap a function of JAX. Calls of other wrapped functions inside it have no span."""
+        """Wrap a function of JAX. Within its calls, other wrapped functions record no spans."""
         recording = self._make_recording(function, site_of(function, name=name))
         inside = self._waiting
         # A method made in C may have no qualified name.
@@ -185,8 +181,8 @@ class JaxFunctions(Observer):
         return wrapper
 
     def _wrap_existing(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each jitted function in the service's modules, with its proxy. Note a verdict on jitted functions that
-        no module names."""
+        """Yield each jitted function in the service's modules, with its new proxy. A verdict is noted on jitted
+        functions without a name."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
@@ -234,13 +230,14 @@ def _is_of_jax(jitted: Any) -> bool:
 
 KERAS_LAYER = "keras.src.layers.layer"
 KERAS_BACKENDS = ("jax", "torch", "numpy")
-"""The backends with which layers are recorded. With other backends, traced calls would look like real ones."""
+"""The backends with which layers are recorded. Other backends trace calls in a way that looks like real calls."""
 
 _NOT_SELECTED = Site("(not selected)")
 
 
 class KerasLayers(Observer):
-    """The instrumentor of a session's layer rules in Keras. `hidden` counts selected calls that JAX only traced."""
+    """The instrumentor of a session's layer rules in Keras. `hidden` counts the selected calls in which JAX only
+    traced."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder, layers: Layers) -> None:
         super().__init__(rule, recorder)
@@ -254,7 +251,6 @@ class KerasLayers(Observer):
         return module_name == KERAS_LAYER
 
     def attach_to(self, module: ModuleType) -> None:
-        """Record the calls of layers through the base class of all layers."""
         layer = module_namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
         if self._note_recorded("Layer.__call__", call):
@@ -277,7 +273,7 @@ class KerasLayers(Observer):
         self._sites.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on layers that cannot be recorded. `Layers` returns the verdicts on the other layers."""
+        """Return the verdicts on layers that cannot be recorded. `Layers` returns those on recorded layers."""
         if self.hidden:
             why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
             self._note("partly", "Layer.__call__", why, key="traced")
@@ -310,7 +306,6 @@ class KerasLayers(Observer):
         return wrapper
 
     def _decide_site(self, layer: Any) -> Site:
-        """Return the site of a layer, or `_NOT_SELECTED`. The decision is stored once the path is known."""
         try:
             path = self._paths.path_of(layer)
             site = self._layers.select(type(layer), path or "", "call") or _NOT_SELECTED
@@ -325,7 +320,6 @@ class KerasLayers(Observer):
 
 
 def _list_children(layer: Any) -> Iterable[tuple[str, Any]]:
-    """Return the names and the layers directly inside a layer."""
     return [(child.name, child) for child in vars(layer).get("_layers") or ()]
 
 
@@ -334,13 +328,13 @@ def _is_layer(cls: type[Any]) -> bool:
 
 
 def _value_in(module_name: str, name: str, default: Any) -> Any:
-    """Return the value of a name in a module, or the default if the module is not imported or lacks the name."""
+    """Return the value of a name in a module, or the default if the module or the name is missing."""
     module = sys.modules.get(module_name)
     return default if module is None else module_namespace(module).get(name, default)
 
 
 def _has_symbolic(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
-    """Return True if an argument, or an item of one, is a symbolic tensor: the model is only being built."""
+    """Return True if an argument, or an item in one, is a symbolic tensor."""
     for argument in (*args, *kwargs.values()) if kwargs else args:
         parts: Callable[[], Iterator[Any]] | None = None
         if isinstance(argument, symbolic_type):
@@ -360,11 +354,11 @@ SKLEARN_METHODS = ("predict", "predict_proba", "decision_function", "transform")
 
 SKLEARN_BASE = ("sklearn.base", "BaseEstimator")
 SKLEARN_WRAPPING = "_SetOutputMixin"
-"""The class of scikit-learn that wraps `transform` in each new subclass. Its `__init_subclass__` runs last."""
+"""The class of scikit-learn that wraps `transform` in new subclasses. Its `__init_subclass__` runs last."""
 
 
 class SklearnEstimators(Observer):
-    """The instrumentor of estimators for one session. `hits` counts the methods of classes that have run."""
+    """The instrumentor of scikit-learn's estimators. `hits` counts the methods that have run, each once per class."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         super().__init__(rule, recorder)
@@ -378,7 +372,6 @@ class SklearnEstimators(Observer):
         return module_name == SKLEARN_BASE[0]
 
     def attach_to(self, module: ModuleType) -> None:
-        """Record the methods of all estimator classes, now and when a class is defined later."""
         base = module_namespace(module).get(SKLEARN_BASE[1])
         if not isinstance(base, type):
             self._note_missing(".".join(SKLEARN_BASE))
@@ -393,7 +386,6 @@ class SklearnEstimators(Observer):
             self._attach_class(cls)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on the rule, and on methods that cannot be recorded."""
         unreachable = [verdict for verdict in super().verdicts() if verdict.state == "unreachable"]
         state, why = "attached", f"{self.hits} methods of estimators"
         if not self.hits:
@@ -402,8 +394,10 @@ class SklearnEstimators(Observer):
         return [*([] if is_left_out else [Verdict(self.rule.text, state, why=why)]), *unreachable]
 
     def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
-        """Record the methods of a new class. If both base classes report it, act only on the last report. `watched` is
-        the base class that reports."""
+        """Record the methods of a new class. If two base classes report the class, act only on the second report.
+
+        `watched` is the base class that reports it.
+        """
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._attach_class(cls)
@@ -455,7 +449,6 @@ class SklearnEstimators(Observer):
         return wrapper
 
     def _make_recording(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
-        """Make the recording method for a class, at the first call on an object of the class."""
         site = site_of(method, name=f"{cls.__name__}.{name}")
         if id(cls) not in recordings:
             self.hits += 1

@@ -1,7 +1,7 @@
 """List the packages that each key of a profile concerns.
 
-The code for a key is loaded when the service imports one of its packages. The rules under one key of a profile are a
-family.
+The rules under one key of a profile are a family. The code for a family is loaded when the service imports one of its
+packages.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         *("sklearn", "sentence_transformers", "torch", "transformers"),
     ),
 }
-"""The import names of known packages, by role. Requests of `web` frameworks are recorded, and requests of `unrouted`
-frameworks have no route. Requests of `unmet` servers and jobs of `queue` packages are not recorded. A `server` runs
-apps of other packages. An `engine` is a complete model server."""
+"""The import names of known packages, by role.
+
+`web` frameworks give requests routes, `unrouted` ones do not. A `server` runs apps of other packages, and an `engine`
+is a whole model server. Requests of `unmet` servers and jobs of `queue` packages are not recorded.
+"""
 
 
 class Family(NamedTuple):
-    """The class that instruments a key of a profile, by module and name, and the packages that its rules can select.
+    """The class that instruments one key of a profile, and the packages that the key's rules can select.
 
-    Packages of the standard library are left out, as a service also imports another one. Servers are an exception.
+    Packages of the standard library, except servers, are left out. A service that uses them also imports other
+    packages.
     """
 
     module: str
@@ -49,7 +52,7 @@ class Family(NamedTuple):
 
 
 def _list_served_packages() -> str:
-    """Return the packages that serve requests, or that the verdict on requests names."""
+    """Return the packages that serve requests, or that the verdict on requests names, separated by blanks."""
     roles = ("web", "server", "unrouted", "unmet", "queue")
     return " ".join(name.partition(".")[0] for role in roles for name in PACKAGES[role])
 
@@ -78,14 +81,14 @@ FAMILIES: Mapping[str, Family] = {
     "logs": _make_family("requests.propagation", "LogRecords", "logging structlog"),
     "startup": _make_family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
-"""The family of each key of a profile. Families attach to a module in this order."""
+"""The family of each key of a profile, in the order in which families attach to a module."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The families that keep probes of unchanged rules at a reload. The others remove all and attach new ones."""
+"""The families whose unchanged rules keep their probes at a reload. Other families attach all probes again."""
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
-    """Return the packages and modules that the rules of a key can select, None for all modules."""
+    """Return the packages that the rules of a key can select, None if they can select any."""
     if key == "functions":
         from instrument.runtime.main_module import MAINS
 
@@ -100,7 +103,7 @@ def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
 
 
 def packages_to_await(profile: Profile) -> frozenset[str] | None:
-    """Return the packages whose import starts recording in a process, None if recording must start at once."""
+    """Return the packages whose import starts the recording, None if it must start at once."""
     awaited_packages: set[str] = set()
     for key in FAMILIES.keys() - {"logs"}:  # which record nothing by themselves
         packages = packages_of(profile, key) if rules_of(profile, key) else frozenset()
@@ -112,7 +115,7 @@ def packages_to_await(profile: Profile) -> frozenset[str] | None:
 
 
 def rules_of(profile: Profile, key: str) -> tuple[Any, ...]:
-    """Return the rules of a profile's key as a tuple. It is empty if the key is `off`."""
+    """Return the rules of a profile's key as a tuple, () for a key that is `off`."""
     rules = getattr(profile, key)
     if key == "requests":
         return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in rules)
@@ -120,22 +123,21 @@ def rules_of(profile: Profile, key: str) -> tuple[Any, ...]:
 
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
-"""The name of the preset for each package that has one."""
+"""The preset for each package that has one."""
 
 
 def imported_packages() -> list[str]:
-    """Return the names in `PACKAGES` that this process has imported."""
     return filter_by_role(sys.modules, *PACKAGES)
 
 
 def filter_by_role(names: Iterable[str], *roles: str) -> list[str]:
-    """Return the given names that have one of the roles, in the order of `PACKAGES`."""
+    """Return the names of packages with one of the roles, in the order of `PACKAGES`."""
     name_set = set(names)
     return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
 
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (package, preset) for each name with a preset. If any of the names is a model server, packages that are
-    not model servers are left out."""
+    """Return (package, preset) for each package with a preset. If there are model servers among the names, only these
+    count."""
     served_packages = set(filter_by_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]

@@ -35,10 +35,10 @@ from instrument.runtime.faults import FAULTS
 
 
 class Layers(Instrumentor):
-    """The instrumentor of a session's layer rules in torch. Other frameworks' instrumentors call `select`.
+    """The instrumentor of a session's layer rules in torch. Instrumentors of other frameworks call `select`, too.
 
-    `known` maps each framework to a function that returns its layer classes, or to None before the framework's import.
-    `left_out(cls)` returns True for a class that another framework's instrumentor records.
+    `known` has a function per imported framework that returns its layer classes, None before the import.
+    `left_out(cls)` returns True for classes that another instrumentor records.
     """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
@@ -63,9 +63,8 @@ class Layers(Instrumentor):
         self._last_segments = {text.rpartition(".")[2] for rule in rules for text in rule.match if not rule.types}
 
     def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules. Layers that are recorded as before keep their site, and unselected classes get their own
-        `forward` back. The search of all objects in memory takes tens of ms in a large process.
-        """
+        """Apply other rules. Layers that both old and new rules select keep their sites. This takes tens of ms in a
+        large process."""
         self._set_rules(rules)
         if not rules:
             self.undo()
@@ -95,7 +94,7 @@ class Layers(Instrumentor):
         return module_name in ("torch", DYNAMO)
 
     def attach_to(self, module: ModuleType) -> None:
-        """Attach to torch, or to the module of its compiler, which is imported later."""
+        """Attach to torch, or to the module of its compiler."""
         if module.__name__ == DYNAMO:
             if self._torch is not None:
                 self._regions.attach_dynamo(module)
@@ -104,7 +103,7 @@ class Layers(Instrumentor):
             self.attach(module)
 
     def attach(self, torch: Any) -> Undo:
-        """Record the selected layers from now on. Return the function that stops it."""
+        """Record the selected layers of torch models. Return the function that undoes this."""
         module_type = torch.nn.Module
         self._unseen = None
         self._module_type = module_type
@@ -143,8 +142,7 @@ class Layers(Instrumentor):
             self._patch_class(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note a registered child module. torch calls this as a hook. The result None means that the child does not
-        change."""
+        """Note a child that a module registers. torch calls this as a hook, in which None leaves the child as it is."""
         try:
             if child is not None:
                 self._paths.add_child(parent, name, child)
@@ -153,14 +151,15 @@ class Layers(Instrumentor):
             FAULTS.note("module registration hook", fault)
 
     def _patch_if_named(self, name: str, child: Any) -> None:
-        """Replace the class's `forward` if a rule may select the child by its name. Its whole path is not known yet."""
+        """Replace the class's `forward` if a rule may select a child of this name. The child's path is not known
+        yet."""
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
         ):
             self._patch_class(type(child))
 
     def _patch_class(self, cls: type[Any]) -> None:
-        """Replace the `forward` of a class, in the base class that defines it."""
+        """Replace a class's `forward`, in the base class that defines it."""
         if self.left_out(cls):
             return
         self._patched.add(cls)
@@ -198,12 +197,8 @@ class Layers(Instrumentor):
         return site
 
     def detach(self, site: Site) -> Undo | None:
-        """Stop recording the layers of a site.
-
-        Return the function that resumes the recording, None if the site has no layer. Until it resumes, the calls are
-        not counted. A call costs as much as that of an unselected layer, because the class's `forward` remains
-        replaced.
-        """
+        """Stop recording the layers of a site, and counting their calls. Return the function that undoes this, None
+        without layers."""
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         for key in layers:
             self._sites[key] = None
@@ -220,14 +215,10 @@ class Layers(Instrumentor):
         self._sites.pop(key, None)
 
     def _find_rule(self, class_name: str, path: str) -> Selected | None:
-        """Return the first rule that selects a layer, by class name and path, with the rule's sites."""
         return next((selection for selection in self._at_work if selects(selection[0], class_name, path)), None)
 
     def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
-        """Return the site of a layer, None if no rule selects it. `method` is the recorded method of the class.
-
-        Under a rule with device time, layers on different devices have different sites.
-        """
+        """Return the site of a layer, None if no rule selects it. `method` is the recorded method of the class."""
         selection = self._find_rule(name_for_rules(cls), path)
         if selection is None:
             return None
@@ -236,8 +227,7 @@ class Layers(Instrumentor):
         return self._shared.select(selection, (cls, path), tensors, lambda: self._make_site(rule, cls, path, method))
 
     def _find_tensors(self, module: Any) -> Sequence[Any]:
-        """Return the tensors whose devices count as the layer's devices: the layer's own tensors or, without any, one
-        tensor of a neighbour."""
+        """Return the tensors that identify a layer's devices: its own, or else one tensor of a neighbour."""
         return list_tensors(module) or search_near(
             module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
         )

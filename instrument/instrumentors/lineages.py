@@ -1,7 +1,7 @@
 """Record a method and its overrides in subclasses (a lineage) so that each call is one span.
 
-An override may call the method that it overrides. Only the method that Python finds first in the object's class and its
-bases records a call. A call of an overridden method by `super` is a part of that span.
+Only the method that Python finds for an object records a call. If it calls the overridden method by `super`, that call
+is a part of its span.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Lineage:
         self._undo: Undo | None = None
 
     def contains_method(self, owner: Any, attribute: str) -> bool:
-        """Return True if an attribute of a class is the method of the lineage or an override."""
+        """Return True if the attribute of the class is the lineage's method or an override."""
         return (
             attribute == self.attribute
             and isinstance_of(owner, type)
@@ -39,17 +39,16 @@ class Lineage:
         )
 
     def overrides(self) -> Iterator[type[Any]]:
-        """Yield the subclasses that override the method."""
         return (cls for cls in all_subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def add_class(self, owner: type[Any]) -> LineageMember:
-        """Add a class that has a probe. Return the test by which this probe skips calls that another probe records."""
+        """Add a class that has a probe. Return a test for calls that another class's probe records."""
         self._members.add(owner)
         self._resolved.clear()
         return LineageMember(self, owner)
 
     def recording_class(self, cls: type[Any]) -> type[Any] | None:
-        """Return the class whose probe records calls on objects of `cls`."""
+        """Return the class whose probe records the method's calls on objects of `cls`, None without one."""
         try:
             return self._resolved[cls]
         except KeyError:
@@ -58,26 +57,25 @@ class Lineage:
             return owner
 
     def watch(self) -> None:
-        """Watch for new subclasses from now on. Raises the error of a class that cannot be changed."""
+        """Watch for new subclasses. Raises the error of a class that cannot be changed."""
         if self._undo is None:
             self._undo = watch_subclasses(self.base, self._subclassed)
 
     def stop_watching(self) -> None:
-        """Stop watching for new subclasses."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
 
 class LineageMember:
-    """A test for calls of one class's method. The test is true for a call that the probe of another class records."""
+    """A test for calls of one class's method. It is true for a call that another class's probe records."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:
         self._lineage = lineage
         self._owner = weakref.ref(owner)
 
     def __call__(self, args: tuple[Any, ...]) -> bool:
-        """Return True if another probe records the call. `args[0]` is the object or class."""
+        """Return True if another class's probe records the call. `args[0]` is the object or class."""
         if not args:
             return False
         cls = args[0] if isinstance_of(args[0], type) else type(args[0])
@@ -85,7 +83,7 @@ class LineageMember:
         return resolved is not None and resolved is not self._owner()
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """Pickle as a test that is never True, for functions that are pickled by value to other processes."""
+        """Pickle as a test that is never true. Functions may be pickled by value to other processes."""
         return functools.partial, (_return_false,)
 
 
@@ -94,7 +92,8 @@ def _return_false(args: tuple[Any, ...]) -> bool:
 
 
 def is_recorded(cls: type[Any], attribute: str) -> bool:
-    """Return True if each call of a method is recorded, by its own probe or that of its `super` method."""
+    """Return True if each call of a method is recorded, by its own probe or by that of the method that it calls by
+    `super`."""
     return any(
         site_on(function) is not None or hasattr(function, "__instrument_layers__") or _calls_super(function, attribute)
         for _, function, _ in parts_of(type_attribute(cls, attribute))
@@ -102,7 +101,7 @@ def is_recorded(cls: type[Any], attribute: str) -> bool:
 
 
 def _calls_super(function: Any, attribute: str) -> bool:
-    """Return True if a function calls `super().attribute` before any branch or return, and so in every call."""
+    """Return True if each call of a function calls `super().attribute`, before any branch or return."""
     code = getattr(function, "__code__", None)
     has_super = False
     for instruction in dis.get_instructions(code) if type(code) is CodeType else ():
@@ -116,9 +115,9 @@ def _calls_super(function: Any, attribute: str) -> bool:
 
 
 def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], description: str = "a subclass") -> Undo:
-    """Call `defined(cls)` for each subclass of `base` that is defined from now on. Return the function that ends this.
+    """Call `defined(cls)` for each future subclass of `base`. Return the function that undoes this.
 
-    `description` names such a class in the log.
+    `description` is the noun for such a class in the log.
     """
     original = type_namespace(base).get("__init_subclass__")
 
@@ -138,7 +137,6 @@ def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], de
 
 
 def all_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    """Yield the direct and indirect subclasses of a class, each once."""
     visited: set[type[Any]] = set()
     waiting = [cls]
     while waiting:

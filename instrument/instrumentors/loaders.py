@@ -62,12 +62,12 @@ def _make_proxy(source: Any, site: Site) -> Any:
 
 
 def _copy_proxy(source: Any, name: str) -> Any:
-    """Make a proxy for the copied or unpickled iterable of another proxy."""
+    """Make a proxy for the iterable of a copied or unpickled proxy."""
     return loader(source, name)
 
 
 class StandIn:
-    """A proxy that behaves like its source. A subclass per class of sources adds the special methods."""
+    """A proxy that behaves like its source. Subclasses add the special methods of the source's class."""
 
     __slots__ = ("__weakref__", "_instrument_site", "_instrument_source")
 
@@ -123,7 +123,7 @@ def _return_self(self: Any) -> Any:
 
 
 def _make_method(name: str) -> Callable[..., Any]:
-    """Return a method that calls `__next__`, `send` or `throw` of the source, and records the call."""
+    """Return a method that calls and records the source's `__next__`, `send` or `throw`."""
 
     def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
@@ -147,8 +147,8 @@ def _wrap_async(name: str) -> Callable[..., Any]:
 
 
 class _NextItem:
-    """A wait for the next item, as a `with` block. It is a span unless the site is muted. `StopIteration` does not
-    count as a failure."""
+    """A wait for the next item, as a `with` block. It is a span, unless the site is muted. `StopIteration` is no
+    failure."""
 
     __slots__ = ("_frame", "_recorder", "_site", "_waiting")
 
@@ -173,8 +173,10 @@ class _NextItem:
 # -------------------------------------------------------------------- waits of a loop
 
 Listener = Callable[[int, int, object], object]
-"""A function that is called with a native thread id, the ns that the thread waited for data, and the waiting object
-(None if unknown)."""
+"""A function that is called after a wait for data.
+
+Its arguments are the native thread id, the ns of the wait, and the waiting object (None if unknown).
+"""
 
 _listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
 _listeners_lock = Lock()
@@ -182,9 +184,9 @@ _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=Fals
 
 
 def listen_to_waits(listener: Listener) -> Callable[[], None]:
-    """Call a bound method after each outermost wait for data.
+    """Call a bound method after each outermost wait for data. Return the function that undoes this.
 
-    Return the function that ends these calls. Only a weak reference to the method's object is kept.
+    The method's object is only weakly referenced.
     """
     global _listeners
     reference = weakref.WeakMethod(listener)
@@ -200,7 +202,7 @@ def listen_to_waits(listener: Listener) -> Callable[[], None]:
 
 
 class Waiting:
-    """A wait for data on this thread. Its end calls the listeners, unless it is inside another wait."""
+    """A wait for data on the current thread. At its end the listeners are called, unless it is inside another wait."""
 
     def __init__(self, of: object = None) -> None:
         self._of = of
@@ -208,7 +210,6 @@ class Waiting:
         self._start_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """End the wait, with or without an item."""
         if self._token is not None:
             try:
                 _is_waiting.reset(self._token)
@@ -225,7 +226,7 @@ _FORWARDED = (
     "__len__", "__length_hint__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__reversed__",
     "__bool__", "__call__", "__enter__", "__exit__", "__aenter__", "__aexit__",
 )  # fmt: skip
-"""The special methods that a proxy's class must define, because Python looks them up in the class."""
+"""The special methods that a proxy's class must define, because Python looks them up only in the class."""
 
 
 def _make_forwarder(name: str) -> Callable[..., Any]:
@@ -237,13 +238,13 @@ def _make_forwarder(name: str) -> Callable[..., Any]:
 
 
 def _defines_method(kind: Any, method: str) -> bool:
-    """Return True if a class or a base class defines a method. `hasattr` would also find methods of the metaclass."""
+    """Return True if a class or a base class defines a method, not counting its metaclass."""
     return any(vars(base).get(method) is not None for base in kind.__mro__)
 
 
 @functools.lru_cache(maxsize=256)
 def _make_proxy_class(kind: Any) -> type[StandIn]:
-    """Make the class of proxies for objects of a class. It defines only the special methods that the class has."""
+    """Make the proxy class for objects of a class. It defines only the special methods of that class."""
     methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if _defines_method(kind, name)}
     if _defines_method(kind, "__next__"):
         methods["__iter__"] = _return_self
@@ -265,7 +266,7 @@ def _make_proxy_class(kind: Any) -> type[StandIn]:
 
 
 class Loaders(Switch):
-    """The instrumentor of `loaders: auto`: it records torch's `DataLoader`, with a site per class of dataset."""
+    """The instrumentor of `loaders: auto`, which records torch's `DataLoader`, with a site per class of dataset."""
 
     key = "loaders"
     module = _TORCH
@@ -303,7 +304,7 @@ class Loaders(Switch):
         return site
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict. It names the classes of datasets whose loaders have run."""
+        """Return the verdict, which names the dataset classes of the loaders that have run."""
         if not self._met:
             return [Verdict("loaders", "waiting", why="torch.utils.data not imported")]
         if not self._sites:

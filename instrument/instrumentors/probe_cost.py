@@ -23,17 +23,17 @@ from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The factor by which a span among other Python code costs more than a span in a loop of spans. Measured: 1.2 to
-1.5."""
+"""The factor by which a span costs more between other Python code than in a loop of spans. Measured: 1.2 to 1.5."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, the calls in a round, and the factor by which a round of requests has fewer calls."""
+"""The rounds of a measurement, and the calls per round. A round of requests has `CALLS_PER_REQUEST` times fewer
+calls."""
 
 
 class ProbeCost(NamedTuple):
-    """The cost of a span in ns. `added_ns` is the whole cost, and `outside_ns` the part before and after the span.
+    """The cost of a span in ns: `added_ns` in total, and `outside_ns` before and after the span.
 
-    Both are the lowest measured values. `usual_ns` is the median cost, with cache misses and interrupts.
+    Both are the lowest measured values. `usual_ns` is the median, including cache misses and interrupts.
     """
 
     added_ns: float
@@ -42,7 +42,7 @@ class ProbeCost(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """The shortest times of a call with a probe and without one, and the median time that the probe adds, in ns."""
+    """The shortest time in ns of a call with a probe and of one without, and the median difference."""
 
     least_ns: float
     bare_ns: float
@@ -50,11 +50,14 @@ class _Timed(NamedTuple):
 
 
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
-    """Measure the cost of a span for each shape of probe, in 4 ms: the time beyond that of a call without a probe.
+    """Measure the cost of a span for each shape of probe, in 4 ms.
 
-    The shapes `call`, `coroutine` and `generator` (with one item) are kinds of functions, `scope` is a `with` block,
-    and `method` is a layer's call. `wrapper` is a function that is recorded as a request. `request` is a request over
-    ASGI, and `step` a later item of a generator. `with_ticks` times spans by the processor's time stamp counter.
+    - `call`, `coroutine` and `generator` (with one item) are kinds of functions, `scope` is a `with` block, and
+      `method` is a layer's call.
+    - `wrapper` is a function that is recorded as a request, and `request` is a request over ASGI.
+    - `step` is a later item of a generator.
+
+    `with_ticks` times spans by the processor's time stamp counter.
     """
     return copy_context().run(_measure_costs, with_ticks)
 
@@ -84,11 +87,11 @@ SCOPE: dict[str, Any] = {
 }
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 BODY = {"type": "http.response.body", "body": b"{}"}
-"""The messages that the app of a measured request sends to its ASGI server."""
+"""The messages that a measured ASGI app sends to its server."""
 
 
 class _Probes:
-    """Empty functions to measure: for each shape of probe, one with the probe and the same one without it."""
+    """Empty functions to measure. Each shape of probe has a function with the probe and one without."""
 
     def __init__(self, recorder: Recorder) -> None:
         from instrument.instrumentors.requests import asgi_apps
@@ -168,7 +171,6 @@ class _Probes:
         }
 
     def measure_shapes(self, leave_out: str = "") -> dict[str, _Timed]:
-        """Time the calls of all shapes of probes, except the shape `leave_out`."""
         by_shape = {shape: runs for shape, runs in self._by_shape.items() if shape != leave_out}
         spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in by_shape}
         for _ in range(ROUNDS):
@@ -208,7 +210,8 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
 
 
 def measure_passed_ns() -> dict[str, float]:
-    """Measure the median cost of a muted call for each shape of probe, in 2 ms. Requests are never muted."""
+    """Measure the median cost of a muted call for each shape of probe, in 2 ms. Requests are left out, as they are
+    never muted."""
     recorder = _make_recorder(False)
     probes = _Probes(recorder)
     for site in probes.sites:
@@ -217,14 +220,14 @@ def measure_passed_ns() -> dict[str, float]:
 
 
 SWEPT_BYTES = 2 << 20
-"""The number of bytes read, and also of bytes written, to evict the recorder's data from the L1 and L2 caches."""
+"""The number of bytes that are read, and written, to evict the recorder's data from the L1 and L2 caches."""
 
 
 def measure_cold_ns(*, with_ticks: bool = False) -> float:
     """Measure the ns that a layer's span adds when other work has evicted the recorder's data from the caches.
 
-    The result is the median of 16 calls with recording on, minus the median with recording off. Repeated results differ
-    by less than a third. A measurement takes 8 ms and 6 MiB.
+    The result is a difference of medians of 16 calls. Repeated results differ by less than a third. It takes 8 ms and 6
+    MiB.
     """
     return copy_context().run(_measure_cold_ns, with_ticks)
 
@@ -260,7 +263,7 @@ def _measure_cold_ns(with_ticks: bool) -> float:
 
 
 class Costs:
-    """The measured costs of a recorder's probes. They are empty before `measure`."""
+    """The measured costs of a recorder's probes, empty before `measure`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -272,10 +275,8 @@ class Costs:
         self._cold_ns: float | None = None
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure the costs in 6 ms, or read the results of an earlier process of the run.
-
-        Outside of a run `cold_ns` is measured, too. `with_ticks` is as for `measure_costs`.
-        """
+        """Measure the costs in 6 ms, or read those that another process of the run measured. Outside a run, measure
+        `cold_ns`, too."""
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
         costs, self.passed_ns = self._share_measurement("costs", measure)
@@ -285,15 +286,14 @@ class Costs:
 
     @property
     def cold_ns(self) -> float:
-        """The additional ns of a call with cold caches. The first report of a run measures them, which takes 8 ms."""
+        """The ns that a call takes longer with cold caches. The first read in a run measures this, in 8 ms."""
         if self._cold_ns is None:
             among_ns = self._share_measurement("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)
         return self._cold_ns
 
     def _share_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return the result that another process of the run has saved under a name. Without one, measure and save the
-        result."""
+        """Return a saved result of another process of the run. Without one, measure and save the result."""
         path = agent_socket.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())
@@ -304,23 +304,20 @@ class Costs:
         return measured
 
     def added_ns(self) -> dict[str, float]:
-        """Return the lowest cost of a span in ns for each shape of probe."""
+        """Return the lowest cost of a span in ns, by shape of probe."""
         return {shape: cost.added_ns for shape, cost in self.by_shape.items()}
 
     def usual_ns(self) -> dict[str, float]:
-        """Return the median cost of a span in ns for each shape of probe, which the budget uses."""
+        """Return the median cost of a span in ns, by shape of probe. The budget uses this cost."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
     def cost_of(self, site: Site) -> ProbeCost:
-        """Return the cost of a span of a site."""
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
     def added_by_site(self, sites: Sequence[Site]) -> list[float]:
-        """Return the lowest cost of a span in ns for each of the sites."""
         added_ns = self.added_ns()
         shape_of = self._recorder.shapes.get
         return [added_ns[shape_of(site, "scope")] for site in sites]
 
     def sum_ns(self, calls: Mapping[Site, int]) -> float:
-        """Return the total cost in ns of the spans that `calls` counts by site."""
         return sum(count * self.cost_of(site).added_ns for site, count in calls.items())

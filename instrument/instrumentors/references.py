@@ -1,7 +1,7 @@
 """Find all references to a function: names in modules and classes, and other objects.
 
-A probe replaces a function under its names. Other objects, such as tables, closures and defaults, keep the original.
-Calls through such objects are not recorded. The verdict on the rule names such objects. The search runs no code of the
+A probe replaces a function under its names. Other objects, such as tables, closures and defaults, still refer to the
+original. Calls through them are not recorded, and the rule's verdict names them. The search runs no code of the
 service.
 """
 
@@ -33,12 +33,10 @@ DEPTH = 4
 """The maximum length of a chain of objects, such as lists and closures, that leads to a function."""
 
 WIDTH = 200
-"""The maximum number of objects at one depth whose referrers are searched for. The remaining objects are described
-without a search."""
+"""The maximum number of objects at one depth whose referrers are searched for."""
 
 MANY = 200
-"""The maximum number of objects to pass to `gc.get_referrers`, whose time grows with their number. For more objects
-the search compares ids itself."""
+"""The maximum number of objects for `gc.get_referrers`. With more objects, comparing ids is faster."""
 
 HIDDEN = "something that Python does not show, such as a local variable or an object made in C"
 
@@ -47,11 +45,11 @@ _FRAMES = ("gi_frame", "cr_frame", "ag_frame")
 
 
 class Kept(list[Any]):
-    """A list of this package. Its references to functions are not reported."""
+    """A list of this package, whose references to functions are not reported."""
 
 
 class Name(NamedTuple):
-    """The name of an object in a module or class (`owner`). `key` is the object's `id`."""
+    """A name of an object in `owner`, a module or class. `key` is the object's `id`."""
 
     owner: Any
     name: str
@@ -59,7 +57,7 @@ class Name(NamedTuple):
 
 
 def find_names(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
-    """Return all names of the objects in imported modules. Modules of the `spared` packages are left out."""
+    """Return all names of the objects in imported modules, except modules of the `spared` packages."""
     ids, spared = set(map(id, things)), {"instrument", *spared}
     result: list[Name] = []
     spawned = spawned_main()
@@ -76,9 +74,10 @@ def find_names(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
-    """Replace the first object of each pair by the second, under all its names in imported modules.
+    """Replace each pair's first object by its second, under all names in imported modules. Return True if there was a
+    name.
 
-    Modules of this package and of the `spared` packages are left out. Return True if there was such a name.
+    Modules of this package and of the `spared` packages are left out.
     """
     pairs = list(pairs)
     seconds = {id(first): second for first, second in pairs}
@@ -90,11 +89,11 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
 
 
 class Search:
-    """A search of all objects in memory for references to given objects (`things`), except names in modules.
+    """A search of all objects in memory for references to `things`, other than names in modules. Takes 70 ns per object
+    and depth.
 
-    `in_classes` has the names of the given objects in classes. `others` describes the other referrers of each object,
-    by its id. `counts` has the number of references to find for each object, by its id. `is_ours` is True for objects
-    of this package, which are left out. The search reads all objects once per depth, in about 70 ns per object.
+    `in_classes` has names in classes. By the id of each thing, `others` describes its other referrers, and `counts` is
+    the number of references to find. `is_ours` returns True for objects of this package.
     """
 
     def __init__(self, things: Kept, counts: Mapping[int, int], is_ours: Callable[[Any], bool]) -> None:
@@ -148,7 +147,7 @@ class Search:
 
 
 def _find_referrers(things: Kept) -> list[Any]:
-    """Return the objects that refer to one of `things`, without this function's own containers."""
+    """Return the objects that refer to one of `things`, except the containers of this search."""
     arguments = tuple(things)
     if len(arguments) <= MANY:
         return [holder for holder in gc.get_referrers(*arguments) if holder is not arguments and holder is not things]
@@ -169,7 +168,6 @@ def _is_class_namespace(holder: Any) -> bool:
 
 
 def _describe_name(names: dict[str, Any], part: Any) -> str:
-    """Describe an object by its name in a module or class, with file and line."""
     name = next((name for name, value in list(names.items()) if value is part), "")
     module = sys.modules.get(names.get("__module__", ""))
     of_module = names if module is None else module_namespace(module)
@@ -208,14 +206,13 @@ def _format_place(file: str, line: int) -> str:
 
 
 def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
-    """Return the number of the first line that assigns or defines a name, 0 if there is none."""
     indent = r"[ \t]+" if is_indented else ""
     begins = re.compile(rf"{indent}(?:async def |def |class |[\w, ]+, )?{re.escape(name)}\b")
     return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
 
 
 def _list_running_codes() -> set[Any]:
-    """Return the code objects of all running calls, because a running call refers to its function."""
+    """Return the code objects of all running calls. A running call refers to its function."""
     return {frame.f_code for top in sys._current_frames().values() for frame, _ in walk_stack(top)}
 
 
@@ -225,7 +222,7 @@ def _is_frame_of_ours(holder: Any) -> bool:
 
 
 def is_of_package(holder: Any) -> bool:
-    """Return True for an object whose class is from this package, and for the namespace of its modules."""
+    """Return True if an object's class is from this package, and for the namespaces of its modules."""
     if isinstance_of(holder, ModuleType):
         return False
     home = type.__dict__["__module__"].__get__(type(holder))
@@ -234,12 +231,11 @@ def is_of_package(holder: Any) -> bool:
 
 
 def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Test an object by `type(thing)`, not by `isinstance`, as a `__class__` property would run code of the service."""
+    """Test `type(thing)`, because `isinstance` may run code of the service in a `__class__` property."""
     return issubclass(type(thing), kinds)
 
 
 def own_names(thing: Any) -> dict[str, Any] | None:
-    """Return the `__dict__` of an object without running code of its class, None if it has none."""
     if issubclass(type(thing), ModuleType):
         return module_namespace(thing)
     descriptor = type_attribute(type(thing), "__dict__")
@@ -248,13 +244,12 @@ def own_names(thing: Any) -> dict[str, Any] | None:
 
 
 def type_namespace(kind: type) -> Mapping[str, Any]:
-    """Return the names that a class itself defines, without running code of its metaclass."""
     names: Mapping[str, Any] = type.__dict__["__dict__"].__get__(kind)
     return names
 
 
 def type_attribute(kind: type, name: str) -> Any:
-    """Return the value of a name in a class or its bases without binding it, None if the name does not exist."""
+    """Return the unbound value of a name in a class or its bases, None if there is none."""
     for base in type.__dict__["__mro__"].__get__(kind):
         if name in type_namespace(base):
             return type_namespace(base)[name]
@@ -262,7 +257,6 @@ def type_attribute(kind: type, name: str) -> Any:
 
 
 def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
-    """Yield the name and the module of each true module in `sys.modules`."""
     for module in sys.modules.copy().values():
         if issubclass(type(module), ModuleType):
             name = module_namespace(module).get("__name__")
@@ -271,6 +265,6 @@ def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
 
 
 def module_namespace(module: ModuleType) -> dict[str, Any]:
-    """Return the names in a module. Unlike `vars`, it does not load a lazy module."""
+    """Return a module's names. Unlike `vars`, this does not load a lazy module."""
     names: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return names

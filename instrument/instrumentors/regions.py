@@ -31,10 +31,10 @@ from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module with the class of compiled models. torch imports it at the first compilation."""
+"""The module of the class of compiled models, which torch imports at the first compilation."""
 
 WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""The attributes under which torch.compile, FSDP and checkpointing keep the wrapped module. Paths omit them."""
+"""The attributes in which torch.compile, FSDP and checkpointing keep the wrapped module. Paths omit them."""
 
 _COMPILED = "inside a compiled region"
 _SCRIPTED = "inside a ScriptModule"
@@ -47,15 +47,17 @@ _UNREGISTERED = "put in place past torch's registration"
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""The pause after a walk over all objects, as a multiple of the walk's duration. It does not apply to the first
-`VAIN_WALKS` walks for a class that find nothing."""
+"""The pause after a walk over all objects, as a multiple of the walk's duration.
+
+There is no pause after a class's first `VAIN_WALKS` walks that find nothing.
+"""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
-"""The classes that keep a wrapped module in their attribute `module`. Paths omit it."""
+"""The classes that keep a wrapped module in the attribute `module`. Paths omit it."""
 
 
 class Paths:
-    """The tree of modules: each module's parent, a weak reference, and name. `children` yields a module's children."""
+    """The tree of modules: the parent of each module, as a weak reference, and the module's name in it."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
@@ -66,8 +68,7 @@ class Paths:
         self._next_walk_ns = 0
 
     def add_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`. The first parent of a child remains its parent while that parent
-        exists."""
+        """Note that `parent.name` is `child`. A later parent counts only if the first one no longer exists."""
         if id(parent) not in self._parents:
             key = id(parent)
             self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
@@ -79,7 +80,7 @@ class Paths:
             self._places[child_key] = (weakref.ref(parent), name)
 
     def path_of(self, module: Any) -> str | None:
-        """Return a module's dotted path in its model: "" for the model itself, None if it is not known yet."""
+        """Return a module's dotted path in its model: "" for the model itself, None if unknown."""
         if self._is_lost(module):
             cls = type(module)
             if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
@@ -101,20 +102,15 @@ class Paths:
         return ".".join(reversed(names))
 
     def parent_of(self, module: Any) -> Any:
-        """Return the parent of a module, None for a root or an unknown module."""
+        """Return a module's parent, None for a root or an unknown module."""
         place = self._places.get(id(module))
         return None if place is None else place[0]()
 
     def known_paths(self) -> set[str]:
-        """Return the paths of all known modules, without roots."""
         return {self._path_from_root(key) for key in list(self._places)} - {""}
 
     def _is_lost(self, module: Any) -> bool:
-        """Return True if a module's parent is unknown, or if an ancestor has been deleted.
-
-        A module with known children may have an unknown parent, because code that writes into `_modules`, as
-        quantisation does, calls no hook.
-        """
+        """Return True if a module's parent is unknown, or if an ancestor has been deleted."""
         for depth in range(100):
             place = self._places.get(id(module))
             if place is None:
@@ -125,12 +121,12 @@ class Paths:
         return False
 
     def find_unregistered(self) -> None:
-        """Search all objects in memory for modules that no hook has seen, unless the last search was just now."""
+        """Search all objects in memory for modules that no hook has seen, unless a search has just ended."""
         if time.monotonic_ns() >= self._next_walk_ns:
             self.walk_heap()
 
     def roots(self) -> Iterator[Any]:
-        """Yield the roots: the modules that have children and no parent."""
+        """Yield the modules that have children and no parent."""
         for key, reference in list(self._parents.items()):
             module = reference()
             if module is not None and key not in self._places:
@@ -168,7 +164,7 @@ def selects(rule: LayerRule, class_name: str, path: str) -> bool:
 def name_for_rules(cls: type[Any]) -> str:
     """Return the class name by which rules select a layer.
 
-    It is `Linear` for the subclasses `ParametrizedLinear` and `FSDPLinear`, which torch generates for instances.
+    torch generates subclasses such as `FSDPLinear` for instances. Their name is that of the base class, `Linear`.
     """
     for prefix in ("Parametrized", "FSDP"):
         for base in cls.__mro__[1:]:
@@ -178,11 +174,11 @@ def name_for_rules(cls: type[Any]) -> str:
 
 
 Selected = tuple[LayerRule, dict[Site, None]]
-"""A rule with the sites of the layers that it has selected. The dict is used as an ordered set."""
+"""A rule and the sites of the layers that it has selected, as the keys of a dict."""
 
 
 class SharedSites:
-    """The sites of layers or regions. Layers with the same rule, class, path and devices share a site."""
+    """The sites of layers or regions. Layers with equal rule, class, path and devices share a site."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -190,8 +186,10 @@ class SharedSites:
         self.clear = self._sites.clear
 
     def select(self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
-        """Return the site for a rule and a place (class and path). `make` creates the site at the first use. Rules with
-        device time have a site per set of devices of the `tensors`."""
+        """Return the site for a rule and a place (class and path), made by `make` at the first use.
+
+        With `tensors`, each set of their devices has its own site.
+        """
         rule, selected = entry
         work = ModuleWork(tensors) if tensors else None
         key = (rule.name, rule.device, *place, () if work is None else work.devices)
@@ -206,10 +204,10 @@ class SharedSites:
 
 
 class Regions:
-    """The instrumentor of a session's layer rules for compiled, scripted and exported modules (regions).
+    """The instrumentor of layer rules for compiled, scripted and exported modules (regions).
 
     `first` returns the first rule that selects a layer, by class name and path. `forget` is called with the id of a
-    module that has become a region, so that its `forward` is not recorded a second time inside the region's span.
+    module that has become a region, so that its `forward` is not recorded again.
     """
 
     def __init__(
@@ -228,7 +226,7 @@ class Regions:
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
 
     def attach(self, torch: Any, paths: Paths) -> None:
-        """Record the calls of regions from now on. torch has been imported."""
+        """Record the calls of regions. torch must have been imported."""
         self._torch, self._paths = torch, paths
         self._is_compiling = get_compiling_test(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
@@ -243,11 +241,9 @@ class Regions:
             self.attach_dynamo(sys.modules[DYNAMO])
 
     def attach_dynamo(self, module: Any) -> None:
-        """Record the calls of compiled models from now on. `module` is the module of the compiler."""
         self._replace_call(module.OptimizedModule)
 
     def undo(self) -> None:
-        """Restore the calls of all classes and modules."""
         undo_all(self._undos)
         for reference in self._compiled:
             module = reference()
@@ -259,13 +255,13 @@ class Regions:
         self._shared.clear()
 
     def forget(self) -> None:
-        """Forget the decisions on all regions, because the rules have changed."""
+        """Drop the decisions on all regions, because the rules have changed."""
         self._sites.clear()
 
     # ---------------------------------------------------------------- calls
 
     def _replace_call(self, cls: Any, place: int = 0) -> None:
-        """Record the calls of a class's objects. `place` is the index of the argument that is the module."""
+        """Record the calls of a class's objects. `place` is the index of the argument that is the region."""
         self._undos.append(replace_attribute(cls, "__call__", self._wrap_call(cls.__call__, itemgetter(place))))
 
     def _wrap_call(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
@@ -279,7 +275,7 @@ class Regions:
         return call_recorded
 
     def _watch_compile(self, module_type: Any) -> None:
-        """Wrap `Module.compile()`, which stores a compiled call in an instance. Copies and pickles omit this call."""
+        """Wrap `Module.compile()`, which stores a compiled call in the instance."""
         compile_ = module_type.compile
         take = self._wrap_compiled_call
 
@@ -315,7 +311,6 @@ class Regions:
             return call(*args, **kwargs)
 
     def _decide_site(self, module: Any) -> Site | None:
-        """Return the site of a region, None if no rule selects it, and remember it for the next calls."""
         try:
             site = self._find_site(module, self._paths.path_of(module) or "")
         except Exception as fault:
@@ -332,7 +327,6 @@ class Regions:
         return site
 
     def is_region(self, module: Any) -> bool:
-        """Return True if a module is a compiled region that is recorded."""
         return id(module) in self._roots
 
     def _find_site(self, module: Any, path: str) -> Site | None:
@@ -352,7 +346,7 @@ class Regions:
     # ---------------------------------------------------------------- kinds of region
 
     def _describe(self, module: Any) -> tuple[str, str]:
-        """Return the class name by which rules select a module, such as a compiled one, and the kind of region."""
+        """Return a region's class name for rules, and its kind: scripted, graph or compiled."""
         if isinstance(module, self._torch.jit.ScriptModule):
             return str(getattr(module, "original_name", type(module).__name__)), "scripted"
         if isinstance(module, self._torch.fx.GraphModule):
@@ -361,7 +355,7 @@ class Regions:
         return name_for_rules(type(module if inner is None else inner)), "compiled"
 
     def _why_children_unseen(self, module: Any) -> str:
-        """Return the reason why the children of a module are not called from Python, "" if they are."""
+        """Return the reason why Python does not call a module's children, "" if it does."""
         torch, kind = self._torch, type(module)
         if isinstance(module, torch.jit.ScriptModule):
             return _SCRIPTED
@@ -378,8 +372,8 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk_models(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield each module, except wrappers of torch.compile, with its path and the reason why Python does not call
-        it."""
+        """Yield each module with its path, and the reason why Python does not call it, "" if it does. Wrappers of
+        torch.compile are left out."""
         # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
         visited: set[int] = set()
@@ -399,7 +393,7 @@ class Regions:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
     def verdicts_on_unseen(self) -> list[Verdict]:
-        """Return a verdict per rule and reason, with the number of selected layers that cannot be recorded."""
+        """Return a verdict per rule and reason, with the number of layers that cannot be recorded."""
         self._paths.find_unregistered()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk_models():
@@ -416,7 +410,7 @@ class Regions:
         ]
 
     def _why_missed(self, module: Any) -> str:
-        """Return the reason why a selected module that Python calls is not recorded, "" if it is recorded."""
+        """Return the reason why a selected module is not recorded although Python calls it, "" if it is recorded."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return ""

@@ -1,9 +1,10 @@
 """Read the keys, batches and facts of requests from a call's arguments and result.
 
-Paths to values are written as in the module `arguments`. A batch has a path to several keys. `[]` in the path means
-each item of a sequence, or each value of a mapping. Another path may lead to the weights of the keys. Keys are text,
-integers, UUIDs or bytes. Within a process, an object of the service may be a key. Reading never raises. Unreadable
-values are counted and logged.
+Paths to values are written as in the module `arguments`. `[]` in a path means each item of a sequence, or each value of
+a mapping. A batch has a path to its keys, and perhaps one to their weights. Reading never raises: unreadable values are
+counted and logged.
+
+Keys are text, integers, UUIDs or bytes. Within a process, an object of the service may be a key.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ from instrument.runtime.faults import FAULTS
 
 EACH = "[]"
 FACTS_OF_REQUEST = 2
-"""The mode in which the native reader reads attributes of requests instead of keys."""
+"""The mode of the C reader for facts of requests, in place of keys."""
 
 TEXTS_KNOWN = 4096
-"""The maximum number of key texts whose shortened form is cached. A further text empties the cache."""
+"""The maximum number of key texts whose shortened form is cached. At the limit the cache is emptied."""
 
 Values = dict[Any, Any]
 ReadResult = Callable[[Any], Values]
@@ -71,7 +72,7 @@ _native = native.MODULE
 
 
 class KeyReader:
-    """A reader of a rule's key and batch. `of_call` reads them from a call's arguments, `of_result` from its result.
+    """A reader of a rule's key and batch. `of_call` reads a call's arguments, `of_result` its result.
 
     Either is None if it has nothing to read. `missing` has a message for each parameter that the function lacks.
     """
@@ -85,7 +86,7 @@ class KeyReader:
         self.of_result: ReadResult | None = join_readers([reader for is_of_result, reader in readers if is_of_result])
 
     def _make_reader(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Callable[..., Values] | None:
-        """Return a reader of the key or the batch, from a call's (args, kwargs) or from its result."""
+        """Return a reader of the key or the batch. It gets a call's (args, kwargs), or its result."""
         first, weights = first_of(keys.argument), first_of(keys.weights)
         parameter = None if first == RETURN else parameter_of(function, first)
         if isinstance(parameter, str):
@@ -120,10 +121,9 @@ class KeyReader:
 def _make_native_reader(
     parameter: Parameter | None, name: str, keys: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
 ) -> _Read:
-    """Return a reader in C for keys that are texts or numbers in attributes and built-in containers, as most keys are.
+    """Return a reader in C for keys that are texts or numbers. It calls `otherwise` for any other key.
 
-    For any other value the reader calls `otherwise`. A Python function would take microseconds, because the service's
-    work has evicted its code from the processor's caches.
+    A reader in Python would take microseconds, because the service's work evicts its code from the processor's caches.
     """
     paths = [split_steps(path) for path in (keys.argument, keys.weights)]
     if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
@@ -139,14 +139,14 @@ def _make_native_reader(
 
 
 def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Split a path at `[]`. Return the steps to the container, and the steps from each item (None without `[]`)."""
+    """Split a path at `[]` into the steps before and after. Without `[]`, the second part is None."""
     at = steps.index(EACH) if EACH in steps else len(steps)
     steps = list(map(sys.intern, steps))
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
 
 
 class _FactPath(NamedTuple):
-    """A fact to read for the request of a call: the steps below a parameter or the result, and the conversion."""
+    """A path to a fact of a call's request, from a parameter or the result, and `take`, which converts the value."""
 
     name: str
     place: str
@@ -154,8 +154,7 @@ class _FactPath(NamedTuple):
     take: Callable[[Any], AttributeValue]
 
     def read_below(self, value: Any) -> AttributeValue | None:
-        """Follow the path from a value to the fact, and return the fact. Return None if an object on the path is
-        None."""
+        """Follow the path from a value to the fact. Return None if any object on the path is None."""
         for step in self.steps:
             if value is None:
                 return None
@@ -164,10 +163,10 @@ class _FactPath(NamedTuple):
 
 
 class _FactsReader(NamedTuple):
-    """A reader of facts about the request of a call, from one parameter or from the result.
+    """A reader of facts of a call's request, from one parameter or from the result.
 
-    The reader in C calls this reader with a value and the index of a fact that it cannot read itself. If a call omits
-    the argument, the reader in C passes the call's arguments, and the facts are read from the parameter's default.
+    C code calls it with a value and the index of a fact that C cannot read. If a call omits the argument, C code passes
+    the call's arguments, and the parameter's default is read.
     """
 
     parameter: Parameter | None
@@ -196,7 +195,7 @@ class _FactsReader(NamedTuple):
 
 
 class _FactsOfSeveral(NamedTuple):
-    """A reader of one fact for several requests: values at one path, and the requests' keys at another."""
+    """A reader of one fact for several requests. The values are at one path, the requests' keys at another."""
 
     fact: _FactPath
     parameters: Sequence[Parameter | None]
@@ -206,7 +205,7 @@ class _FactsOfSeveral(NamedTuple):
     names: Values
 
     def read(self, *call: Any) -> Values:
-        """Read the facts and the keys of their requests from a call's (args, kwargs) or from its result."""
+        """Read the facts of several requests, and the requests' keys, from a call's (args, kwargs) or its result."""
         of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
         try:
             texts = self.texts(_take_items(self.keys(of_keys), BATCH_LIMIT))
@@ -220,15 +219,15 @@ class _FactsOfSeveral(NamedTuple):
 
 
 def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
-    """Log a failed read of a fact without the error's text, which may contain values of the service."""
+    """Log that a fact cannot be read. The error's text is left out, because it may contain data of the service."""
     FAULTS.note_of_rule(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
 
 
 class FactReader:
-    """A reader of a rule's facts of requests. `of_call` reads a call's arguments, and `of_result` its result.
+    """A reader of a rule's facts of requests. `of_call` reads a call's arguments, `of_result` its result.
 
-    Each also calls the reader that is passed to the class under its name, and is None if there is nothing to read.
-    `missing` has a message for each fact that the function lacks. A value of None does not count as a fact.
+    The constructor gets other readers, which these two call first. Either is None if there is nothing to read.
+    `missing` has a message for each fact that the function lacks.
     """
 
     def __init__(
@@ -269,8 +268,8 @@ class FactReader:
                 self.of_call = _make_facts_reader(parameter, facts, names, self.of_call)
 
     def _find_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
-        """Return two parameters: that of a fact's values, and that of its keys. A parameter is None for values or keys
-        in the result."""
+        """Return the parameter of a fact's values and that of its keys, each None for the result. Return None if one is
+        missing."""
         parameters = [None if first_of(path) == RETURN else parameter_of(function, first_of(path)) for path in paths]
         missing = [parameter for parameter in parameters if isinstance(parameter, str)]
         if not missing and (parameters[0] is None) != (parameters[1] is None):
@@ -282,8 +281,7 @@ class FactReader:
 def _make_facts_reader(
     parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
 ) -> Any:
-    """Return a reader of facts from a parameter or the result, in C if possible. It first calls another reader,
-    `before`."""
+    """Return a reader of facts, in C if possible. It first calls the reader `before`."""
     reader = _FactsReader(parameter, facts, names, before)
     if _native is None:
         return reader
@@ -304,7 +302,6 @@ def fact_value(value: Any) -> AttributeValue:
 
 @lru_cache(maxsize=256)
 def _defines_str(kind: type) -> bool:
-    """Return True if an enumeration itself defines `__str__`."""
     return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
 
 
@@ -361,18 +358,14 @@ def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., V
 
 
 def _take_items(iterable: Any, most: int) -> list[Any]:
-    """Return the first items of an iterable, up to `most`.
-
-    Raises `UnreadError` for generators and files, whose items the service would lose, and for arrays on a device.
-    """
+    """Return up to `most` items of an iterable. Raises `UnreadError` for generators, files, and arrays on a device."""
     if hasattr(type(iterable), "__next__"):
         raise UnreadError(f"{type(iterable).__name__}, whose items can be taken only once")
     return items_of(iterable, most)
 
 
 def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a function that follows `steps` from a value, and returns the value at their end. With `[]` among the
-    steps, it returns a list."""
+    """Return a function that follows `steps` from a value. With `[]` among the steps, it returns a list."""
     if EACH not in steps:
 
         def plain(value: Any) -> Any:
@@ -398,10 +391,7 @@ def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
 
 
 def _text_maker(cut: str) -> Callable[[Any], str]:
-    """Return a function that makes the text of a key: up to `KEY_LIMIT` characters, without matches of `cut`.
-
-    The text is "" for a value that cannot be a key.
-    """
+    """Return a function that makes the text of a key, without matches of `cut`. The text is "" for other values."""
 
     def make_plain_text(value: Any) -> str:
         return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
@@ -419,7 +409,6 @@ def _text_maker(cut: str) -> Callable[[Any], str]:
 
 
 def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
-    """Return a function that makes the texts of a list of keys."""
     text = _text_maker(cut)
 
     def make_texts(keys: list[Any]) -> tuple[str, ...]:
@@ -431,7 +420,7 @@ def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
 
 
 class _ShortenedTexts(dict[str, str]):
-    """A cache that maps the text of a key to its shortened form, without the matches of a rule's expression."""
+    """A cache of the texts of keys without the matches of a regular expression."""
 
     def __init__(self, cut: str) -> None:
         self._expression = re.compile(cut)

@@ -71,7 +71,7 @@ class Functions(Instrumentor):
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
     def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules to the imported modules. A probe remains if the new rules would make an equal probe."""
+        """Apply other rules to the imported modules. Probes that the new rules would make equally remain."""
         with self._lock:
             self._change_rules(rules, modules)
 
@@ -125,7 +125,7 @@ class Functions(Instrumentor):
         return {probe.target.label: probe.site for probe in self._probes}
 
     def sites_of(self, label: str) -> set[Site]:
-        """Return the sites of a recorded function by its label. Several rules may have recorded it."""
+        """Return the sites of a recorded function by its label. Several rules may record it."""
         verdicts = (targets.get(label) for targets in list(self._found.values()))
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
@@ -133,7 +133,6 @@ class Functions(Instrumentor):
         return module_name in functions.SEAMS or self.is_named(module_name)
 
     def is_named(self, module_name: str) -> bool:
-        """Return True if a rule may select a function in a module."""
         return any(matches(text, module_name) for text in self._module_patterns)
 
     def attach_to(self, module: ModuleType) -> bool:
@@ -173,7 +172,8 @@ class Functions(Instrumentor):
         return bool(probes)
 
     def _probe_registered(self, function: FunctionType) -> Any:
-        """Return the recording function for a handler that is registered. If no rule selects it, return the handler."""
+        """Return the recording function for a handler that a framework registers, or the handler if no rule selects
+        it."""
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
             probe_of_function = next((probe for probe in self._probes if probe.target.function is function), None)
@@ -195,7 +195,8 @@ class Functions(Instrumentor):
             return function
 
     def undo(self) -> None:
-        """Restore all functions, the last first. Remaining references to a recording function call the original."""
+        """Restore all functions, the last one first. Recording functions that are still referenced then call the
+        original."""
         with self._lock:
             super().undo()
             undo_all(self._pickling)
@@ -206,16 +207,16 @@ class Functions(Instrumentor):
             self._remove_probes(probes)
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock, which another thread of the parent may have locked at the fork."""
+        """Replace the lock, which another thread may have locked at the fork."""
         self._lock = RLock()
         if self.watch is not None:
             self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
-        """Restore the original functions of a site under their names.
+        """Restore a site's original functions under their names. Return a function that undoes this, None if the site
+        has no probe.
 
-        Return a function that puts the probes back, None if the site has no probe. Other references to a recording
-        function continue to record.
+        Other references to a recording function continue to record.
         """
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
@@ -224,7 +225,7 @@ class Functions(Instrumentor):
         return partial(self._restore_probes, probes) if probes else None
 
     def _restore_probes(self, probes: Sequence[Probe]) -> None:
-        """Put probes back that `detach` has removed, unless the rules have changed since then."""
+        """Put back the probes that `detach` has removed, unless the rules have changed since."""
         off = [probe for probe in probes if not probe.is_set and probe in self._probes]
         for probe in off:
             probe.set()
@@ -241,7 +242,7 @@ class Functions(Instrumentor):
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
     def _find_selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
-        """Find the functions that rules select in a module and in subclasses of its classes, by rule and label."""
+        """Find the functions that rules select in a module, by rule and label. Overrides in subclasses are included."""
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
@@ -253,7 +254,7 @@ class Functions(Instrumentor):
         return selected
 
     def _find_overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
-        """Yield the overrides of a method in subclasses, and note that a rule records the method and its overrides."""
+        """Yield the overrides of a method. The lineage of the method is noted, with the rule."""
         if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
         key = (id(thing.owner), thing.attribute)
@@ -267,7 +268,6 @@ class Functions(Instrumentor):
             yield from targets.find_in_override(cls, thing.attribute)
 
     def _attach_subclass(self, cls: type[Any]) -> None:
-        """Attach probes to the overrides in a new subclass that rules select."""
         with self._lock:
             selected = {
                 (index, thing.label): thing
@@ -280,14 +280,14 @@ class Functions(Instrumentor):
                 self._attach_target(index, target)
 
     def _selected_overrides(self, index: int, cls: type[Any]) -> Iterator[str]:
-        """Yield the names of the overrides in a class that a rule selects."""
         for key, lineage in self._lineages.items():
             is_below = cls is not lineage.base and lineage.contains_method(cls, lineage.attribute)
             if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
                 yield lineage.attribute
 
     def _pick_targets(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
-        """Yield the selected functions that get a probe, each with its rule's index. Note verdicts on the others."""
+        """Yield the selected functions that get a probe, with the index of their rule. Other functions get a
+        verdict."""
         labels: dict[tuple[int, int], str] = {}
         for (index, label), thing in selected.items():
             if isinstance(thing, Unreachable):
@@ -317,7 +317,8 @@ class Functions(Instrumentor):
             yield index, thing
 
     def _find_wrapped_site(self, target: Target) -> Site | None:
-        """Return the site of a recording function that the target's function wraps (`functools.wraps`), else None."""
+        """Return the site of a recording function that the target's function wraps (`functools.wraps`), None without
+        one."""
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
@@ -378,8 +379,7 @@ class Functions(Instrumentor):
         return probe
 
     def _make_lineage_test(self, target: Target) -> Passes | None:
-        """Return the test for calls that the probe of another class records. Return None if no rule with a `+` selects
-        the method."""
+        """Return the test for calls that another class's probe records, None if no rule with `+` selects the method."""
         for lineage in self._lineages.values():
             if lineage.contains_method(target.owner, target.attribute):
                 if target.owner is lineage.base:
@@ -394,12 +394,12 @@ class Functions(Instrumentor):
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
     def _is_by_module_wildcard(self, index: int, target: Target) -> bool:
-        """Return True if a function is selected only by patterns with a wildcard in the module's name."""
+        """Return True if only patterns with a wildcard in the module's name select a function."""
         texts = [text for text in self.rules[index].match if _matches_label(text, target.label)]
         return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in texts)
 
     def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
-        """Add other objects that refer to a function to its verdict, and keep the function picklable."""
+        """Name a function's other users in its verdict, and keep the function picklable."""
         if not self._pickling:
             self._pickling.append(functions.keep_picklable())
         why = f"{_list_users(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
@@ -409,7 +409,6 @@ class Functions(Instrumentor):
         self._found[index][probe.target.label] = replace(verdict, state="partly", why=why)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on all rules and on the functions that they select, in the order of the profile."""
         with self._lock:
             for lineage in list(self._lineages.values()):
                 for cls in list(lineage.overrides()):
@@ -421,8 +420,7 @@ class Functions(Instrumentor):
             return verdicts
 
     def _add_overrides(self, index: int, verdict: Verdict) -> Verdict:
-        """Extend the verdict on a method that a rule names without a wildcard: add the overrides that are not
-        recorded."""
+        """Add the unrecorded overrides of a method to its verdict, if the rule names the method without a wildcard."""
         rule = self.rules[index]
         probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
         if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:
@@ -444,7 +442,7 @@ class Functions(Instrumentor):
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
     def _missing_in_main(self, rule: FunctionRule, index: int) -> Iterator[Verdict]:
-        """Yield a verdict for each missing function of the main program that a rule names."""
+        """Yield a verdict on each missing function of the main program that a rule names."""
         for text in rule.match:
             if text.partition(":")[0] in MAINS and "*" not in text and text not in self._found[index]:
                 yield replace(self._explain_missed(replace(rule, match=(text,))), target=text)
@@ -475,7 +473,6 @@ class Functions(Instrumentor):
         return Verdict(rule.text, "not found", why="matched no function" + next(filter(None, hints), ""))
 
     def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
-        """Return True if a module has functions that a rule selects."""
         things = (thing for text in rule.match for thing in targets.find_functions(module, text))
         return any(isinstance(thing, Target) for thing in things)
 
@@ -488,7 +485,7 @@ def _count_others(target: Target, names: Sequence[Name]) -> int:
 
 
 def _is_ours(holder: Any) -> bool:
-    """Return True for an object of this package, except a recording function that was detached but is still in use."""
+    """Return True for an object of this package. A detached recording function that is still in use does not count."""
     return is_of_package(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 
@@ -498,12 +495,11 @@ def _list_users(references: Sequence[str]) -> str:
 
 
 def _makes_equal_probes(rule: FunctionRule, second: FunctionRule) -> bool:
-    """Return True if two rules would record a function in the same way."""
     return replace(rule, match=second.match, exclude=second.exclude, text=second.text) == second
 
 
 def _match_name(text: str, module: ModuleType) -> tuple[str, ...]:
-    """Return the name of a module that a pattern matches, in a tuple that is empty without a match."""
+    """Return a tuple with the module's name that a pattern matches, empty without a match."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 
 

@@ -35,19 +35,20 @@ if TYPE_CHECKING:
 
 
 LOOKS = 2
-"""The number of searches for new modules after a change of the rules. The second search finds modules that another
-thread was importing during the first search."""
+"""The number of searches for new modules after a change of the rules. A second one finds modules that were being
+imported."""
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The environment variables by which `init` and `check` ask for verdicts on all rules. If either is set, all families
-are loaded at once, without waiting for their packages."""
+"""The environment variables by which `init` and `check` ask for verdicts on all rules. With one of them, all families
+are loaded at once."""
 
 
 class Selection:
-    """The attached probes of a session's profile.
+    """The attached probes of a session's profile. `late` names modules that were imported before their probes were
+    attached.
 
-    `late` names the modules that were imported before their probes were attached. `noted` is called when function
-    rules have been attached in a module. `begun` is called with the package of an engine whose import begins.
+    `noted` is called after function rules have been attached in a module. `begun` is called with an engine's package
+    when its import begins.
     """
 
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
@@ -73,7 +74,7 @@ class Selection:
         self.begun: Callable[[str], object] = lambda _: None
 
     def _attach_or_defer(self, key: str) -> None:
-        """Load the family of a key now, or at the first import of its packages if the rules select only in those."""
+        """Load a key's family, or defer this to the first import of its packages if its rules select only in those."""
         if not rules_of(self.profile, key):
             self._unloaded.pop(key, None)
             return
@@ -87,7 +88,7 @@ class Selection:
             self._unloaded[key] = packages
 
     def _load_family(self, key: str) -> Instrumentor:
-        """Load the code of a family and create its instrumentor, which attaches no probe yet."""
+        """Load the code of a family, and create its instrumentor, without probes yet."""
         rules = rules_of(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
@@ -102,13 +103,13 @@ class Selection:
         return family
 
     def _get_family(self, key: str) -> Any:
-        """Return the instrumentor of a key, which is loaded if needed. Return None if the profile has no such rules."""
+        """Return the instrumentor of a key, loaded if needed, None if the profile has no rules under the key."""
         if key in self._unloaded:
             self.attach_family(key)
         return self._families.get(key)
 
     def attach_family(self, key: str) -> None:
-        """Load the family of a key, and attach its probes in the imported modules."""
+        """Load a key's family, and attach its probes in the imported modules."""
         import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
             if key not in self._unloaded:
@@ -124,7 +125,7 @@ class Selection:
                         self.late.append(names_of(module)[0])
 
     def _families_to_load(self, module_name: str) -> list[str]:
-        """Return the keys of the families that an import of a module loads. A package whose name is a number belongs to
+        """Return the keys of the families that a module's import loads. A package whose name is a number belongs to
         Triton."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
@@ -137,9 +138,9 @@ class Selection:
         ]
 
     def attach(self, *, main: bool = True) -> Undo:
-        """Attach the probes in imported modules, and at imports from now on. Return the function that removes them.
+        """Attach the probes in imported modules and at later imports. Return the function that removes them.
 
-        `main` is False to leave out the module that runs as `__main__`.
+        With `main=False`, the module that runs as `__main__` is left out.
         """
         with self._lock:
             for _, module in loaded_modules():
@@ -158,11 +159,10 @@ class Selection:
         return self.undo
 
     def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
-        """Apply the rules of another profile. Return the names of the attached and of the detached probes.
+        """Apply another profile's rules. Return the names of the attached and of the detached probes.
 
-        Targets that both profiles record in the same way keep their probe and their totals. With `anew`, unchanged
-        rules are applied, too, because an earlier change failed half-way. Thread-safe. The search for targets takes
-        tens of ms.
+        Targets that both profiles record in the same way keep their probes and totals. `anew` also applies unchanged
+        rules, after a failed change. Thread-safe. Takes tens of ms.
         """
         with self._lock:
             before = self._list_probes()
@@ -196,15 +196,13 @@ class Selection:
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
     def _is_loaded_by(self, key: str, modules: Iterable[ModuleType]) -> bool:
-        """Return True if the family of a key is loaded, or if one of the modules would load it."""
+        """Return True if a key's family is loaded, or if one of the modules would load it."""
         names = (name for module in modules for name in names_of(module))
         return key in self._families or any(key in self._families_to_load(name) for name in names)
 
     def attach_unfinished(self) -> bool:
-        """Attach the probes in modules that another thread was importing while the rules changed.
-
-        Return True if the method must be called again later.
-        """
+        """Attach the probes in modules that another thread was importing while the rules changed. Return True to be
+        called again."""
         with self._lock:
             waiting, self._unfinished = self._unfinished, []
             if self._looks_left:
@@ -221,14 +219,13 @@ class Selection:
         return {name: probe for family in self._families.values() for name, probe in family.probes_by_name().items()}
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock, which another thread of the parent may have locked at the fork."""
+        """Replace the lock, which another thread may have locked at the fork."""
         self._lock = RLock()
         if (functions := self._families.get("functions")) is not None:
             functions.after_fork_in_child()
         self._ports = frozenset()
 
     def undo(self) -> None:
-        """Remove every probe, the last one first."""
         with self._lock:
             if self._undo_imports is not None:
                 self._undo_imports()
@@ -240,13 +237,13 @@ class Selection:
                 family.undo()
 
     def may_match(self, module_name: str) -> bool:
-        """Load the families of a module's package. Return True if a rule may select something in the module."""
+        """Return True if a rule may select something in a module. First load the families of the module's package."""
         for key in self._families_to_load(module_name):
             self.attach_family(key)
         return any(family.may_match(module_name) for family in list(self._families.values()))
 
     def _must_watch(self, module_name: str) -> bool:
-        """Return True if the import of a module must be watched, to attach probes or to report an engine."""
+        """Return True if the import of a module must be watched, for probes or to report an engine."""
         return self.may_match(module_name) or module_name in ENGINES or module_name in self._loading_packages
 
     def _note_import(self, module_name: str) -> None:
@@ -254,7 +251,7 @@ class Selection:
             self.begun(module_name)
 
     def attach_to(self, module: ModuleType) -> bool:
-        """Attach the probes of all families in a module that has been imported. Return True if it has changed."""
+        """Attach the probes of all families in an imported module. Return True if functions were replaced."""
         copied = False
         with self._lock:
             for family in list(self._families.values()):
@@ -267,10 +264,8 @@ class Selection:
         return copied
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdicts on all rules, in the order of the profile.
-
-        `of_all` is False to leave out families that are not loaded.
-        """
+        """Return the verdicts on all rules, in the order of the profile. With `of_all=False`, families that are not
+        loaded are left out."""
         for key in list(self._unloaded) if of_all else ():
             self.attach_family(key)
         with self._lock:
@@ -280,10 +275,8 @@ class Selection:
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_preset_rules(self) -> set[str]:
-        """Return the names of the preset's rules for packages that the service has not imported.
-
-        Rules for requests are left out, because every service that uses a preset should have requests.
-        """
+        """Return the names of the preset's rules for packages that are not imported. Rules for requests are left
+        out."""
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
             for key, family in self._families.items():
@@ -294,39 +287,35 @@ class Selection:
         return names
 
     def has_requests(self) -> bool:
-        """Return True if a server or a rule has recorded a request."""
         family = self._families.get("requests")
         return family is not None and bool(family.has_begun())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return how often each site blocked an event loop, and the longest block of each site in ns."""
+        """Return the number of blocks of an event loop by each site, and the longest in ns."""
         family = self._families.get("requests")
         return {} if family is None else family.blockers()
 
     def note_connections(self, ports: Iterable[int]) -> None:
-        """Store the ports of this process on which the agent has seen connections."""
         self._ports |= frozenset(ports)
 
     def look_for_connections(self) -> None:
-        """Look for ports of this process that have connections, if no request has been recorded."""
+        """Look for ports of this process with connections, if no request has been recorded."""
         is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
         if is_asked and environment.has_listening_socket():
             connections = environment.connections_of(Path("/proc/self"))
             self.note_connections(connections.open | connections.closed)
 
     def argument_watch(self) -> ArgumentWatch | None:
-        """Return the watch of arguments if `instrument init` has started the process, else None."""
         functions: Functions | None = self._families.get("functions")
         return None if functions is None else functions.watch
 
     def sites_of(self, label: str) -> set[Site]:
-        """Return the sites of a recorded function by its label, `module:qualname`."""
         functions: Functions | None = self._families.get("functions")
         with self._lock:
             return set() if functions is None else functions.sites_of(label)
 
     def detach(self, site: Site) -> Undo | None:
-        """Remove the probes of a site. Return the function that puts them back, None if the site has no probe."""
+        """Remove a site's probes. Return the function that undoes this, None if the site has no probe."""
         with self._lock:
             for key in ("functions", "layers"):
                 family: Functions | Layers | None = self._families.get(key)

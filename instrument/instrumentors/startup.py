@@ -1,9 +1,8 @@
 """Record a service's start: functions that load or compile a model, and the durations of imports.
 
-`startup: auto` in a profile adds function rules for known frameworks, with the phase `load` or `compile`.
-
-To time imports, the function that Python calls for each module not yet in `sys.modules` is replaced. Each top-level
-package has a self time, and a time that includes the packages that it imports.
+`startup: auto` adds function rules for known frameworks, with the phase `load` or `compile`. To time imports, Python's
+function that imports a module is replaced. Each package has a self time, and a time that includes the packages that it
+imports.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ COMPILES = {
     "torch.jit._freeze:freeze": "torch.jit.freeze",
     "torch.export:export": "torch.export.export",
 }
-"""The names of spans, by function. `torch.jit.trace` and `script` are not replaced, because they read names from the
-frame of their caller."""
+"""The names of spans, by function. `torch.jit.trace` and `script` are missing, because they read names from their
+caller's frame."""
 
 
 def _make_rules() -> tuple[FunctionRule, ...]:
@@ -67,7 +66,7 @@ def _make_rules() -> tuple[FunctionRule, ...]:
 
 
 class StartupWatch(Instrumentor):
-    """The instrumentor of `startup: auto`, without the times of imports."""
+    """The instrumentor of `startup: auto`, except for the times of imports."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         super().__init__(rules, recorder)
@@ -94,7 +93,6 @@ class StartupWatch(Instrumentor):
         self._functions.undo()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the functions of imported frameworks."""
         verdicts = [verdict for verdict in self._functions.verdicts() if verdict.state not in ("waiting", "not found")]
         if self._dynamo is not None:
             verdicts.append(self._dynamo)
@@ -102,10 +100,7 @@ class StartupWatch(Instrumentor):
         return [dataclasses.replace(verdict, site=None) for verdict in verdicts]
 
     def _watch_dynamo(self, module: ModuleType) -> None:
-        """Record each compilation of torch.compile as a span of the thread that waits for it.
-
-        torch calls the replaced method around each compilation, on each thread that compiles.
-        """
+        """Record each compilation by torch.compile as a span of the thread that waits for it."""
         if self._undos:
             return
         owner = getattr(module, "CompilationCallbackHandler", None)
@@ -132,23 +127,23 @@ class StartupWatch(Instrumentor):
 # The durations of imports
 
 LIMIT = 2_000
-"""The maximum number of packages whose imports are timed separately. Further packages share one entry."""
+"""The maximum number of packages with an entry of their own. Further packages share one."""
 
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The number of newest imports whose start time is kept, so that reports can count imports after the first request."""
+"""The number of newest imports whose start times are stored. Reports count those after the first request."""
 
 OWN = __name__.partition(".")[0]
 
 _IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
-"""The packages of Python's import system. Their frames are between the importing code and the timed function."""
+"""The packages of Python's import system, whose frames are between the importing code and the timed function."""
 
 _clock = time.monotonic_ns
 
 
 class _OpenImport:
-    """A package that a thread is importing. `others_ns` is the time of the packages that it imports in turn."""
+    """A package that a thread is importing. `others_ns` is the time of the other packages that it imports."""
 
     __slots__ = ("began_ns", "is_ours", "is_outermost", "others_ns", "package")
 
@@ -166,8 +161,7 @@ class _Local(threading.local):
 
 
 class ImportTimes:
-    """The times of imports by package, since `install`. `is_inside()` returns True while the calling thread has an open
-    span."""
+    """The times of imports by package. `is_inside()` returns True while the calling thread has an open span."""
 
     def __init__(self, is_inside: Callable[[], object]) -> None:
         self._is_inside = is_inside
@@ -175,14 +169,14 @@ class ImportTimes:
         self.why_not = ""
 
     def after_fork_in_child(self) -> None:
-        """Drop all times, because the forked child has not imported the parent's modules itself."""
+        """Drop all times. The child has not imported the parent's modules itself."""
         self._local = _Local()
         self._lock = Lock()
         self._packages: dict[str, list[int]] = {}
         self._newest: deque[tuple[int, str, int]] = deque(maxlen=NEWEST)
 
     def install(self) -> Undo:
-        """Time imports from now on. Return the function that stops this. `why_not` is the reason if that fails."""
+        """Time imports from now on. Return the function that undoes this. After a failure, `why_not` has the reason."""
         bootstrap: Any = sys.modules.get("_frozen_importlib")
         original = getattr(bootstrap, "_find_and_load", None)
         if not isinstance(original, FunctionType):
@@ -239,10 +233,9 @@ class ImportTimes:
             self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
     def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
-        """Return the times of the finished imports by package.
+        """Return the times of finished imports by package. `request_ns` is the start of the first request.
 
-        `request_ns` is the start time of the first request. Up to `NEWEST` imports that start later are summed
-        separately.
+        Up to `NEWEST` imports after the first request are also summed separately.
         """
         late: Counter[str] = Counter()
         with self._lock:
@@ -256,7 +249,7 @@ class ImportTimes:
 
 
 def _is_own_request(frame: FrameType | None) -> bool:
-    """Return True if code of this package causes an import. `python -m` imports its module without such code."""
+    """Return True if code of this package makes an import, except imports for `python -m`."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in _IMPORTERS:

@@ -1,12 +1,10 @@
 """Find the functions (targets) that a pattern of a profile selects in a module.
 
-A pattern is `module:qualname`, where `*` matches within a segment and `**` crosses dots. A pattern with a wildcard
-selects only functions that the module itself defines. A wildcard such as `Engine.*` selects no special methods except
-`__init__` and `__call__`. A name without wildcards that ends in `+` selects a method and its overrides in all
-subclasses.
+In a pattern `module:qualname`, `*` matches within a segment and `**` crosses dots. `+` after a method's name also
+selects its overrides in subclasses. A function that a known decorator has put inside an object is found, too.
 
-A function that a known decorator has put inside an object is found, too. A wildcard skips properties and partial
-objects.
+A pattern with a wildcard selects only functions that the module itself defines. It skips properties, partial objects,
+and special methods except `__init__` and `__call__`.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ _CONTEXT_MANAGERS = tuple(
     for code in decorator.__code__.co_consts
     if isinstance(code, CodeType)
 )
-"""The code objects of the functions that `contextlib` makes from generators. They identify such context managers."""
+"""The code objects of the functions that `contextlib` makes from generators."""
 
 _FIELD = late_pattern(r"\{(module|qualname|class|function)\}")
 
@@ -65,16 +63,15 @@ SUBCLASSES = "+"
 """The suffix of a pattern that also selects a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The maximum number of objects that are searched for the function inside a decorator's object."""
+"""The maximum number of objects that are searched for a function inside a decorator's object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function that a rule selects, with the place where it can be replaced.
+    """A function that a rule selects, with the attribute `owner.attribute` where it can be replaced.
 
-    `raw` is the value of `owner.attribute`: the function itself, or a decorator's object that contains it. `put`
-    replaces the function in that object. `raw` is None if no new value of the attribute is needed. `note` is an
-    explanation for the user, or "".
+    `raw` is the attribute's value: the function, or a decorator's object that contains it. It is None if the attribute
+    remains as it is. `put` replaces the function in `raw`. `note` is for the user, or "".
     """
 
     owner: Any
@@ -92,13 +89,13 @@ class Target:
 
     @property
     def name(self) -> str | None:
-        """The name for the target's spans if the function's own name is unclear, such as `<lambda>`, else None."""
+        """The name of the target's spans if the function's own name says nothing, such as `<lambda>`, else None."""
         own_name = getattr(self.function, "__name__", "")
         part = self.qualname.rpartition(".")[2]
         return self.qualname if own_name in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
 
     def fill_fields(self, name: str) -> str:
-        """Fill `{module}`, `{qualname}`, `{class}` and `{function}` in the span name that a rule gives."""
+        """Replace `{module}`, `{qualname}`, `{class}` and `{function}` in a rule's span name."""
         owner, _, function_name = self.qualname.rpartition(".")
         value_by_field = {"module": self.module, "qualname": self.qualname, "class": owner, "function": function_name}
         return _FIELD.sub(lambda field: value_by_field[field[1]], name)
@@ -106,7 +103,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """A function that a rule selects but that cannot be recorded, with the reason."""
+    """A selected function that cannot be recorded, and the reason."""
 
     label: str
     why: str
@@ -114,7 +111,7 @@ class Unreachable:
 
 @lru_cache(maxsize=4096)
 def compile_dotted_pattern(text: str) -> Pattern[str]:
-    """Compile a dotted pattern, in which `*` matches within a segment and `**` matches any number of segments."""
+    """Compile a dotted pattern. `*` matches within a segment, and `**` any number of segments."""
     segments = text.split(".")
     last = len(segments) - 1
     expression = ""
@@ -127,7 +124,6 @@ def compile_dotted_pattern(text: str) -> Pattern[str]:
 
 
 def matches(text: str, name: str) -> bool:
-    """Return True if a dotted name matches a dotted pattern."""
     return compile_dotted_pattern(text).match(name) is not None
 
 
@@ -140,7 +136,7 @@ def site_of(
     phase: str | None = None,
     min_ns: int = 0,
 ) -> Site:
-    """Return a site for a function, with its names, file and line. `name` replaces the function's own name."""
+    """Make a site for a function, with its names, file and line. `name` replaces the function's name."""
     inner = inspect.unwrap(function, stop=lambda f: hasattr(f, "__instrument__")) if callable(function) else function
     code = getattr(inner, "__code__", None)
     qualname = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
@@ -164,9 +160,9 @@ def qualname_of(function: Any) -> str:
 
 
 def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
-    """Yield the functions of a module that the qualname of a pattern selects, without running code of the module.
+    """Yield the functions of a module that a pattern selects, without running code of the module.
 
-    `name` is the module's name in labels, such as `__main__`. It defaults to the module's own.
+    `name` is the module's name in labels, by default its own.
     """
     qualname = match.partition(":")[2].removesuffix(SUBCLASSES)
     name = name or module.__name__
@@ -200,8 +196,8 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
 
 
 def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions that `qualname`, a name without wildcards, selects. `last` is the last part of the name, an
-    attribute of `owner`."""
+    """Yield the functions that a name without wildcards selects. `last` is the last part of `qualname`, an attribute of
+    `owner`."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -231,7 +227,7 @@ def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -
 
 
 def _add_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
-    """Yield the targets. If a decorator's object (`holder`) contains them, add a note that names the object's class."""
+    """Yield the targets. Those inside a decorator's object (`holder`) get a note with its class."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
             yield thing
@@ -241,8 +237,7 @@ def _add_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[
 
 
 def _raw_attribute(owner: Any, attribute: str) -> Any:
-    """Return the value of an attribute without binding it: a descriptor is returned itself. Return None for a missing
-    attribute."""
+    """Return an attribute's unbound value, None if it is missing."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
     names = own_names(owner) or {}
@@ -286,7 +281,6 @@ def _find_all(
 
 
 def site_on(function: Any) -> Site | None:
-    """Return the site of a recording function, None for any other object."""
     if _NATIVE is not None and isinstance_of(function, _NATIVE.Function):
         site = getattr(function, "__instrument__", None)
     else:
@@ -303,27 +297,25 @@ def is_public(method: str) -> bool:
 
 
 def _is_function(thing: Any) -> bool:
-    """Return True for a function that can be replaced by a recording function."""
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or site_on(thing) is not None
 
 
 def find_in_override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions in a method that a class itself defines, as targets."""
     home: str = type_attribute(cls, "__module__")
     yield from _find_in_value(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
 
 
 def override_label(cls: type[Any], attribute: str) -> str:
-    """Return the label by which a rule can select a method of a class: `module:qualname`."""
+    """Return the label `module:qualname` by which a rule can select a method of a class."""
     return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
 
 
 def _find_in_value(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
-    """Yield the functions in an attribute's value as targets. `home` is the module that defines them."""
+    """Yield the functions in an attribute's value. `home` is the module that defines them."""
     module, _, qualname = label.partition(":")
     parts = list(parts_of(raw))
     for part in parts:
@@ -355,7 +347,8 @@ def _find_in_value(
 
 
 class DecoratedPart(NamedTuple):
-    """A function inside a decorator's object. `put` replaces it, and `suffix` ends its label, such as `.setter`."""
+    """A function inside a decorator's object. `put` replaces the function, and `suffix` ends its label, such as
+    `.setter`."""
 
     suffix: str
     function: Any
@@ -363,7 +356,7 @@ class DecoratedPart(NamedTuple):
 
 
 def parts_of(raw: Any) -> Iterator[DecoratedPart]:
-    """Yield the functions inside a decorator's object. A plain function is yielded itself."""
+    """Yield the functions inside a decorator's object, or a plain function itself."""
     kind = type(raw)
     parts: list[tuple[str, Any, Put]]
     if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and site_on(raw) is None:
@@ -396,7 +389,6 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
 
 
 def _put_and_return(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
-    """Change an object by `put(*arguments)`, and return it."""
     put(*arguments)
     return raw
 
@@ -415,7 +407,7 @@ def _set_accessor(raw: property, index: int, new: Any) -> property:
 
 
 def _find_wrapped_slot(kind: type) -> Any:
-    """Return the slot for the function in wrapt's wrapper class, None for other classes."""
+    """Return the slot of wrapt's wrapper class for the wrapped function, None for other classes."""
     if type_attribute(kind, "_self_wrapper") is None:
         return None
     slot = type_attribute(kind, "__wrapped__")
@@ -423,7 +415,7 @@ def _find_wrapped_slot(kind: type) -> Any:
 
 
 def _find_class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
-    """Find a class by its module and name inside the object that a framework's decorator made (an actor)."""
+    """Find a class by module and name inside an object that a framework's decorator made, such as an actor."""
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
     cls: type[Any] | None = _find_decorated(raw, module, qualname, type)[0]
@@ -431,9 +423,9 @@ def _find_class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None
 
 
 def _find_decorated(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
-    """Find a function or class by its module and name inside the object that a framework's decorator made.
+    """Find a function or class by module and name inside an object that a framework's decorator made.
 
-    Also return a function that replaces it, None if no attribute and no dict refers to it.
+    Also return a function that replaces it, None if it cannot be replaced.
     """
     visited, near = {id(raw)}, Kept([raw])
     function: Any = None
@@ -460,7 +452,7 @@ def _find_decorated(raw: Any, module: str, qualname: str, kind: type[Any] = Func
 
 
 def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
-    """Yield each object, class and dict that contains a function, with the function's name there."""
+    """Yield each object, class and dict in `near` that contains a function, and the function's name there."""
     for thing in near:
         names = (
             type_namespace(thing) if isinstance_of(thing, type) else thing if type(thing) is dict else own_names(thing)
@@ -472,7 +464,7 @@ def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, Deco
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
     """Replace a function in all objects, classes and dicts of `near` that contain it. `now` is a list with the current
-    function."""
+    one."""
     for thing, name, part in Kept(_find_containers(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
@@ -483,7 +475,7 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
 
 
 def all_labels(modules: Iterable[ModuleType]) -> list[str]:
-    """Return the labels of all functions in the modules, to name the most similar one in a message."""
+    """Return the labels of all functions in the modules, for messages that name the most similar one."""
     things = (
         thing for module in modules for thing in _find_all(module, module, "", "**", set(), called=names_of(module)[-1])
     )

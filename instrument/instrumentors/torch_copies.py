@@ -1,7 +1,7 @@
 """Record the copies of torch: the methods of tensors and storages that copy.
 
-Moving a model (`Module.to`), loading a checkpoint or pinning a batch calls these methods for each tensor. Functions
-such as `torch.tensor` are not replaced, because torch.compile compares them by identity.
+Moving a model, loading a checkpoint or pinning a batch calls these methods for each tensor. Functions such as
+`torch.tensor` are not replaced, because torch.compile compares them by identity.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__flo
 
 
 def why_absent(torch: Any) -> str:
-    """Return the reason why this build of torch cannot use a device, "" if it can. Does not call the driver."""
+    """Return the reason why this build of torch has no device, "" if it has one. Does not call the driver."""
     return "" if _device_tests(torch) else "this torch is built without a device: no copy to or from one can happen"
 
 
 def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable[[], bool] | None = None) -> None:
-    """Replace the methods that copy.
-
-    A replaced method records nothing until `initialised` returns True, because torch uses no device before that.
-    `initialised` defaults to `torch.cuda.is_initialized` (also for HIP), which takes about 40 ns.
-    """
+    """Replace the methods that copy. They record nothing until `initialised()` is true, as torch uses no device
+    before."""
     used = _make_used_test(torch, patched.copies) if initialised is None else initialised
     compiling = get_compiling_test(torch)
 
@@ -75,10 +72,9 @@ def _read_no_stream(args: Any, kwargs: Any) -> Any:
 
 
 def _find_device(args: Any, kwargs: Any) -> Any:
-    """Return the device on which a copy is timed: that of the source or, if the source is on the host, that of the
-    target.
+    """Return the device on which a method call such as `tensor.to` is timed, None for the current one.
 
-    `args` and `kwargs` belong to a call of a method such as `tensor.to`. None means the current device.
+    It is the source's device or, if the source is on the host, the target's.
     """
     source = args[0]
     if source.is_cuda:
@@ -96,7 +92,7 @@ def _find_device(args: Any, kwargs: Any) -> Any:
 
 
 def device_direction(source: Any, target: Any) -> str | None:
-    """Return the direction of a copy between two torch devices, None if one is `meta`, which has no data."""
+    """Return the direction of a copy between two torch devices, None for `meta`, which has no data."""
     if "meta" in (source.type, target.type):
         return None
     return direction_between(*(None if device.type == "cpu" else device for device in (source, target)))
@@ -106,14 +102,12 @@ def device_direction(source: Any, target: Any) -> str | None:
 
 
 def _read_conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the transfer of a method that returns a new tensor, None if it has copied nothing."""
     if not hasattr(out, "device"):  # `type()` names the class
         return None
     return _make_transfer(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
 
 
 def _read_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the transfer of `target.copy_(source)`."""
     source = read_argument(args, kwargs, 1, "src", kwargs.get("other"))
     if not hasattr(source, "device") or source is out:
         return None
@@ -134,7 +128,6 @@ def _make_transfer(source: Any, out: Any, target: Any, asynchronous: bool, overw
 
 
 def _read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the transfer of a method that reads a tensor's values into Python objects, and so waits for the device."""
     source = args[0]
     if source.device.type in ("cpu", "meta"):
         return None
@@ -156,12 +149,12 @@ def _read_storage_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _skip_fake(facts: Facts, fake: Any) -> Facts:
-    """Wrap a reader of transfers so that calls with fake tensors, with which torch traces, count as no transfer."""
+    """Wrap a reader of transfers. Calls with fake tensors, by which torch traces, count as no transfer."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
 
 
 def _skip_same(facts: Facts, fake: Any) -> Facts:
-    """Wrap a reader of transfers so that a call that returns its own tensor or a fake tensor counts as no transfer."""
+    """Wrap a reader of transfers. A call that returns its own tensor or a fake one counts as no transfer."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
@@ -177,7 +170,7 @@ def _shares_memory(source: Any, out: Any) -> bool:
 
 
 def _is_asynchronous(args: Any, kwargs: Any) -> bool:
-    """Return True if `non_blocking` is true in a call, passed by name or as the first boolean argument."""
+    """Return True if `non_blocking` is true in a call, by name or as the first boolean argument."""
     return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
 
 
@@ -185,9 +178,10 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _device_tests(torch: Any) -> list[Callable[[], bool]]:
-    """Return a test per kind of device that this build of torch supports. It is true once the process uses the kind.
+    """Return a test per kind of device of this torch build, which is true once the process uses it. For MPS, the device
+    need only exist.
 
-    The tests call no driver, because that would break forked children. For MPS the test is true if a device exists.
+    The tests call no driver, because that would break forked children.
     """
     version = getattr(torch, "version", None)
     tests: list[Any] = []
@@ -205,7 +199,7 @@ def _device_tests(torch: Any) -> list[Callable[[], bool]]:
 
 
 def _find_private_backend(torch: Any) -> str:
-    """Return the kind of device that another package has added to torch, such as `npu`, "" for none."""
+    """Return the kind of device that another package has added to torch, such as `npu`, "" without one."""
     read_name = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
     name = read_name() if read_name is not None else ""
     return name if name and hasattr(torch, name) else ""

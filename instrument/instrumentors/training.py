@@ -1,13 +1,11 @@
 """Record training loops with torch: their phases, and the communication between their processes.
 
-The phases are forward, backward and optimizer, each a span of kind `phase`. Forward is the outermost call of a module
-on a thread. Backward is a run of the autograd engine (`backward`, `grad`). Optimizer is the `step` of any optimizer. A
-module called inside backward recomputes activations, so its span is `recompute`.
+Each phase is a span of kind `phase`. Forward is the outermost call of a module on a thread, backward a run of the
+autograd engine, and optimizer the `step` of any optimizer. A module that is called inside backward recomputes
+activations, so its span is `recompute`.
 
-Each call of torch.distributed is a span of kind `comm`. A synchronous collective is one span, such as `all_reduce`. An
-asynchronous collective has two spans: `all_reduce` for the call, and `all_reduce.wait` for the wait. The attribute
-`in_flight_ns` is the time from the call to the end of the wait. A span has attributes for the operation, bytes (the
-larger of this rank's input and output), backend, group, rank and world size.
+Each call of torch.distributed is a span of kind `comm`. An asynchronous collective has a second span for the wait, such
+as `all_reduce.wait`. Its attribute `in_flight_ns` is the time from the call to the end of the wait.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
 }
-"""The phases that suppress a call's span while they are open on the call's thread, by the phase of the call."""
+"""The phases that suppress a call's span while they are open on its thread, by the call's phase."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -53,7 +51,7 @@ _WRAPPED_IN: Mapping[str, str] = {
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""The attribute that holds the wrapped model, by the name of the wrapper's class."""
+"""The attribute with the wrapped model, by the name of the wrapper's class."""
 
 UNSEEN_PHASES = (
     "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
@@ -61,7 +59,7 @@ UNSEEN_PHASES = (
 
 
 class _Inside(threading.local):
-    """The phase that is now open on each thread."""
+    """The phase that is open on the current thread."""
 
     phase: str | None = None
 
@@ -85,7 +83,6 @@ class Phases(Switch):
         self._exclude_functions: Callable[[Iterable[Any]], None] = lambda functions: None
 
     def attach_to(self, torch: Any) -> None:
-        """Wrap the calls of modules, of the autograd engine and of optimizers, after the import of torch."""
         if self._attached:
             return
         self._attach()
@@ -111,7 +108,6 @@ class Phases(Switch):
         self._recordings.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the recorded phases, and on calls that cannot be recorded."""
         if not self.hits:
             why = "no module, backward or optimizer has run" if self._met else "torch not imported"
             return [Verdict("phases", "waiting", why=why)]
@@ -127,9 +123,8 @@ class Phases(Switch):
     def _wrap_call(self, method: Callable[..., Any]) -> Any:
         """Return the wrapper of `Module.__call__`. No other function may use it.
 
-        torch.profiler (`with_stack`) recognises calls of modules by the code of `Module.__call__`, now the wrapper's,
-        and reads the module from its local `self`. If that local were missing, or were an optimizer, the process would
-        crash.
+        torch.profiler (`with_stack`) recognises the wrapper's code, and reads the module from its local `self`. If
+        `self` were missing, or an optimizer, the process would crash.
         """
         recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[FORWARD]
         is_compiling = self._is_compiling
@@ -146,7 +141,7 @@ class Phases(Switch):
         return wrapper
 
     def _wrap_function(self, phase: str, function: Callable[..., Any]) -> Any:
-        """Return the wrapper of an optimizer's `step`, or of the function that runs the autograd engine."""
+        """Return the wrapper of an optimizer's `step`, or of the autograd engine."""
         recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[phase]
         is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
 
@@ -161,7 +156,7 @@ class Phases(Switch):
         return wrapper
 
     def _run_call(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call, and record it as a phase. A thread that runs a task of autograd counts as inside backward."""
+        """Run a call, and record it as a phase. A thread that runs an autograd task counts as inside backward."""
         if not self._attached:  # a compiled model still calls its wrapper afterwards
             return function(*args, **kwargs)
         inside = self._inside
@@ -189,7 +184,7 @@ class Phases(Switch):
             inside.phase = before
 
     def _make_recording(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
-        """Make the function that records a phase for objects of a class, at the first call on such an object."""
+        """Make the function that records a phase of objects of a class, at the first call on one."""
         key = phase, id(subject), id(function)
         site = self._find_site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
@@ -217,10 +212,7 @@ class Phases(Switch):
     # ---------------------------------------------------------------- optimizers
 
     def _watch_optimizers(self, base: type[Any]) -> None:
-        """Wrap the `step` of each optimizer class when its first object is made.
-
-        torch itself wraps `step` at that moment. The wrapper here is around that of torch, and is removed at the end.
-        """
+        """Wrap each optimizer class's `step` when its first object is made. torch itself wraps it at that moment."""
         patch = getattr(base, "_patch_step_function", None)
         if not isinstance(patch, FunctionType):
             self._lacking.append("Optimizer")
@@ -256,7 +248,6 @@ class Phases(Switch):
 
 
 def _unwrap_model(thing: Any) -> Any:
-    """Return the model inside wrappers of torch.compile and of distributed training."""
     while (attribute := _WRAPPED_IN.get(type(thing).__name__)) is not None:
         inner = (vars(thing).get("_modules") or {}).get(attribute)
         if inner is None:
@@ -288,8 +279,7 @@ _METHODS: Mapping[str, Sequence[str]] = {
     "coalesced": ("_end_coalescing",),
 }
 OPERATIONS: Mapping[str, str] = {method: name for name, methods in _METHODS.items() for method in methods}
-"""The name of an operation in `torch.distributed`, by the method of process groups that performs it. The methods are
-those of all versions of torch."""
+"""The operation of `torch.distributed` that a method of process groups performs. All versions of torch are included."""
 
 PEERS = frozenset({"send", "recv"})
 
@@ -301,7 +291,7 @@ UNSEEN_COMM = (
 
 @dataclass(slots=True)
 class _Issued:
-    """A communication that has begun. `waits` is True if one span covers call and wait, as the call is synchronous."""
+    """A communication that has begun. `waits` is True for a synchronous call, whose one span includes the wait."""
 
     site: Site
     wait_site: Site
@@ -330,7 +320,6 @@ class Comm(Switch):
         self._why = "torch.distributed not imported"
 
     def attach_to(self, module: Any) -> None:
-        """Replace the methods of process groups and of `Work`, after the import of torch.distributed."""
         if self._attached:
             return
         group, work = getattr(module, "ProcessGroup", None), getattr(module, "Work", None)
@@ -354,7 +343,6 @@ class Comm(Switch):
         self._issued.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the recorded operations and on those that cannot be recorded."""
         if not self._met:
             return [Verdict("comm", "waiting", why=self._why)]
         if not self.hits:
@@ -365,7 +353,6 @@ class Comm(Switch):
     # ---------------------------------------------------------------- calls
 
     def _wrap(self, method: Callable[..., Any], begin: Callable[..., _Issued | None], end: Callable[..., Any]) -> Any:
-        """Wrap a method so that `begin` is called before each call, and `end` after it."""
         recorder, is_compiling = self._recorder, self._is_compiling
 
         @functools.wraps(method)
@@ -384,7 +371,6 @@ class Comm(Switch):
         return wrapper
 
     def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued:
-        """Begin the communication of a call, with its site and attributes."""
         waits = any(getattr(argument, "asyncOp", None) is False for argument in (*args, *kwargs.values()))
         moved_bytes, on_device = _measure_largest(args[1:])
         attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
@@ -396,7 +382,7 @@ class Comm(Switch):
         return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
 
     def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None) -> None:
-        """Record a call that has returned, unless its span also covers the wait."""
+        """Record a call that has returned. If its span includes the wait, do nothing yet."""
         if issued is None:
             return
         may_wait = error is None and hasattr(work, "wait")
@@ -406,7 +392,7 @@ class Comm(Switch):
             self._issued[work] = issued
 
     def _begin_wait(self, args: Any, kwargs: Any) -> _Issued | None:
-        """Begin the wait for a communication. Return the communication, None if it is unknown."""
+        """Begin the wait for a communication, and return the communication, None if it is unknown."""
         issued = self._issued.pop(args[0], None)
         if issued is not None:
             if not issued.waits:
@@ -415,8 +401,7 @@ class Comm(Switch):
         return issued
 
     def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
-        """Record a wait that has ended. A synchronous call and its wait are one span. An asynchronous call and its wait
-        are separate spans."""
+        """Record a wait that has ended. A synchronous call and its wait are one span, otherwise they are two."""
         if issued is None:
             return
         if issued.waits:
@@ -441,7 +426,6 @@ class Comm(Switch):
     # ---------------------------------------------------------------- sites
 
     def _find_sites(self, operation: str, group: Any, on_device: bool) -> tuple[Site, Site]:
-        """Return the sites of an operation in a process group: of its calls, and of its waits."""
         key = operation, id(group), on_device
         sites = self._sites.get(key)
         if sites is None:
@@ -466,7 +450,7 @@ class Comm(Switch):
 
 
 def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued | None:
-    """Call a function of this module. If it raises, count the fault and return None."""
+    """Call a function of this module. After an error, count the fault and return None."""
     try:
         return call(*arguments)
     except Exception as fault:
@@ -475,7 +459,7 @@ def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued |
 
 
 def _group_attributes(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
-    """Return the attributes of a process group's spans, without the addresses of its processes."""
+    """Return a process group's attributes, without the addresses of its processes."""
     name = getattr(group, "group_desc", None) or getattr(group, "group_name", None)
     return (
         ("backend", str(group.name())),

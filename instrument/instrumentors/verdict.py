@@ -1,5 +1,5 @@
-"""The verdicts on a profile's rules. A verdict states whether a rule records its targets, and if not, why. `instrument
-check` prints them."""
+"""The verdicts on a profile's rules, which `instrument check` prints. A verdict states whether a rule records its
+targets, and if not, why."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ STATES: Mapping[str, str] = {
     "unreachable": "it exists, but its calls cannot be recorded",
     "not found": "its module has no such function or class",
 }
-"""The states of a verdict, with their meanings as printed."""
+"""The states of a verdict, and their meanings as printed."""
 
 RECORDING = ("attached", "partly", "uncalled")
-"""The states of a target that has a probe, so that its calls are recorded."""
+"""The states of a target whose calls are recorded."""
 
 _BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""The order of precedence when verdicts of several processes on a target are merged: the first state wins."""
+"""The states in order of precedence. When verdicts of several processes are merged, the first state wins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a rule of the profile, or on one target of the rule.
+    """The verdict on a rule of the profile, or on one target of the rule. `state` is a key of `STATES`.
 
-    `state` is a key of `STATES`, and `why` explains it. `target` is "" for the rule as a whole. `calls` counts the
-    target's recorded calls; it is None before they are counted.
+    `why` explains the state. `target` is "" for the whole rule. `calls` counts recorded calls, None before they are
+    counted.
     """
 
     rule: str
@@ -64,12 +64,11 @@ class Verdict:
         return replace(self, calls=calls, state="uncalled" if self.state == "attached" and not calls else self.state)
 
     def facts(self) -> dict[str, Any]:
-        """Return all fields except `site` as JSON values. `Verdict(**facts)` restores the verdict."""
+        """Return all fields except `site` as JSON values, for `Verdict(**facts)`."""
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merge(self, peer: Verdict) -> Verdict:
-        """Merge the verdicts of two processes on a target. The state that takes precedence remains, and the calls are
-        summed."""
+        """Merge two processes' verdicts on a target. The calls are summed."""
         first, second = sorted((self, peer), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)
@@ -78,7 +77,7 @@ class Verdict:
 def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Merge the verdicts of several processes into one per target, in order of appearance.
 
-    A verdict on a rule as a whole remains only if the rule has no target in any process.
+    A verdict on a whole rule remains only if no process has a target of the rule.
     """
     whole: dict[tuple[str, str], Verdict] = {}
     for verdict in verdicts:
@@ -94,17 +93,15 @@ def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
-    """Return the marks with which this process reports its attached and its called rules to the run's processes."""
+    """Return the marks by which this process reports its attached and called rules to the run."""
     recording = [verdict for verdict in verdicts if verdict.state in RECORDING]
     marks = {board.attached_mark(verdict.rule) for verdict in recording}
     return marks | {board.called_mark(verdict.rule) for verdict in recording if verdict.calls}
 
 
 def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Drop verdicts on rules that record nothing here, if the board's `marks` show that another process records them.
-
-    Rules that record in this process keep all their verdicts.
-    """
+    """Drop the verdicts on rules that record nothing here, if the `marks` show that another process of the run records
+    them."""
     own_marks = marks_of(verdicts)
 
     def is_recorded_elsewhere(verdict: Verdict) -> bool:
@@ -115,7 +112,6 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
 
 
 def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
-    """Write the verdicts of this process for the `instrument check` that started it."""
     facts = {
         "pid": os.getpid(),
         "calls": calls,
@@ -130,12 +126,12 @@ def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iter
 
 
 def read_check_reports(folder: str) -> list[dict[str, Any]]:
-    """Read the reports that a command's processes wrote into a folder, in the order of process ids."""
+    """Read the reports of a command's processes from a folder, in the order of process ids."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
 
 
 def suggest_nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the end of a message that names the most similar of the names, "" if none is similar."""
+    """Return the end of a message that names the most similar name, "" if none is similar."""
     from instrument.profile.document import nearest
 
     name = nearest(word, names, cutoff)
@@ -143,7 +139,7 @@ def suggest_nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str
 
 
 def _add_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
-    """Add the imported module with the most similar name to the verdict on a rule whose module is not imported."""
+    """Name the most similar imported module in the verdict on a rule whose module is not imported."""
     texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
     hints = (suggest_nearest(text.partition(":")[0], sys.modules, 0.8) for text in texts)
     hint = next(filter(None, hints), "") if verdict.state == "waiting" else ""

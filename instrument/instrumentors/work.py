@@ -1,8 +1,8 @@
-"""Find the CUDA devices on which a call works, so that its device time is measured on the right devices.
+"""Find the CUDA devices on which a call works, so that its device time is measured there.
 
-A layer works on the devices of its parameters. For any other call, a torch model is searched for in the method's
-object, the arguments, and the names in the function's code. Without a model, the devices of tensor arguments are used.
-Without tensor arguments, the current device is used.
+A layer works on the devices of its parameters. For another call, a torch model is searched for in the method's object,
+the arguments, and the names in the function's code. Without a model, the devices of tensor arguments count, and without
+these the current device.
 
 Calls are examined only while device time is recorded, and if torch uses CUDA and has several devices.
 """
@@ -25,17 +25,16 @@ from instrument.recording.spans import Work
 from instrument.runtime.faults import FAULTS
 
 DEPTH = 3
-"""The levels to search for a model: the object, its attributes, and their attributes."""
+"""The levels of the search for a model: the object, its attributes, and their attributes."""
 
 THINGS = 1000
 """The maximum number of objects per level of the search for a model."""
 
 KEPT = 1024
-"""The maximum number of objects whose devices are cached. A further object empties the cache."""
+"""The maximum number of objects whose devices are cached. At the limit the cache is emptied."""
 
 SELDOM = 1024
-"""The maximum number of calls between two searches of an object without a model. The number begins at 1, and doubles
-with each such search up to this maximum."""
+"""The maximum number of calls between two searches of an object without a model. It doubles from 1 with each search."""
 
 ITEMS = 64
 """The maximum number of items to examine in a container among a call's arguments."""
@@ -45,11 +44,7 @@ _CONTAINERS = (list, tuple, dict, UserDict)
 
 
 class ModuleWork:
-    """The CUDA devices of a module, which may move to other devices.
-
-    One tensor per device is watched by a weak reference. After the deletion of all watched tensors, the last known
-    devices are returned.
-    """
+    """The CUDA devices of a module, which may move to other devices. One tensor per device is weakly referenced."""
 
     __slots__ = ("_devices", "_tensors")
 
@@ -59,13 +54,13 @@ class ModuleWork:
         self.watch_tensors(tensors)
 
     def watch_tensors(self, tensors: Iterable[Any]) -> None:
-        """Watch the given tensors from now on. Do nothing while an already watched tensor exists."""
+        """Watch these tensors, unless a watched tensor still exists."""
         if self.current_devices() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
     def current_devices(self) -> tuple[int, ...] | None:
-        """Return the devices of the watched tensors, None if all of them have been deleted."""
+        """Return the devices of the watched tensors, None if all tensors have been deleted."""
         tensors = self._tensors
         if len(tensors) == 1:  # the usual case, in a third of the time
             tensor = tensors[0]()
@@ -81,7 +76,7 @@ class ModuleWork:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices of the watched tensors. If all of them have been deleted, the last known devices."""
+        """The devices of the watched tensors, or the last known devices if all tensors have been deleted."""
         devices = self.current_devices()
         return self._devices if devices is None else devices
 
@@ -90,16 +85,15 @@ class ModuleWork:
 
 
 def list_tensors(module: Any) -> list[Any]:
-    """Return the parameters of a module, and its buffers too if no parameter is on a device."""
+    """Return a module's parameters and, if no parameter is on a device, also its buffers."""
     parameters = list(module.parameters())
     return parameters if any(parameter.is_cuda for parameter in parameters) else [*parameters, *module.buffers()]
 
 
 def search_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """Return a list with one tensor from the neighbours of a module without tensors, [] if they have none.
+    """Return a list with one tensor of a module's neighbours, [] if they have none. A tensor on a device is preferred.
 
-    The search begins with the modules before the given one, which make its input. It continues with the modules after
-    it, the parent, and the parent's neighbours. The first tensor on a device is returned, else the first on the host.
+    The preceding modules, which make the module's input, are searched first, then those after it and the parent.
     """
     host_tensors: list[Any] = []
     while (parent := parent_of(module)) is not None:
@@ -119,10 +113,7 @@ def search_near(module: Any, parent_of: Callable[[Any], Any], children: Callable
 
 
 class CallWork:
-    """A function that finds the devices of a call from its arguments, for the recorder. It never raises.
-
-    If a function is pickled by value, a copy of the finder is pickled with it. The copy examines only the arguments.
-    """
+    """A function that finds the devices of a call from its arguments. It never raises."""
 
     def __init__(self, recorder: Recorder, is_method: bool, function: FunctionType | None = None) -> None:
         self._recorder = recorder
@@ -137,7 +128,6 @@ class CallWork:
 
     @classmethod
     def of(cls, recorder: Recorder, function: Any) -> CallWork:
-        """Return the finder of devices for calls of a function."""
         if type(function) is not FunctionType:
             return cls(recorder, False)
         in_class = "." in function.__qualname__.rpartition("<locals>.")[2]
@@ -159,7 +149,7 @@ class CallWork:
             return None
 
     def _has_several_devices(self) -> bool:
-        """Return True if torch uses CUDA and has several devices. With a single device, no call is examined."""
+        """Return True if torch uses CUDA and has several devices. Otherwise no call is examined."""
         torch = sys.modules.get("torch")
         if torch is not self._torch:
             parts = (getattr(torch, name, None) for name in ("Tensor", "nn", "cuda"))
@@ -170,7 +160,7 @@ class CallWork:
         return torch is not None and self._several
 
     def _devices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the devices of the model that a call uses, or else of the tensors among its arguments."""
+        """Return the devices of the model that a call uses, or else of its tensor arguments."""
         module_type, tensor_type = self._torch.nn.Module, self._torch.Tensor
         tensors = []
         if self._is_method and args and (devices := self._cached_devices(args[0])):
@@ -209,7 +199,7 @@ class CallWork:
 
 
 class _DeviceCache:
-    """The devices of an object's models. Without a model, the calls until the next search are counted."""
+    """The cached devices of an object's models. An object without a model is searched again after some calls."""
 
     __slots__ = ("_calls", "_pause", "_work", "owner")
 
@@ -222,7 +212,6 @@ class _DeviceCache:
         self._calls, self._pause = 0, 1
 
     def find_devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
-        """Return the devices of the models that `models(thing)` finds, from the cache if possible."""
         devices = None if self._work is None else self._work.current_devices()
         if devices is not None:
             return devices
@@ -240,7 +229,7 @@ class _DeviceCache:
 def find_models(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
     """Search objects and their attributes for torch modules, without running code of the service.
 
-    Return the modules of the first level at which a module has a tensor on a device.
+    Return the modules of the first level with a tensor on a device.
     """
     visited: set[int] = set()
     level = list(things)
@@ -262,7 +251,6 @@ def find_models(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
 
 
 def _list_parts(thing: Any) -> Iterator[Any]:
-    """Return the items of a container, or the attributes of an object."""
     kind = type(thing)
     if issubclass(kind, (list, tuple)):
         return iter(thing)

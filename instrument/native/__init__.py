@@ -1,6 +1,6 @@
 """Imports the recorder, which is written in C. `WHY_MISSING` has the reason if this Python cannot use it.
 
-The recorder relies on the GIL, so this module does not import the recorder in a free-threaded Python.
+The recorder relies on the GIL, so it is not imported in a free-threaded Python.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def _load() -> tuple[Any, str]:
 
 
 MODULE, reason = _load()
-"""The extension module `_recorder`, or None if it is missing, and the reason why it is missing."""
+"""The extension module `_recorder`, None if it is missing, and the reason why it is missing."""
 
 WHY_MISSING = f"the recorder in C is missing: {reason}" if reason else ""
-"""The reason why nothing can be recorded, and what to do about it. It is "" if the recorder works."""
+"""The reason why nothing can be recorded, and the remedy, "" if the recorder works."""
 
 _IS_SWITCHED_OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", "no"}
 
 OFF = "INSTRUMENT=off" if _IS_SWITCHED_OFF else WHY_MISSING
-"""The reason why decorators and hooks do nothing in this process. It is "" if they record."""
+"""The reason why decorators and hooks do nothing in this process, "" if they record."""

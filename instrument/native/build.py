@@ -10,7 +10,7 @@ from setuptools.command.build_ext import build_ext
 
 
 class BuildRecorder(build_ext):  # type: ignore[misc]  # setuptools has no types
-    """A setuptools command that builds the extension on Pythons that can use it, CPython with the GIL."""
+    """A setuptools command that builds the extension for CPython with the GIL."""
 
     def run(self) -> None:
         """Build, unless this Python cannot use the recorder. Raises `SystemExit` if the compiler fails."""
@@ -20,7 +20,6 @@ class BuildRecorder(build_ext):  # type: ignore[misc]  # setuptools has no types
         super().run()
 
     def build_extension(self, ext: Any) -> None:
-        """Compile one extension."""
         try:
             super().build_extension(ext)
         except Exception as error:

@@ -73,7 +73,6 @@ class TcpConnection:
             pass  # the other side was quicker
 
     def close(self) -> None:
-        """Close the socket."""
         self._sock.close()
 
 
@@ -122,13 +121,10 @@ class TlsConnection(TcpConnection):
             super().send(self._outgoing.read(), left_s)
 
     def send(self, data: bytes, left_s: Callable[[], float]) -> None:
-        """Send all of the data. Raises `OSError`; `TimeoutError` if no time is left."""
         while data:
             data = data[self._repeat_step(partial(self._tls.write, data[:_CHUNK]), left_s) :]
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
-        """Receive at least one byte into a buffer. Return the number of bytes, 0 at the end of the data. Raises
-        `OSError`."""
         try:
             return int(self._repeat_step(partial(self._tls.read, len(buffer), buffer), left_s))
         except self._end:
@@ -154,7 +150,6 @@ class Timed(io.RawIOBase):
 
 
 def require_time_left(seconds: float) -> float:
-    """Return the remaining seconds. Raises `TimeoutError` if no time is left."""
     if seconds <= 0:
         raise TimeoutError("no answer in time")
     return seconds
@@ -192,8 +187,7 @@ class Proxy:
 
 
 def find_proxy(endpoint: str) -> Proxy | None:
-    """Return the proxy that the environment names for a collector, or None. `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`
-    and `NO_PROXY` are read as `requests` reads them for OpenTelemetry's SDK."""
+    """Return the proxy that the environment names for a collector, or None. Reads the variables as `requests` does."""
     url = urlsplit(endpoint)
     names = {name.lower(): name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value}
     variable = names.get(f"{url.scheme}_proxy") or names.get("all_proxy")

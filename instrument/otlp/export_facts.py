@@ -31,10 +31,9 @@ class Ids:
     """Converts the recorder's numbers to span and trace ids: random-looking, unique in the process, never zero.
 
     splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. No span has number 0, so the
-    id of 0 replaces an id that would be zero. Numbers from 2**63 up belong to device intervals. `instance` is the
-    process's service.instance.id. A forked child has seeds of its own. `run` names the run, "" for none. Without an
-    agent, the processes of a run derive the same trace id from a request's key, see
-    `instrument.trace.joined.trace_id_of`.
+    id of 0 replaces an id that would be zero. Numbers from 2**63 up belong to device intervals.
+
+    `instance` is the process's service.instance.id. `run` names the run, "" for none.
     """
 
     __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")
@@ -53,7 +52,6 @@ class Ids:
         return self._seed, *self._trace_seeds
 
     def span_id(self, number: int) -> int:
-        """Return the 64-bit id of a span of the recorder."""
         span_id: int = mix_bits(self._seed + number) or mix_bits(self._seed)
         return span_id
 
@@ -101,7 +99,6 @@ def mix_bits(value: Any) -> Any:
 
 
 def mix_span_ids(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a span id for each number, mixed with a seed as in `Ids.span_id`."""
     import numpy as np
 
     with np.errstate(over="ignore"):
@@ -116,11 +113,13 @@ def mix_span_ids(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class MeteredFacts:
     """The metrics that a process has asked for since `start_ns`, and the facts about them that only the process knows.
 
-    `asks` is True if the process has metrics other than gauges, `requests` if requests are recorded. `routes` are the
-    routes for which a model generates answers. `by` names the attribute that groups requests, in at most `at_most`
-    groups. `watches` is True if the meter also reads the spans of generators and batches. `calls` are the marks of
-    functions with metrics, `streams` the marks of functions that generate items. `environ` has the environment
-    variables that shape the metrics. `losses` and `queued` are counts, and `costs_ns` times, by name.
+    - `asks` is True if the process has metrics other than gauges, `requests` if requests are recorded.
+    - `routes` are the routes for which a model generates answers.
+    - `by` names the attribute that groups requests, in at most `at_most` groups.
+    - `watches` is True if the meter also reads the spans of generators and batches.
+    - `calls` are the marks of functions with metrics, `streams` the marks of functions that generate items.
+    - `environ` has the environment variables that shape the metrics.
+    - `losses` and `queued` are counts, and `costs_ns` times, by name.
     """
 
     start_ns: int
@@ -139,7 +138,6 @@ class MeteredFacts:
 
 
 UNMETERED = MeteredFacts(0)
-"""The facts of a process without metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,6 @@ def facts_as_json(
     spans_per_request: int,
     metered: MeteredFacts = UNMETERED,
 ) -> dict[str, Any]:
-    """Return the facts of an `ExportFacts` as JSON."""
     return {
         "seeds": list(ids.seeds),
         "instance": ids.instance,

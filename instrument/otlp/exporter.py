@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 LEAST_REQUEST_BYTES = 64 << 10
-"""The minimum in bytes to which refusals of a collector may reduce the limit of a request. If this many bytes wait in
-the queue, they are sent at once."""
+"""The minimum in bytes to which refusals of a collector may reduce the limit of a request. The queue is sent at once
+when it has this size."""
 HALVINGS = 12
 """The maximum number of requests in a row that are split in half because the collector refuses their size. 12 halvings
-lead from 4,000 spans to one span. After that, requests that are too large are dropped until the collector accepts
-one."""
+lead from 4,000 spans to one span."""
 
 HOLD_LIMIT_S = 300.0
 """The maximum seconds for which an answer of a collector can pause sending. Spans wait in the queue meanwhile."""
@@ -72,20 +71,19 @@ class Delivery:
 
 
 SILENCE_NS = 1_500_000_000
-"""Nanoseconds without an answer to a request after which the silence is logged."""
+"""The time in ns without an answer to a request after which the silence is logged."""
 
 
 class Exporter:
-    """Sends kept trees to a collector on one daemon thread, and counts what becomes of every span.
+    """Sends kept trees to a collector on one daemon thread, and counts what becomes of every span. Every method but
+    `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser.
 
-    A `Source` is a process whose spans are sent; `own` is this process. All sources share one connection. Every method
-    but `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads`
-    returns the names of threads by native id. Metrics have a queue and counts of their own, and are sent after spans.
-    `add_metrics` adds the metrics of another process. The origin and the ids of `own` may be read at any time. A newer
-    origin may replace the origin. Only an exporter for its own process `detects` that process's attributes. An exporter
-    that never `sends` has no metrics. The sending thread calls `settled(source)` before it sends spans of a source, and
-    after spans or metrics of the source were sent or lost. Raises `ExportError` for settings that cannot work, such as
-    grpc without its extra.
+    A `Source` is a process whose spans are sent; `own` is this process. `threads` returns the names of threads by
+    native id. Only an exporter for its own process `detects` that process's attributes. An exporter that never `sends`
+    has no metrics. The sending thread calls `settled(source)` before it sends spans of a source, and after spans or
+    metrics of the source were sent or lost.
+
+    Raises `ExportError` for settings that cannot work, such as grpc without its extra.
     """
 
     def __init__(
@@ -129,7 +127,6 @@ class Exporter:
 
     @property
     def component(self) -> str:
-        """The component type of this exporter in OpenTelemetry's conventions."""
         return f"otlp_{'grpc' if self._settings.protocol == 'grpc' else 'http'}_span_exporter"
 
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
@@ -139,7 +136,6 @@ class Exporter:
         return Metrics(url if self._sends else None, environ)
 
     def add_metrics(self, source: Source) -> None:
-        """Send the metrics of a source from now on."""
         with self._queue.lock:
             if source not in self._metered:
                 self._metered = (*self._metered, source)
@@ -153,7 +149,6 @@ class Exporter:
             time.sleep(_LOOK_S)
 
     def is_sending_metrics(self, source: Source) -> bool:
-        """Return True while metrics of a source are being sent, until their outcome is reported."""
         return self._metrics_source is source
 
     def resource(self) -> dict[str, object]:
@@ -162,11 +157,10 @@ class Exporter:
         return resource_attributes(self.own.origin, self.own.ids.instance, detected, provider_attributes())
 
     def start(self) -> None:
-        """Start the export thread unless it runs.
+        """Start the export thread unless it runs. The thread also sends spans that were offered before.
 
-        The thread also sends spans that were offered before. The first start imports modules on the calling thread, in
-        about 0.1 s. The export thread must not import them: a child forked in the middle of an import can never import
-        that module.
+        The first start imports modules on the calling thread, in about 0.1 s. A child forked during an import on the
+        export thread could never import that module.
         """
         self.prepare()
         for name in _PACKING:
@@ -201,8 +195,8 @@ class Exporter:
         return self._sender
 
     def send(self, bodies: Iterable[Body]) -> Delivery:
-        """Send packed requests one after the other on the calling thread. Use it in place of `start` and `submit`.
-        Stops at the first request that fails. A request fails at the latest after the time-out of the settings."""
+        """Send packed requests one after the other on the calling thread, in place of `start` and `submit`. Stops at
+        the first request that fails."""
         self.prepare()
         with self._queue.lock:
             sender = self._open_sender()
@@ -244,11 +238,11 @@ class Exporter:
         self.submit(bodies, source)
 
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
-        """Queue packed requests for sending. By default they belong to this process.
+        """Queue packed requests of a source, by default of this process. Return True if all were queued. Never waits
+        for a lock.
 
         Each request has at most `request_bytes`, as `Source.requests` makes it. Above `QUEUE_BYTES` the oldest requests
-        are dropped and counted. Return True if all requests were queued. Newer requests may still displace them. Never
-        waits for a lock.
+        are dropped and counted.
         """
         are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
@@ -298,10 +292,10 @@ class Exporter:
         return self._stop_at_ns == _NEVER_NS and max(self._deferred_until_ns, metrics_ns) > time_ns
 
     def stop(self, timeout_ns: int) -> Delivery:
-        """Flush within `timeout_ns` and end the thread, even if the collector never answers.
+        """Flush within `timeout_ns` and end the thread, even if the collector never answers. `start` begins again.
 
         Returns at most 0.2 s after `timeout_ns`. Spans that still wait then are counted as dropped, the spans of the
-        running request as failed. `start` begins again.
+        running request as failed.
         """
         self._stop_at_ns = time.monotonic_ns() + timeout_ns
         self._halt.put(None)
@@ -336,7 +330,7 @@ class Exporter:
         return self._queue.counts()
 
     def after_fork_in_child(self) -> None:
-        """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
+        """Forget the parent's spans, counts, ids, thread and connection. `start` begins again in the child."""
         self._sender.after_fork_in_child()
         self._reset_sources(self.own.origin)
         if self._detected is not None:
@@ -381,8 +375,8 @@ class Exporter:
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
         """Send the waiting snapshots and samples of each process that are due.
 
-        If the collector does not accept the metrics of one process, the next attempt is made after the usual delay. It
-        begins with the other processes, because the collector may refuse only that one.
+        After a failure for one process, the next attempt begins with the other processes, because the collector may
+        refuse only that one.
         """
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
@@ -403,8 +397,8 @@ class Exporter:
                     self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics. Return True if the collector has accepted them, or after a fault. The metrics of
-        other processes are sent next in both cases."""
+        """Send a process's metrics. Return False if the collector does not accept them, so that other metrics must
+        wait."""
         suppress_instrumentation()
         try:
             for request in metrics.requests(source.origin) if source in self._metered else ():
@@ -418,8 +412,7 @@ class Exporter:
         return True
 
     def _deliver_metrics(self, sender: Sender, source: Source, series: Sequence[Series]) -> Response:
-        """Send one request of metrics. A pause that the collector asks for delays later metrics, not spans. The last
-        request may take the whole time-out, because no spans wait behind it."""
+        """Send one request of metrics. A pause that the collector asks for delays later metrics, not spans."""
         is_last = self._stop_at_ns != _NEVER_NS
         patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
         left_s = partial(self._left_s, sender, time.monotonic_ns() + patience_ns)
@@ -431,7 +424,7 @@ class Exporter:
 
     def _deliver_request(self, sender: Sender, request: QueuedRequest) -> None:
         """Send one request, in halves if it is too large for the collector, and settle its spans. If the collector asks
-        for a pause, all spans wait, and then the request is sent again."""
+        for a pause, all spans wait."""
         timeout_ns = self._settings.timeout_ns
         last_ns = time.monotonic_ns() + timeout_ns
         suppress_instrumentation()
@@ -467,13 +460,13 @@ class Exporter:
         self._log_outcome(verdict)
 
     def _left_s(self, sender: Sender, deadline_ns: int) -> float:
-        """Return the seconds left for a request: 0 once the sender is replaced or the exporter has stopped."""
+        """Return the seconds left for a request, 0 once the sender is replaced or the exporter has stopped."""
         until_ns = min(deadline_ns, self._stop_at_ns)
         return (until_ns - time.monotonic_ns()) / 1e9 if self._is_current(sender) else 0.0
 
     def _await_retry(self, sender: Sender, deadline_ns: int) -> bool:
-        """Wait until the pause that the collector asked for is over. Return True if sending may go on. Return False at
-        once if the pause would outlast the exporter or the deadline of `send`."""
+        """Wait until the pause that the collector asked for is over. Return False if the exporter or the deadline of
+        `send` ends before that."""
         while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns
             if not self._is_current(sender) or self._deferred_until_ns >= end_ns:
@@ -482,7 +475,6 @@ class Exporter:
         return True
 
     def _pause(self, seconds: float) -> None:
-        """Wait before another attempt. `stop` ends the wait."""
         try:
             self._halt.get(timeout=min(seconds, TIMEOUT_MAX))
         except Empty:

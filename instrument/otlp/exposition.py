@@ -62,7 +62,6 @@ MetricAndOrigin = tuple[Metric, Origin]
 
 
 def require_client() -> None:
-    """Raise `ExportError` if the client library is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as missing:
@@ -94,7 +93,6 @@ def text_of(metrics: Iterable[MetricAndOrigin], *, openmetrics: bool = False) ->
 
 
 def metrics_of_process(metered: Metered, why_alone: str) -> Iterator[MetricAndOrigin]:
-    """Yield the metrics of one process."""
     yield from _make_totals([((), metered)])
     yield from _make_gauges([((), metered)])
     description = f"Processes that these metrics are of: this one alone, {why_alone}."
@@ -103,7 +101,7 @@ def metrics_of_process(metered: Metered, why_alone: str) -> Iterator[MetricAndOr
 
 def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[MetricAndOrigin]:
     """Yield the metrics of several processes: for each service the sums over living and `ended` processes. Gauges have
-    the id of their process as a label. If there are several services, each series has the service's name."""
+    the id of their process as a label."""
     services = {*ended, *(process.origin.service for process in living)}
     labels: dict[str, Labels] = {name: ((SERVICE, name),) if len(services) > 1 else () for name in services}
     before = [
@@ -120,7 +118,6 @@ def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metri
 
 
 def _merge_samples(living: Sequence[Metered]) -> Metered:
-    """Return the samples of all processes as those of one process, in order of time."""
     samples = sorted((sample for process in living for sample in process.samples), key=lambda sample: sample.at_ns)
     gpus = {gpu.device: gpu for process in living for gpu in process.gpus}
     return replace(living[0], samples=samples, gpus=list(gpus.values()))
@@ -143,8 +140,7 @@ def _make_totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndO
 def _make_gauges(
     parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None
 ) -> Iterator[MetricAndOrigin]:
-    """Yield the newest sample of each gauge. `of_processes` selects the gauges of processes if True, those of machines
-    if False."""
+    """Yield the newest sample of each gauge, of processes if `of_processes`, else of machines."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
         newest = {
@@ -163,7 +159,6 @@ def _make_gauges(
 
 
 def texts_by_name(labels: Labels) -> dict[str, str]:
-    """Return the labels of a series in Prometheus's format."""
     return {_make_label(key): str(value).lower() if isinstance(value, bool) else str(value) for key, value in labels}
 
 
@@ -205,13 +200,12 @@ def _make_family(metric: Metric, origin: Origin) -> Family:
 
 
 def ids_of(exemplar: Exemplar) -> dict[str, str]:
-    """Return the labels of an exemplar."""
     return {"trace_id": f"{exemplar.trace_id:032x}", "span_id": f"{exemplar.span_id:016x}"}
 
 
 def buckets_of(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
-    """Yield, for each bucket, the upper bound in s, the number of all values below it, and the bucket's longest
-    exemplar, if any."""
+    """Yield the upper bound of each bucket in s, the number of all values below it, and the bucket's longest exemplar,
+    if any."""
     usual_bounds = BOUNDS_S if metric.unit == "s" else BOUNDS_ITEMS
     bounds = DEFINITIONS[metric.name].bounds if metric.name in DEFINITIONS else usual_bounds
     counts = [0] * (len(bounds) + 1)
@@ -229,8 +223,8 @@ MEDIA_TYPE, MESSAGE = "application/vnd.google.protobuf", "io.prometheus.client.M
 CONTENT_TYPE = f"{MEDIA_TYPE}; proto={MESSAGE}; encoding=delimited"
 
 ZERO_THRESHOLD = 2.0**-128
-"""The upper bound in seconds of the bucket for zeros, as in Prometheus's libraries. If it were 0, Prometheus would
-regard an empty histogram as one without native buckets."""
+"""The upper bound in seconds of the bucket for zeros, as in Prometheus's libraries. With 0, Prometheus would ignore the
+native buckets of an empty histogram."""
 
 _pack_double = struct.Struct("<Bd").pack
 
@@ -254,7 +248,6 @@ def is_preferred(accept: str) -> bool:
 # 2}; Bucket {cumulative_count 1, upper_bound 2, exemplar 3}; Exemplar {label 1, value 2, timestamp 3}; Timestamp
 # {seconds 1, nanos 2}.
 def pack_families(metrics: Iterable[MetricAndOrigin]) -> bytes:
-    """Return metrics as delimited protobuf messages."""
     return b"".join(pack_field(b"", _pack_family(metric, origin)) for metric, origin in metrics)
 
 
@@ -291,8 +284,7 @@ def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Or
 
 
 def _pack_native(of: Exponential) -> bytes:
-    """Return the native buckets. In Prometheus's format, the number of a bucket depends on its upper bound. In OTLP it
-    depends on its lower bound."""
+    """Return the native buckets. Prometheus numbers a bucket by its upper bound, OTLP by its lower bound."""
     spans: list[list[int]] = []
     deltas, end, before = b"", 0, 0
     for number, count in enumerate(of.counts, of.offset + 1):

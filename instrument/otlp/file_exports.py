@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from instrument.trace.decisions import Decisions
 
 GROUP_ROWS = 5_000
-"""The number of rows that are collected in memory for one row group of a Parquet file, at 350 bytes a row. Groups of
-20,000 rows would take 30 MB more memory, and save one byte per span in the file."""
+"""The number of rows that are collected in memory for one row group of a Parquet file, at 350 bytes a row."""
 
 JOURNAL = "journal.json"
 
@@ -58,7 +57,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 def settings_from(document: Mapping[str, Any]) -> Parquet:
-    """Return the dataset settings that a process sent as JSON. Raise `ValueError` if they are malformed."""
+    """Return the dataset settings that a process sent as JSON. Raises `ValueError` if they are malformed."""
     import msgspec
 
     return msgspec.convert(document, Parquet, strict=False)
@@ -150,14 +149,13 @@ class DatasetExport:
                     self._uploads.add(path)
 
     def _count_lost(self, rows: int, why: object) -> None:
-        """Count lost rows, and log the reason if it is a new one."""
         self.counts["unstored"] += rows
         if rows and str(why) != self._problem:
             self._problem = str(why)
             logger.warning("export.parquet: %d rows are lost, later ones without a word: %s", rows, why)
 
     def put_settled(self, members: Sequence[ReadRecording], decisions: Decisions, now_ns: int) -> None:
-        """Add the rows of settled requests. Only rows of recordings that write to this dataset are added."""
+        """Add the rows of settled requests, for the recordings that write to this dataset."""
         processes = [_describe_process(member) for member in members]
         intervals_of = [member.intervals_of for member in members]
         try:
@@ -196,7 +194,6 @@ class DatasetExport:
         self._write_journal()
 
     def _write_table(self, name: str) -> None:
-        """Write the waiting rows of a table."""
         parts = self._waiting.pop(name)
         if self._writer is None:
             self._writer = DatasetWriter(self._local, f"{self._name}-{self._number}", fills=not self._number)
@@ -211,7 +208,6 @@ class DatasetExport:
         self.unwritten.clear()
 
     def _discard_unfinished(self, problem: object) -> None:
-        """Drop all rows in unfinished files, and count them as lost."""
         self._settle_unwritten(is_written=False)
         if self._writer is not None:
             self._writer.discard()
@@ -232,7 +228,6 @@ class DatasetExport:
 
     @property
     def is_due(self) -> bool:
-        """True if it is time to close the files."""
         return bool(self._rows) and time.monotonic() >= self._due_at
 
     def close_files(self) -> None:
@@ -301,7 +296,6 @@ class _Uploads:
 
     @property
     def rows(self) -> int:
-        """The number of rows that wait for their upload."""
         with self._changed:
             return sum(file.rows for file in self._files)
 
@@ -353,7 +347,6 @@ class _Uploads:
             file.path.unlink(missing_ok=True)
 
     def _upload(self, file: _SpooledFile) -> None:
-        """Upload a file under a temporary name, and rename the object once it is complete."""
         directory, _, base = file.name.rpartition("/")
         part = f"{directory}/.{base}.part"
         with file.path.open("rb") as source, self._folder.create(part) as sink:
@@ -405,7 +398,6 @@ class KeptFiles:
         self._problem = ""
 
     def add_spans(self, spans: Sequence[Span], source: Source) -> None:
-        """Add spans of a kept tree to the next file."""
         if not self._spans:
             self._due_at = time.monotonic() + WRITE_S
         self._spans += spans
@@ -417,8 +409,7 @@ class KeptFiles:
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
     def write(self) -> tuple[int, bool]:
-        """Write the kept spans. Return how many there were, and True if they were written, False if they are lost. The
-        first failure is logged."""
+        """Write the kept spans. Return their number, and False if they are lost. The first failure is logged."""
         spans, self._spans = self._spans, []
         if not spans or self._source is None:
             return 0, True

@@ -22,21 +22,20 @@ from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
 from instrument.runtime.unpatched import Lock
 
 DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGRAM,)}
-"""The kinds of metrics that are sent as deltas, by the value of OpenTelemetry's temporality variable. With `lowmemory`,
-our counters remain totals, because the recording has totals."""
+"""The kinds of metrics that are sent as deltas, by the value of OpenTelemetry's temporality variable."""
 
 QUEUE_SAMPLES = 65_536
 """The maximum number of samples that wait for delivery. Above that the oldest are dropped."""
 
 DELAY_NS = 10 * 10**9
-"""Nanoseconds for which samples are gathered before they are sent together in one request."""
+"""The time in ns for which samples are gathered before they are sent together in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
 """The maximum number of samples or series per request, and the minimum to which refusals of a collector may reduce it.
 A sample takes some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
-"""The maximum number of nanoseconds for which a request of metrics may delay the spans that wait behind it."""
+"""The maximum time in ns for which a request of metrics may delay the spans that wait behind it."""
 
 TimedValue = tuple[float | Distribution, int]
 """The value of a series, and its wall time in ns."""
@@ -111,7 +110,7 @@ class Metrics:
             }
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another exporter. Raise one of `export_checkpoint.DAMAGED` if it is malformed."""
+        """Continue from the state of another exporter. Raises one of `export_checkpoint.DAMAGED` if it is malformed."""
         values: dict[tuple[str, Labels], TimedValue] = {
             (str(name), labels_from_json(labels)): (
                 Distribution.of(value) if isinstance(value, list) else float(value),
@@ -135,7 +134,7 @@ class Metrics:
     # ---------------------------------------------------------------- what waits
 
     def offer_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
-        """Queue samples for delivery, in a few microseconds. Does nothing if metrics are off."""
+        """Queue samples for delivery. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = self._has_metrics or bool(samples)
             return
@@ -157,7 +156,6 @@ class Metrics:
             self._snapshot = snapshot
 
     def has_waiting(self) -> bool:
-        """Return True if samples or a snapshot wait to be sent."""
         return bool(self._waiting) or self._snapshot is not self._delivered
 
     def is_due(self, now_ns: int) -> bool:
@@ -165,11 +163,9 @@ class Metrics:
         return self._snapshot is not self._tried or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
     def make_due(self) -> None:
-        """Make the waiting samples due at once."""
         self._oldest_ns = 0
 
     def drop_waiting(self) -> None:
-        """Drop the waiting samples and snapshot, and count them."""
         with self._lock:
             self._lost["dropped"] += len(self._waiting)
             self._waiting.clear()
@@ -182,7 +178,7 @@ class Metrics:
 
     def requests(self, origin: Origin) -> Iterator[MetricsRequest]:
         """Yield requests with the waiting snapshot and then the waiting samples. The caller settles each request, and
-        stops after one fails. Samples that were not accepted are lost, but totals are also in the next snapshot."""
+        stops after one fails."""
         snapshot = self._tried = self._snapshot
         if snapshot is not None and snapshot is not self._delivered:
             yield from self._split_snapshot(snapshot, origin)
@@ -296,8 +292,8 @@ def convert_samples(
     newest: dict[tuple[str, int], float],
     begun_ns: dict[int, int],
 ) -> list[Series]:
-    """Convert samples of gauges to metrics. `newest` collects the last reading of each gauge. `begun_ns` collects the
-    wall time of each device's first reading, the start of its sums."""
+    """Convert samples of gauges to metrics. `newest` collects the last reading of each gauge, `begun_ns` the wall time
+    of each device's first reading, the start of its sums."""
     series_by_name: dict[str, Series] = {}
     for sample in samples:
         if sample.value is None:

@@ -50,10 +50,10 @@ ROWS_AT_ONCE = 16_384
 
 
 class RowIds(NamedTuple):
-    """The ids of rows as columns.
+    """The ids of rows as columns. A trace id has two halves, `high` and `low`. `parent` is 0 for none.
 
-    A trace id has 128 bits: `high` and `low`. `parent` is 0 for none. `is_server` is True for rows whose span is sent
-    as a server span if it is a request. `remote` is the number of the remote parent of the row's tree, `NONE` for none.
+    `is_server` is True for rows whose span is sent as a server span if it is a request. `remote` is the number of the
+    remote parent of the row's tree, `NONE` for none.
     """
 
     high: UInt64s
@@ -69,7 +69,7 @@ class SpanPacker:
     """Packs the rows of one process in a trace.
 
     `threads` has the names of threads by native id. In a trace of several processes, `part` has the native ids of this
-    process. `links` and `interruptions` have the links and the interruptions of each row.
+    process. `links` and `interruptions` are by row.
     """
 
     def __init__(
@@ -93,7 +93,6 @@ class SpanPacker:
         self._facts: dict[tuple[int, ...], bytes] = {}
 
     def pack(self, rows: Int64s) -> Iterator[PackedRows]:
-        """Pack the given rows, in their order."""
         for at in range(0, len(rows), ROWS_AT_ONCE):
             yield self._pack_block(rows[at : at + ROWS_AT_ONCE])
 
@@ -120,7 +119,6 @@ class SpanPacker:
     def _make_pieces_without_heads(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Objects, Int64s]:
-        """Return all pieces of each row except its head, and their size in bytes."""
         trace, form, count = self._trace, self._form, len(rows)
         site, thread, error, clipped = (
             column[rows] for column in (trace.site, trace.thread_id, trace.error, trace.clipped)
@@ -301,7 +299,6 @@ def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDA
 
 
 def _make_table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
-    """Return pieces as an array, and the size of each in bytes."""
     pieces = np.empty(len(values), dtype=object)
     pieces[:] = values
     return pieces, np.array(list(map(len, values)), dtype=np.int64)
@@ -323,10 +320,11 @@ Number = tuple[Int64s, Bools | None]
 
 
 class SpanIds:
-    """The ids that a collector gets for the rows of a trace.
+    """The ids that a collector gets for the rows of a trace. `ids` has one entry per process, and `process` the index
+    of each row's process if there are several.
 
-    `ids` has one entry per process, and `process` the index of each row's process if there are several. `trace.own_id`
-    has the numbers by which each process knows its spans. `absent` has the numbers of parents and roots without a row.
+    `trace.own_id` has each process's own numbers of its spans. `absent` has the numbers of parents and roots without a
+    row.
     """
 
     def __init__(
@@ -355,7 +353,6 @@ class SpanIds:
         self._local = np.array([remote.is_local for remote in self._remotes], dtype=np.bool_)
 
     def of(self, rows: Int64s) -> RowIds:
-        """Return the ids of rows as columns."""
         trace = self._trace
         span, parent, root = trace.span_id[rows], trace.parent_id[rows], trace.root_id[rows]
         is_root = span == root
@@ -381,7 +378,7 @@ class SpanIds:
         return "" if remote == NONE else self._remotes[remote].state
 
     def links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
-        """Return links to spans, given by their numbers and their roots' numbers in the trace or in the process of
+        """Return links to spans. `spans` has the numbers of each span and its root, in the trace or in the process of
         `row`."""
         span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         rows = np.full(len(spans), row)
@@ -410,7 +407,6 @@ class SpanIds:
         return {row: list(islice(links, len(request_pairs))) for row, request_pairs in pairs.items()}
 
     def make_device_ids(self, count: int, row: int) -> UInt64s:
-        """Return new ids for device intervals of a row's process."""
         number = 0 if self._process is None else int(self._process[row])
         first = self._ids[number].take_device_numbers(count)
         return mix_span_ids(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))

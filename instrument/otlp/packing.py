@@ -24,7 +24,6 @@ from instrument.recording.trace_context import LINK, LINK_REMOTE, LINK_STATE, LI
 from instrument.runtime.cheap_start import dataclass, field
 
 SCOPE = "instrument"
-"""The name of the OpenTelemetry instrumentation scope that every span has."""
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.45.0"
 """The schema of OpenTelemetry's conventions from which the attributes take their names."""
 EVENT_LIMIT = 128
@@ -59,8 +58,8 @@ _FILLED = frozenset(
 
 
 def find_cause(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
-    """Return the link that is stored in a span's attributes. It leads to the ended span that started the task or
-    thread, or to the caller's span. `linked` finds a span by its number and its root's number."""
+    """Return the link that is stored in a span's attributes: to the ended span that started the task or thread, or to
+    the caller's span."""
     state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
@@ -100,7 +99,6 @@ def make_device_attributes(
 
 
 def make_site_attributes(site: Site) -> dict[str, object]:
-    """Return the attributes that all spans of a site share."""
     facts = _rename_attributes(site.kind, site.attributes)
     facts["instrument.kind"] = site.kind
     if site.instance:
@@ -168,13 +166,12 @@ def make_plain(value: object) -> object:
 
 
 def pack_resource(attributes: Mapping[str, object]) -> bytes:
-    """Return the packed resource of a request."""
     return pack_field(b"\x0a", pack_attributes(attributes, b"\x0a"))
 
 
 def pack_request(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
-    """Return an ExportTraceServiceRequest of packed spans under a packed resource. The same function packs metrics.
-    Entries in `foreign` get no schema URL."""
+    """Return an ExportTraceServiceRequest of packed spans under a packed resource, or a request of metrics. Entries in
+    `foreign` get no schema URL."""
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", find_version()))
     of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
     without_schema = pack_field(b"\x12", b"".join((scope, *foreign))) if foreign else b""
@@ -218,13 +215,12 @@ def _split_fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int,
 
 
 def find_version() -> str:
-    """Return the version of this package."""
     return str(sys.modules["instrument"].__version__)
 
 
 @lru_cache(maxsize=16_384)
 def pack_link(link: LinkedSpan) -> bytes:
-    """Return a link of a span as a field. Batches link the same requests repeatedly, so results are cached."""
+    """Return a link of a span as a field. Cached, because batches link the same requests repeatedly."""
     ids = b"\x0a\x10" + link.trace_id.to_bytes(16, "big") + b"\x12\x08" + link.span_id.to_bytes(8, "big")
     ids += pack_text(b"\x1a", link.state) if link.state else b""
     return pack_field(b"\x6a", ids + b"\x35" + struct.pack("<I", HAS_IS_REMOTE))
@@ -236,7 +232,6 @@ def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> b
 
 
 def _pack_attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
-    """Return an attribute as a KeyValue of a repeated field, by default `Span.attributes`."""
     if type(value) is int and 0 <= value < 1 << 63:
         number = encode_varint(value)
         return pack_int_head(tag, key, len(number)) + number
@@ -270,17 +265,14 @@ def _pack_value(value: object) -> bytes:
 
 
 def pack_text(tag: bytes, text: str) -> bytes:
-    """Return a field with text."""
     return pack_field(tag, text.encode("utf-8", "replace"))
 
 
 def pack_field(tag: bytes, content: bytes) -> bytes:
-    """Return a field with bytes, or with a message."""
     return tag + encode_varint(len(content)) + content
 
 
 def encode_varint(number: int) -> bytes:
-    """Encode a non-negative integer of any size as a varint."""
     if number < 0x80:
         return bytes((number,))
     if number < 0x4000:
@@ -311,7 +303,6 @@ class Exponential:
 
 
 def make_exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
-    """Return a distribution as an exponential histogram."""
     count_by_place: dict[int, int] = {}
     zero_count = 0
     for index, count in of.buckets.items():
@@ -348,7 +339,7 @@ def _find_finest_bucket(index: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Point:
     """One value of a metric. `start_ns` is the wall time from which a sum or a histogram counts, 0 for a gauge.
-    `exemplars` of a histogram have times of the wall clock."""
+    Exemplars have times of the wall clock."""
 
     attributes: Mapping[str, str | int]
     start_ns: int
@@ -413,7 +404,6 @@ def _pack_exemplar(exemplar: Exemplar) -> bytes:
 
 
 def pack_exponential(of: Exponential) -> bytes:
-    """Return the fields of a data point with an exponential histogram."""
     counts = b"".join(map(encode_varint, of.counts))
     return b"".join(
         (
@@ -429,5 +419,4 @@ def pack_exponential(of: Exponential) -> bytes:
 
 
 def encode_zigzag(number: int) -> int:
-    """Return a signed number in protobuf's encoding of `sint`."""
     return number << 1 if number >= 0 else (-number << 1) - 1

@@ -52,14 +52,13 @@ FACTS_S = 1.0
 """Seconds between two reads of the export settings in a process's recording."""
 
 WAITING_SPANS = 10_000
-"""The number of unsent spans in the exporter above which it stops reading rows. The rows wait in the recording, which
-outlives the exporter and keeps the newest rows."""
+"""The number of unsent spans in the exporter above which it stops reading rows. The rows wait in the recording."""
 
 SETTLE_EACH_NS = 25 * 10**7
-"""Nanoseconds between two rounds of settling."""
+"""The time in ns between two rounds of settling."""
 
 BEHIND_NS = 5 * 10**9
-"""The maximum nanoseconds for which settling pauses while the collector has not accepted earlier spans."""
+"""The maximum time in ns for which settling pauses while the collector has not accepted earlier spans."""
 
 MOST_LOOKS = 20
 """The maximum number of times that all recordings are read before a scrape is answered, or spans are flushed."""
@@ -72,10 +71,11 @@ LAST_METRICS_S = 5.0
 
 
 class RecordingExport:
-    """Exports one session of a recording. `fd` is the recording's file descriptor, of which it opens a copy.
+    """Exports one session of a recording. One thread reads and settles; another may call `note_settled` and
+    `note_sent`.
 
-    `generation` is the number of the session, 0 for the current one. Without `sends`, no span is sent. Raises
-    `TraceError` and `OSError`. One thread reads and settles; another may call `note_settled` and `note_sent`.
+    `fd` is the recording's file descriptor, of which it opens a copy. `generation` is the number of the session, 0 for
+    the current one. Without `sends`, no span is sent. Raises `TraceError` and `OSError`.
     """
 
     def __init__(self, fd: int, exporter: Exporter, generation: int = 0, *, sends: bool = True) -> None:
@@ -216,7 +216,6 @@ class RecordingExport:
         self.note_settled()
 
     def write_kept(self, *, at_once: bool) -> None:
-        """Write the files of kept spans if they are due, or `at_once`."""
         files, reading = self.files, self._reading
         if files is None or reading is None or not (at_once or files.is_due):
             return
@@ -231,13 +230,11 @@ class RecordingExport:
             self.note_settled()
 
     def note_unstored(self, rows: int) -> None:
-        """Count lost rows of the dataset."""
         if rows and (reading := self._reading) is not None:
             reading.base["unstored"] += rows
             self.note_settled()
 
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
-        """Return the device intervals of spans, as `DeviceTimes.intervals_of` does."""
         reading = self._reading
         return DeviceIntervals.none() if reading is None else reading.times.intervals_of(span_id, asking, start_ns)
 
@@ -352,7 +349,6 @@ class RecordingExport:
         return unsent_spans
 
     def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
-        """Return the ended spans of an interval that the recording still has."""
         spans = read_saved(self.mapped, begin_ns).trace.spans
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
@@ -385,21 +381,19 @@ class RecordingExport:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
     def metered(self) -> Metered | None:
-        """Return the recording's metrics at the last read for a scrape. Return None if there are no metrics."""
+        """Return the recording's metrics at the last read for a scrape, None if there are no metrics."""
         return None if self._reading is None or not self.is_ours else self._reading.metering.metered()
 
     @property
     def source(self) -> Source | None:
-        """The exporter's source for this recording, None before the first read."""
         return None if self._reading is None else self._reading.source
 
     def owns_source(self, source: Source) -> bool:
-        """Return True if a source is the one of this recording or of its stages."""
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
     def is_settled(self) -> bool:
-        """Send all due spans. Return True if no span waits for a decision or for an answer. If the process has ended,
-        its metrics must also be sent."""
+        """Send all due spans. Return True if no span waits for a decision or for an answer, and an ended process's
+        metrics are sent."""
         reading = self._reading
         if reading is None:
             return True
@@ -414,8 +408,10 @@ class RecordingExport:
         return reading.metering.is_settled or time.monotonic() - self._superseded_at > LAST_METRICS_S
 
     def finish(self) -> Mapping[str, int]:
-        """End the export, and count requests that never ended as abandoned. The session must have ended, and no span
-        may be waiting. Return the unreported counts by fate."""
+        """End the export, and count requests that never ended as abandoned. Return the unreported counts by fate.
+
+        The session must have ended, and no span may be waiting.
+        """
         with self._lock:
             reading, progress = self._reading, self._progress
             if reading is not None:
@@ -437,7 +433,6 @@ class RecordingExport:
 
 
 def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
-    """Return True for a span that has been sent or will be sent."""
     if not span.root_id & REQUEST_BIT:
         return (
             is_sampled(rows.ids.trace_id(span.root_id), sample)
@@ -454,10 +449,10 @@ def _call(_: int, action: Callable[[], object]) -> None:
 
 class ExportedRun:
     """Reads and settles all recordings of one exporter together: in the agent those of a run, elsewhere the process's
-    own.
+    own. One thread uses an instance.
 
     `members` has the recordings by number. `attempt(number, action)` runs an action on one recording, and ends that
-    recording's export if it fails. `has_looked` is called after each look. One thread uses an instance.
+    recording's export if it fails. `has_looked` is called after each read of all recordings.
     """
 
     def __init__(
@@ -477,7 +472,7 @@ class ExportedRun:
         return any(member.is_behind for member in list(self.members.values()))
 
     def read_new(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
-        """Read the new rows of all recordings, in up to `MOST_LOOKS` looks. Return True if rows are left."""
+        """Read the new rows of all recordings, in up to `MOST_LOOKS` rounds. Return True if rows are left."""
         return all(self.read_and_settle(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
 
     def read_rest(self, end: float) -> None:
@@ -505,11 +500,8 @@ class ExportedRun:
     def read_and_settle(
         self, *, is_last: bool = False, at_once: bool = False, metered: RecordingExport | None = None
     ) -> bool:
-        """Read all recordings, and settle the requests that are due.
-
-        With `at_once`, settle all requests that have ended. With `is_last`, settle all requests. Send the metrics of
-        `metered`. Return True if a recording has more rows.
-        """
+        """Read all recordings, and settle the requests that are due, with `at_once` all that have ended, with `is_last`
+        all. Send the metrics of `metered`. Return True if a recording has more rows."""
         if not self.members:
             return False
         attempt = self._attempt
@@ -555,12 +547,10 @@ class ExportedRun:
 
     @property
     def datasets(self) -> list[DatasetExport]:
-        """The datasets of all recordings."""
         return [*{member.dataset: None for member in self.members.values() if member.dataset is not None}]
 
     def close_datasets(self, *, at_once: bool = False) -> None:
-        """Add the facts of processes to the datasets that are due, and close their files. With `at_once`, do so for all
-        datasets."""
+        """Add the facts of processes to the datasets that are due, or `at_once` to all, and close their files."""
         for dataset in self.datasets:
             members = [member for member in self.members.values() if member.dataset is dataset]
             if at_once or dataset.is_due:
@@ -593,7 +583,6 @@ class _Reading:
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source, progress.fates, sends)
 
     def change(self, facts: ExportFacts) -> None:
-        """Apply the process's newest facts."""
         self.facts = facts
         self.metering.change_facts(facts)
         self.reader.rows.spans_per_request = facts.spans_per_request

@@ -45,7 +45,7 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""Nanoseconds until the next snapshot if the last snapshot lacks spans that had ended before its request."""
+"""The time in ns until the next snapshot if the last snapshot lacks spans that had ended before its request."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """The age in ns above which a gauge's sample is left out of a scrape."""
@@ -70,7 +70,6 @@ _PROCESSOR_ERRORS = {"": ["kept"], "queue_full": ["missed", "beyond"], "already_
 
 
 def _label_errors(component: str, counts: Mapping[str, float]) -> dict[Labels, float]:
-    """Return the series of a component, one for each `error.type`."""
     labels: Labels = (("otel.component.name", f"{component}/0"), ("otel.component.type", component))
     return {(*labels, *([("error.type", error)] if error else [])): count for error, count in counts.items()}
 
@@ -132,8 +131,7 @@ class Metering:
                 self._meter.count_parts(rows, self._facts.metered.streams)
 
     def change_facts(self, facts: ExportFacts) -> None:
-        """Apply the newest facts of the process. The facts name the functions that generate items. Rows of such
-        functions that were read earlier are counted now."""
+        """Apply the newest facts of the process, and count the rows read earlier of functions that generate items."""
         self._facts = facts
         self._meter.generations = facts.metered.routes
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
@@ -145,11 +143,9 @@ class Metering:
     # ---------------------------------------------------------------- counting
 
     def count(self, ended: Sequence[Row]) -> None:
-        """Count requests that have ended."""
         self._meter.count(ended)
 
     def count_served(self, request: ServedRequest) -> None:
-        """Count a request that batches served."""
         self.unsaved += 1
         self._meter.count_served(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
 
@@ -165,8 +161,7 @@ class Metering:
             self._ended = time.monotonic_ns(), self._meter.count_ended()
 
     def after_read(self, *, is_complete: bool) -> None:
-        """Take a snapshot if one is due, after the recording was read. `is_complete` is True if it was read to its
-        end."""
+        """Take a snapshot if one is due. `is_complete` is True if the recording was read to its end."""
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._settle_ended()
@@ -212,7 +207,7 @@ class Metering:
         self._write_state()
 
     def _make_snapshot(self) -> Snapshot | None:
-        """Return the current totals. Return None if there is nothing to send."""
+        """Return the current totals, None if there is nothing to send."""
         if (newest := decode_facts(self._mapped.header.facts.get("export"))) is not None:
             self.change_facts(newest)
         facts = self._facts.metered
@@ -251,7 +246,7 @@ class Metering:
         ]
 
     def metered(self) -> Metered | None:
-        """Return the current metrics for a scrape. They are not sent to the collector."""
+        """Return the current metrics for a scrape."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
         snapshot, header = self._make_snapshot(), self._mapped.header
@@ -277,7 +272,7 @@ class Metering:
 
     @property
     def is_settled(self) -> bool:
-        """Return True if the last metrics were sent, or were tried and dropped."""
+        """True if the last metrics were sent, or were tried and dropped."""
         if not self.metrics.has_waiting():
             return True
         self._exporter.send_soon()

@@ -27,11 +27,10 @@ ROWS_AT_ONCE = 10_000
 """The maximum number of rows of one read, to bound the reader's memory."""
 
 AHEAD_ROWS = 30_000
-"""The maximum number of rows that are read between two rounds of settling. Further rows wait in the recording, which
-keeps the newest ones."""
+"""The maximum number of rows that are read between two rounds of settling. Further rows wait in the recording."""
 
 DEVICE_WAIT_NS = 2 * 10**9
-"""The maximum number of nanoseconds that spans wait for their device times before they are sent."""
+"""The maximum time in ns for which spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
 """The maximum number of past reads that are remembered, each with its time and its count of device intervals."""
@@ -67,25 +66,22 @@ class RecordingReader:
     # ---------------------------------------------------------------- what the meter asks
 
     def take_watched_rows(self, *, goes_on: bool) -> list[Row]:
-        """Return the rows of generators and batches since the last call. With `goes_on`, later rows are collected for
-        the next call."""
+        """Return the rows of generators and batches since the last call. With `goes_on`, collect later rows for the
+        next call."""
         rows, self._watched = self._watched or [], [] if goes_on else None
         return rows
 
     def open_rows(self) -> list[tuple[int, Row]]:
-        """Return the open spans, as rows without an end."""
         return [(span.thread_id, make_open_row(span)) for span in self._mapped.open_spans()]
 
     def site_of(self, row: Row) -> Site:
-        """Return the site of a row that was read."""
         return self._find_site(row[0])
 
     def _find_site(self, node: int) -> Site:
         return self._mapped.known_tree.site(node)
 
     def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the current totals of the sites that `is_counted` selects in a call tree. By default they are
-        requests."""
+        """Return the current totals of the sites that `is_counted` selects in a call tree, by default of requests."""
         tally = self._mapped.tally(is_counted or (lambda tree: tree.map_sites(is_request)))
         return tally.merge_threads() if merged else tally
 
@@ -141,8 +137,10 @@ class RecordingReader:
             self._watched += _unpack_rows(marked, details)
 
     def _adopt_unsettled(self, settled_ns: int) -> None:
-        """Add the rows that an earlier reader had read but not settled. These are rows of requests that are open or
-        ended after `settled_ns`, and of spans that may serve such requests."""
+        """Add the rows that an earlier reader had read but not settled.
+
+        These are rows of open requests, of requests that ended after `settled_ns`, and of spans that may serve them.
+        """
         self._mapped.tree()
         opened = {span.span_id: span for span in self._mapped.open_spans()}
         roots = [np.array([row for row in opened if row & REQUEST_BIT], np.uint64)]
@@ -159,7 +157,6 @@ class RecordingReader:
             self.rows.adopt_rows(old, opened, details, undecided, settled_ns)
 
     def _read_pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
-        """Yield all rows in the rings from `places` on, `ROWS_AT_ONCE` at a time."""
         until = self._mapped.read_heads()
         while any(places.get(ring, 0) < head for ring, head in until.items()):
             rings = self._mapped.rows(places, ROWS_AT_ONCE)
@@ -180,8 +177,7 @@ class DeviceTimes:
         self.untimed = 0
 
     def note_count(self) -> None:
-        """Store the current number of device intervals. This is called at each read, before the settled time is
-        read."""
+        """Store the current number of device intervals, before the settled time is read."""
         count = self._mapped.interval_count()
         if not self._counts or self._counts[-1][1] != count:
             self._counts.append((time.monotonic_ns(), count))
@@ -215,7 +211,6 @@ def make_open_row(span: OpenSpan) -> Row:
 
 
 def _unpack_rows(rows: Records, details: Details) -> list[Row]:
-    """Return rows of the recording as `Row` objects."""
     return [
         row if (detail := details.get(row[SPAN_ID])) is None else (*row[:8], *_unpack_details(*detail))
         for row in unpacked_rows(rows.tobytes())

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from instrument.profile.model import Otlp
 
 THREAD_NAME = "instrument-otlp"
-"""The name of the thread that sends to the collector."""
 
 _FIRST_BACK_OFF_S = 0.25
 _REFUSED = (404, 405, 415, 501)  # what collectors of traces alone say of metrics
@@ -131,16 +130,12 @@ class Sender(ABC):
         """Wake the thread that waits for an answer, from another thread."""
 
     def after_fork_in_child(self) -> None:
-        """Drop the parent's connection, in a forked child."""
         self.close()
 
 
 class HttpSender(Sender):
-    """OTLP over HTTP/1.1 on one connection that is kept alive.
-
-    It writes to its own socket, and uses only the parser of `http.client`. Other instrumentations patch
-    `http.client.HTTPConnection`, and would make spans of the calls to the collector.
-    """
+    """OTLP over HTTP/1.1 on one connection that is kept alive. It uses only the parser of `http.client`, because other
+    instrumentations patch `http.client.HTTPConnection`."""
 
     modules = ("http.client", "email.utils")
 
@@ -252,7 +247,6 @@ def make_metrics_url(traces_url: str) -> str | None:
 
 
 def _make_user_agent() -> str:
-    """Return our User-Agent."""
     return f"instrument-sdk/{packing.find_version()}"
 
 
@@ -308,8 +302,7 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""The gRPC statuses after which an OTLP client retries. After RESOURCE_EXHAUSTED, it retries only if the answer has a
-RetryInfo."""
+"""The gRPC statuses after which an OTLP client retries, after RESOURCE_EXHAUSTED only if the answer has a RetryInfo."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
 """The texts with which gRPC in C, Go, Rust and Java refuses a request that is too large."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
@@ -409,5 +402,4 @@ def make_sender(settings: Otlp) -> Sender:
 
 
 def modules_of(settings: Otlp) -> tuple[str, ...]:
-    """Return the names of the modules for sending with these settings."""
     return _SENDERS[settings.protocol].modules

@@ -51,8 +51,8 @@ class RareMembers(NamedTuple):
 
 
 Part = tuple[str, bytes | int]
-"""A part of a head, as a pair: "" and the bytes that all spans of a layout share, or the name of a field and its width
-in bytes."""
+"""A part of a head, as a pair. It has "" and the bytes that all spans of a layout share, or a field's name and its
+width in bytes."""
 
 
 class PackedRows(NamedTuple):
@@ -65,7 +65,6 @@ class PackedRows(NamedTuple):
 
 
 def encode_varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
-    """Return numbers as varints of `width` bytes."""
     number = numbers.astype(np.uint64)
     digits = np.empty((len(number), width), dtype=np.uint8)
     for place in range(width):
@@ -76,7 +75,6 @@ def encode_varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
 
 
 def count_varint_bytes(numbers: NDArray[Any]) -> Int64s:
-    """Return the number of bytes of each number as a varint."""
     widths = np.ones(len(numbers), dtype=np.int64)
     values = numbers.astype(np.uint64)
     most = int(values.max(initial=0)).bit_length()
@@ -94,7 +92,7 @@ class ProtobufForm:
     end = b""
     """The bytes that end a span without rare members."""
     around = 1
-    """The number of bytes of an entry that its length field does not count: here the tag in front of the length."""
+    """The number of bytes of an entry that its length field does not count: the tag in front of the length."""
     types: Mapping[str, str] = _TYPES
     """The numpy types of fields with a fixed size. All other fields of a head are texts or varints."""
 
@@ -175,8 +173,8 @@ SPANS_IN_A_LINE = 1_000
 
 
 def json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
-    """Yield the JSON lines for the spans of one process in pieces. The spans were packed in the form `JSON`, tree by
-    tree. `roots` has the root of each span. Each line has complete trees."""
+    """Yield the JSON lines for the spans of one process in pieces, with complete trees in each line. `roots` has the
+    root of each span."""
     scope = {"scope": {"name": SCOPE, "version": find_version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
     line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
     head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')
@@ -215,7 +213,6 @@ def _encode_attribute(key: str, value: object) -> msgspec.Raw:
 
 @lru_cache(maxsize=4096)
 def _encode_text(key: str, value: str) -> msgspec.Raw:
-    """Return an attribute with a text value, cached because spans of a site share it."""
     return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode({"stringValue": make_plain(value)})))
 
 
@@ -243,23 +240,19 @@ _IDS = frozenset(("high", "low", "own", "parent"))
 
 
 def encode_hexadecimal(ids: NDArray[Any]) -> NDArray[Any]:
-    """Return 64-bit ids as 16 hexadecimal digits each."""
     return _HEX[ids.astype(">u8").view(np.uint8)].view("V16")
 
 
 def count_digits(numbers: NDArray[Any]) -> Int64s:
-    """Return the number of decimal digits of each number."""
     return np.asarray(np.searchsorted(_POWERS, np.abs(numbers), side="right") + 1 + (numbers < 0))
 
 
 @cache
 def _make_digits() -> NDArray[np.uint32]:
-    """Return the four decimal digits of each number below 10,000."""
     return np.frombuffer(b"".join(b"%04d" % number for number in range(10_000)), dtype=np.uint32)
 
 
 def encode_decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
-    """Return numbers as decimal texts of `width` characters."""
     remainder, parts = np.abs(numbers.astype(np.int64)), -(-width // 4)
     digits = np.empty((len(remainder), parts), dtype=np.uint32)
     for place in range(parts - 1, -1, -1):

@@ -26,8 +26,7 @@ QUEUE_BYTES = 16 << 20
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""The minimum time in ns between two corrections of the wall clock, and the minimum drift in ns that is corrected.
-Spans before and after a correction nest less exactly, so corrections are rare."""
+"""The minimum drift of the wall clock in ns that is corrected, and the minimum time in ns between two corrections."""
 
 CLOCK_STEP_NS = 5 * 10**8
 """The least change of the wall clock in ns that shows that it was set, or that the machine was suspended. A smaller
@@ -43,11 +42,11 @@ _SENDING = "sending"
 
 @dataclass(eq=False)
 class Source:
-    """A process whose spans are sent: its resource, the names of its threads, and the counts of its spans.
+    """A process whose spans are sent. `counts` has its spans by fate, `metrics` its metrics for the collector.
 
-    `resource` returns the attributes of its resource, `threads` the names of its threads by native id. `counts` has its
-    spans by fate, `metrics` its metrics for the collector. `origin` converts times to the wall clock. `before` has the
-    time of the wall clock's last step, and the origin for spans from before the step.
+    `resource` returns the attributes of its resource, `threads` the names of its threads by native id. `origin`
+    converts times to the wall clock. `before` has the time of the wall clock's last step, and the origin for spans from
+    before the step.
     """
 
     ids: Ids
@@ -75,11 +74,7 @@ class Source:
     def requests(
         self, trace: Columns, rows: Int64s, most_bytes: int, ids: SpanIds | None = None, **facts: Any
     ) -> Iterator[Body]:
-        """Pack rows of a trace as requests.
-
-        `facts` are the arguments of `SpanPacker`. Trees that began before a step of the wall clock are sent with the
-        time of the clock before the step.
-        """
+        """Pack rows of a trace as requests. `facts` are the arguments of `SpanPacker`."""
         from instrument.otlp.packed_spans import SpanIds, SpanPacker
         from instrument.otlp.span_forms import PROTOBUF, request_bodies
         from instrument.trace.indices import Groups, rank_distinct
@@ -183,7 +178,6 @@ class RequestQueue:
         return parts
 
     def note_sending(self, request: QueuedRequest) -> None:
-        """Note that the spans of a request are about to be sent."""
         with self.lock:
             request.source.counts[_SENDING] = request.spans
 
@@ -198,7 +192,6 @@ class RequestQueue:
         self._counts["requests"] += 1
 
     def count_failed(self, spans: int, source: Source, reason: str) -> None:
-        """Count spans that cannot be packed as failed."""
         with self.lock:
             self._count_pending(spans, source)
             self.reason = reason

@@ -1,11 +1,10 @@
 """The reader of YAML text that reports all problems at once, each with its line and column.
 
-A `Document` parses the text into `YamlNode`s. A reader is a function that returns the value of a node, or notes a
-problem and refuses the node. A single `ProfileError` has all problems of a text, each as ``file:line:column: where:
-found ...; allowed: ...``.
+A `Document` parses the text into `YamlNode`s. A reader is a function that returns a node's value, or notes a problem
+and refuses the node. One `ProfileError` has all problems of a text.
 
-``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` are replaced in values, not in keys. The text of a variable
-may be a secret, so no message shows it, except for OpenTelemetry's own variables.
+References to environment variables, ``${VAR}`` or ``${VAR:-default}``, are replaced in values, not in keys. A variable
+may be secret, so messages show only OpenTelemetry's own variables.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
     import yaml
 
 FILE_BYTES = 2**20
-"""The maximum size of a file in bytes. A larger one is refused."""
+"""The maximum size of a file in bytes."""
 NODES = 10_000
-"""The maximum number of values in a document. Each use of an alias adds the values of its anchor again."""
+"""The maximum number of values in a document. Each use of an alias counts the aliased values again."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
-"""The prefixes of environment variables whose invalid values are ignored with a remark instead of an error."""
+"""The prefixes of environment variables whose invalid values cause a remark, and no error."""
 DEPTH = 32
 """The maximum depth of nested lists and mappings."""
 
 
 class _Refused(Exception):  # noqa: N818 - no error of the caller: the problems are noted, the reading continues
-    """An exception that ends the reading of a node whose problems have been noted."""
+    """An exception that ends the reading of a node. Its problems have been noted."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read the text of a profile's file. Raises `ProfileError` with the reason why it cannot be read."""
+    """Read the text of a profile's file. Raises `ProfileError` if it cannot be read."""
     name = os.fspath(path)
     try:
         with Path(path).open("rb") as file:
@@ -70,10 +69,10 @@ _TOO_LARGE = "more than 1 MiB; is this the right file?"
 
 
 class Document:
-    """A YAML text, with the environment variables that it may refer to, and the problems noted so far.
+    """A YAML text, the environment variables that it may refer to, and its problems.
 
-    `faults` counts the noted problems and the attempts to read a broken node. For a setting from a variable, `origins`
-    has the variable's name and `shown` its text for messages, both by the setting's path.
+    `faults` counts problems, and attempts to read a broken node. If a setting comes from a variable, `origins` has the
+    variable's name and `shown` its text for messages, by the setting's path.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
@@ -90,19 +89,18 @@ class Document:
         """Sentences on environment variables that are ignored."""
 
     def read(self, read: Read) -> Any:
-        """Read the root node. Return None if it was refused. An empty text counts as an empty mapping."""
+        """Read the root node. Return None if it was refused. An empty text is an empty mapping."""
         with suppress(_Refused):
             return _parse_root(self).attempt(read)
         return None
 
     @property
     def problems(self) -> list[str]:
-        """The noted problems without duplicates, in the order of their lines."""
         return list(dict.fromkeys(problem for _, _, problem in sorted(self.noted)))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Refuse the current node at the end of the block, if a part of it was refused within the block."""
+        """Refuse the current node after the block, if any part of it was refused in the block."""
         faults = self.faults
         yield
         if self.faults > faults:
@@ -111,13 +109,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A value of a document, and its place: the path `key_path`, the line and the column, both from 1.
+    """A value of a document, with its path, line and column (from 1).
 
-    `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
-    is the written text with references replaced. The scalar is `plain` if it is written without quotes. If the whole
-    text is the value of one variable, `variable` is its name, else "". `written` is the text with its references if the
-    value of a variable may be a secret, else "". `unset` is the node that results without the variable. It is None
-    unless the variable is one of `STANDARD`. `items` are a list's values; `pairs` a mapping's keys and values by name.
+    The `kind` `broken` marks a value with problems. A scalar's `text` has its references replaced. It is `plain` if it
+    is written without quotes. `variable` is the name of the variable that gives the whole text, else "".
+
+    `written` is the text with its references, if a variable may be a secret, else "". `unset` is the node without the
+    variable, None unless the variable is one of `STANDARD`. A list has `items`, a mapping has `pairs` of keys and
+    values by name.
     """
 
     document: Document = field(repr=False)
@@ -135,7 +134,6 @@ class YamlNode:
 
     @property
     def shown(self) -> str:
-        """The value as it appears in messages."""
         text = clip_text(self.written or self.text)
         words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(text)}
         names = {"bool": "boolean", "date": "date"}
@@ -143,28 +141,27 @@ class YamlNode:
 
     @property
     def public_text(self) -> str:
-        """The text of a scalar without secrets."""
         return without_secrets(self.written or self.text)
 
     @property
     def place(self) -> str:
-        """The node's place: the document's name, the line and the column."""
         return f"{self.document.name}:{self.line}:{self.column}"
 
     @property
     def is_off(self) -> bool:
-        """True for the word `off`, which YAML 1.1 reads as the boolean false unless it is quoted."""
+        """True for the word `off`. YAML 1.1 reads it as false if it is not quoted."""
         if self.kind == "bool":
             return self.text.lower() in ("false", "no", "off")
         return self.kind == "text" and self.text == "off"
 
     def path_of_key(self, name: str) -> str:
-        """Return the path of a key of this mapping."""
         return f"{self.key_path}.{name}" if self.key_path else name
 
     def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
-        """Note a problem. Messages show `actual` as the found value, by default this node's value. `near` is the value
-        that was probably meant."""
+        """Note a problem. Messages show `actual`, by default this node's value, as the value that was found.
+
+        `near` is the value that was probably meant.
+        """
         document, path = self.document, self.key_path
         path = clip_text(path or "profile") if path.isprintable() else ascii(clip_text(path))
         suggestion = f"; did you mean '{clip_text(near)}'?" if near and not self.written else ""
@@ -173,7 +170,7 @@ class YamlNode:
         document.faults += 1
 
     def refuse(self, allowed: str, *, actual: str = "", near: str = "") -> NoReturn:
-        """Note a problem as `note` does, and end the reading of this node."""
+        """Note a problem, and end the reading of this node."""
         self.note(allowed, actual=actual, near=near)
         raise _Refused
 
@@ -203,13 +200,13 @@ class YamlNode:
 
 
 Read = Callable[[YamlNode], Any]
-"""A reader: a function that returns the value of a node, or refuses the node."""
+"""A function that returns the value of a node, or refuses the node."""
 
 _UNSTORABLE = late_pattern("[\0\ud800-\udfff]")
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without the credentials and the query of a URL in it."""
+    """Return a text without credentials and query if it is a URL."""
     before, at, after = text.rpartition("@")
     if at and "//" in before:
         text = f"{before.partition('//')[0]}//***@{after}"
@@ -224,7 +221,7 @@ def clip_text(text: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the name whose spelling is closest to a word, "" if none is close."""
+    """Return the name with the most similar spelling, "" if none is similar."""
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in names}
@@ -289,7 +286,7 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 _TAG = "tag:yaml.org,2002:"
 _PATTERN = late_pattern(r"![^!].*")
 _EXCLUDING = late_pattern(r"(?:^|[\[,:-])\s*![^\s\"']")
-"""A pattern of unquoted text that begins with `!`, such as a function pattern that excludes. To YAML, `!` is a tag."""
+"""A pattern of unquoted text that begins with `!`. YAML reads this as a tag, but the user means to exclude."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
     "scalar": ("null", "bool", "int", "float", "text", "date"),
@@ -302,10 +299,10 @@ _REFERENCE = late_pattern(
 
 
 class _Tree:
-    """A converter of YAML's nodes to ours: it expands aliases, merges merge keys and replaces references.
+    """A converter of YAML's nodes. It expands aliases, merges merge keys and replaces references.
 
-    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`. `resolve` is PyYAML's function that returns a
-    plain scalar's tag.
+    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`. `resolve` is PyYAML's function for a plain
+    scalar's tag.
     """
 
     def __init__(self, document: Document, resolve: Callable[[type[Any], str, tuple[bool, bool]], str]) -> None:
@@ -399,8 +396,7 @@ class _Tree:
         return self.document.environ.get(reference["name"]) or reference["default"] or ""
 
     def is_secret(self, reference: re.Match[str]) -> bool:
-        """Return True if messages must not show the value of a variable. Only OTEL_* variables except headers are
-        shown."""
+        """Return True for a variable that messages must not show. Only OTEL_* variables except headers are shown."""
         name = reference["name"] or ""
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
         return bool(self.document.environ.get(name)) and not is_open
@@ -415,7 +411,7 @@ class _Tree:
 Shape = Mapping[str, Any]
 
 SHAPES: dict[Read, Shape] = {}
-"""The JSON Schema of the values that each reader accepts, from which `schema` makes `profile.schema.json`."""
+"""The JSON Schema of the values that each reader accepts."""
 
 REFERENCE: Shape = {"$ref": "#/$defs/reference"}
 
@@ -436,7 +432,6 @@ def with_schema(shape: Shape) -> Callable[[Reading], Reading]:
 
 
 def syntax_shape(syntax: str) -> Shape:
-    """Return the JSON Schema of text that matches a regular expression."""
     return {"type": "string", "pattern": f"^(?:{syntax})$"}
 
 
@@ -457,8 +452,6 @@ def flag(node: YamlNode) -> bool:
 
 
 def one_of(*words: str) -> Read:
-    """Return a reader of one word from a list."""
-
     @with_schema({"enum": [*words, *([False] if "off" in words else [])]})
     def read(node: YamlNode) -> str:
         text = "off" if node.is_off else node.text
@@ -473,8 +466,6 @@ _WHOLE = late_pattern(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 
 
 def whole_number(least: int) -> Read:
-    """Return a reader of a whole number that is at least `least`."""
-
     @with_schema({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
     def read(node: YamlNode) -> int:
         # The text is read here because YAML 1.1 takes 010 for eight and 1:30 for ninety.
@@ -486,15 +477,14 @@ def whole_number(least: int) -> Read:
 
 
 SMALL = 1024
-"""The smallest number without a unit for which a message suggests bytes. For smaller numbers the message suggests the
-example's unit."""
+"""The number from which a message suggests bytes for a number without a unit. Below, it suggests the example's unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
 
 def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
-    """Parse a number with a unit into the smallest unit, rounded down. Return None for any other text."""
+    """Parse a number with a unit into the smallest unit, rounded down. Return None for other text."""
     parts = _QUANTITY.fullmatch(text)
     if not parts or parts[3] not in units:
         return None
@@ -503,9 +493,9 @@ def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Return a reader of a number with a unit, such as 64MiB. The reader returns the number in the smallest unit.
+    """Return a reader of a number with a unit, such as 64MiB, in the smallest unit. 0 needs no unit.
 
-    0 needs no unit. `also` names further allowed values in messages, such as `auto, or `.
+    `also` names further allowed values in messages, such as `auto, or `.
     """
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
@@ -532,7 +522,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
 
 
 def text_reader(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
-    """Return a reader of text that matches `syntax`. `suggest` returns what an invalid text probably means."""
+    """Return a reader of text that matches `syntax`. `suggest` returns the probable meaning of an invalid text."""
 
     @with_schema(syntax_shape(syntax))
     def read(node: YamlNode) -> str:
@@ -546,7 +536,7 @@ def text_reader(syntax: str, allowed: str, suggest: Callable[[str], str] = lambd
 
 
 def or_off(read: Read) -> Read:
-    """Return a reader that returns None for the word `off`, and else calls `read`."""
+    """Return a reader that returns None for the word `off`, and otherwise calls `read`."""
 
     @with_schema({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
     def read_or_off(node: YamlNode) -> Any:
@@ -556,7 +546,7 @@ def or_off(read: Read) -> Read:
 
 
 def each(read_item: Read, allowed: str) -> Read:
-    """Return a reader of a list whose items `read_item` reads. `allowed` describes the list in messages."""
+    """Return a reader of a list whose items `read_item` reads. Messages describe the list as `allowed`."""
 
     @with_schema({"type": "array", "items": SHAPES[read_item]})
     def read(node: YamlNode) -> tuple[Any, ...]:
@@ -569,7 +559,7 @@ def each(read_item: Read, allowed: str) -> Read:
 
 
 def list_or_item(read_item: Read) -> Read:
-    """Return a reader of a single item, or of a list of one or more, without duplicates."""
+    """Return a reader of one item or a list of items, without duplicates."""
     read_list = each(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 

@@ -36,7 +36,7 @@ FILE = Path(__file__).with_name("profile.schema.json")
 LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
 
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
-"""The schema of a pattern that selects functions or layers. A pattern that excludes them begins with `!`."""
+"""The schema of a pattern that selects functions or layers."""
 
 SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     ("functions", "match"): {
@@ -52,7 +52,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     },
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""The schemas of keys that their readers do not describe completely, by section and key."""
+"""The schemas of keys whose readers do not describe them completely, by section and key."""
 
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {
@@ -65,20 +65,18 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
         ]
     },
 }
-"""The schemas for conditions that concern several keys of a section, by section."""
+"""The schemas for conditions on several keys of a section."""
 
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
-"""The descriptions of keys that are computed from names in other modules. All other descriptions are only in the
-schema's file."""
+"""The descriptions of keys that list names of other modules. All other descriptions are in the schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults of keys whose reader changes the value, as a profile writes them."""
+"""The defaults of keys whose reader changes the value, as written in a profile."""
 
 
 def schema() -> dict[str, Any]:
-    """Return the schema as plain values."""
     old = json.loads(FILE.read_text("utf-8"))
     sections = {
         section: _section_schema(section, old["$defs"].get(section, {}) if section else old) for section in KEYS
@@ -132,7 +130,7 @@ def _quantity_schema(units: Mapping[str, int]) -> Shape:
 
 
 def _section_schema(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a section. Keys keep their descriptions in `current`, and a new key has none."""
+    """Return a section's schema. Keys keep their descriptions in `current`, and new keys have none."""
     keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {
@@ -158,7 +156,7 @@ def _key_schema(section: str, name: str, key: Key, current: Mapping[str, Any]) -
 
 
 def _default_schema(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
-    """Return a mapping with the default of a key as a profile writes it, an empty one for no default."""
+    """Return a mapping with a key's default as written in a profile, empty without a default."""
     if text := TEXTS_OF_DEFAULTS.get((section, name)):
         return {"default": text}
     defaults = {class_field.name: class_field.default for class_field in fields(CLASSES[section]) if class_field.init}
@@ -178,7 +176,7 @@ def _default_schema(section: str, name: str, key: Key, shape: Shape) -> dict[str
 
 
 def _quantity_text(value: int, units: Mapping[str, int]) -> str:
-    """Return the text of a number in the largest unit that divides it without a remainder."""
+    """Return a number's text in the largest unit that divides it."""
     if not value:
         return "0B" if "B" in units else "0s"
     name, unit = max((item for item in units.items() if value % item[1] == 0), key=lambda item: item[1])

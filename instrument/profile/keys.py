@@ -1,10 +1,10 @@
 """The reader of `profile.yaml`, driven by `KEYS`, a table of every key with the reader of its value.
 
-`load` and `loads` return a frozen `Profile`, or raise one `ProfileError` that has every mistake of the file.
-`configs/everything.yaml` shows and explains every key.
+`load` and `loads` return a frozen `Profile`, or raise one `ProfileError` with every mistake of the file.
+`configs/everything.yaml` explains every key.
 
-A key whose value is null counts as omitted. Only the keys of `export` differ: a null value there switches the export on
-with its defaults. A setting that the profile omits may come from a variable that `values.VARIABLES` names.
+A key whose value is null counts as omitted. Only in `export`, a null value switches the export on with its defaults. An
+omitted setting may come from an environment variable (`values.VARIABLES`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from instrument.runtime.environment import settings
 
 
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> model.Profile:
-    """Read a profile from a file. `environ` replaces `os.environ`.
+    """Read a profile from a file. `environ` replaces `os.environ`. A preset's file is read like a profile that names
+    the preset.
 
-    The file of a preset is read like a profile that only names the preset. Raises `ProfileError` with every mistake of
-    the file, or with the reason why it cannot be read.
+    Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
     """
     argument: object = path
     if not isinstance(argument, (str, os.PathLike)):
@@ -68,10 +68,8 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
 
 
 def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | None = None) -> model.Profile:
-    """Read a profile from text; `name` is the file in messages, `environ` replaces `os.environ`.
-
-    Raises `ProfileError` with every mistake of the text.
-    """
+    """Read a profile from text. `name` is the file in messages, and `environ` replaces `os.environ`. Raises
+    `ProfileError` with every mistake."""
     document = Document(text, name=name, environ=settings() if environ is None else environ)
     preset_texts: dict[str, str] = {}
 
@@ -101,11 +99,11 @@ REMOVED: Mapping[tuple[str, str], str] = {
     ): "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file",
     ("control", "socket"): "`instrument reload`, which asks the agent of a run; without an agent `watch: true`",
 }
-"""The keys of earlier versions, by section and name. Each has a text for the message that names its replacement."""
+"""The keys of earlier versions, by section and name, each with a message about its replacement."""
 
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
-    """Return a profile with the function and request rules of an engine's preset added after its own rules."""
+    """Return a profile with the function and request rules of an engine's preset after its own."""
     preset = load(path_of(ENGINES[package]))
     ignored = tuple(path for rule in preset.requests for path in rule.ignore)
     generated = tuple(path for rule in preset.requests for path in rule.gen_ai)
@@ -124,7 +122,7 @@ def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
 
 
 def _read_fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
-    """Read all keys of a section's mapping, as fields of the section's class. Refuse it if a key is refused."""
+    """Read the keys of a section as fields of its class. Refuse the section if a key is refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
         node.refuse(f"{also}a mapping of {', '.join(keys)}")
@@ -156,7 +154,7 @@ def _read_fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]
 
 
 def _find_variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
-    """Return the environment variable that gives an omitted setting, with its reader and its value."""
+    """Return the environment variable for an omitted setting, its reader and its value."""
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
@@ -169,7 +167,6 @@ _INSTEAD = {"export.otlp.protocol": "http/protobuf is used"}
 
 
 def section_shape(section: str) -> Shape:
-    """Return the JSON Schema of a section, which is a mapping."""
     return {"$ref": f"#/$defs/{section}"}
 
 
@@ -209,15 +206,15 @@ CLASSES: Mapping[str, type] = {
     "export.parquet": model.Parquet,
     "export.summary": model.Summary,
 }
-"""The class of the model for each section. Its fields have the defaults of the section's keys."""
+"""The class for each section, whose fields have the defaults of the section's keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of `profile.yaml`: the field of the model that it sets, and the reader of its value.
+    """A key of `profile.yaml`: the field that it sets, and the reader of its value.
 
-    `required` describes the allowed values in the message on a missing key, "" for an optional key. `blank` is True if
-    the value null has another meaning than an omitted key.
+    `required` describes the allowed values if the key is missing, "" for an optional key. `blank` is True if null has
+    another meaning than an omitted key.
     """
 
     field: str
@@ -237,7 +234,7 @@ def _section_reader(section: str, build: Callable[..., Any] | None = None, also:
 
 
 def _export_part(way: str) -> Key:
-    """Return the key of an export. With the value `off`, a profile removes the export that its preset has."""
+    """Return the key of an export. A profile with the value `off` removes its preset's export."""
     return Key(way, or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
 
 
@@ -276,8 +273,6 @@ def _fact(node: YamlNode) -> model.Fact:
 
 
 def _request_keys(section: str, path: Read) -> Read:
-    """Return a reader of a path, or of a mapping with a path."""
-
     @with_schema({"anyOf": [SHAPES[path], section_shape(section)]})
     def read(node: YamlNode) -> model.RequestKeys:
         if node.kind == "mapping":
@@ -374,11 +369,8 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @with_schema({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> model.Otlp | None:
-    """Read the settings of the OpenTelemetry collector.
-
-    `auto` means the collector that a variable names. Return None if no variable names one, or if the variable is
-    invalid.
-    """
+    """Read the settings of the collector. `auto` means the one that a variable names. Return None if no valid variable
+    does."""
     if node.is_off:
         return None
     is_asked = node.kind == "mapping"
@@ -412,7 +404,7 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
 
 
 def _is_written(node: YamlNode, name: str) -> bool:
-    """Return True if the profile itself has a key, so that its value is not from a variable."""
+    """Return True if the profile has a key itself, so that the value is not from a variable."""
     return node.document.origins[node.path_of_key(name)] == "profile" and node.pairs[name][1].unset is None
 
 
@@ -421,7 +413,7 @@ _exports = list_or_item(one_of(*(name for name, _ in fields_of(model.Export))))
 
 @with_schema({"anyOf": [section_shape("export"), SHAPES[_exports]]})
 def _export(node: YamlNode) -> model.Export:
-    """Read the exports: a mapping of exports, or the names of exports that have default settings."""
+    """Read the exports, as a mapping or as a list of names with default settings."""
     if node.kind in ("text", "list"):
         ways = {
             way: (node, replace(node, key_path=node.path_of_key(way), kind="mapping", items=()))
@@ -620,7 +612,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
 
 
 def setting(profile: model.Profile, path: str) -> Any:
-    """Return the value of a setting by its path in the file, such as `limits.ring`, None if its section is off."""
+    """Return a setting by its path in the file, such as `limits.ring`, None if its section is off."""
     value: Any = profile
     section = ""
     for name in path.split("."):

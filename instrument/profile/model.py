@@ -15,10 +15,10 @@ KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "lo
 """The kinds of spans."""
 
 PREPARING: tuple[str, ...] = ("load", "compile")
-"""The phases before a service's first request: loading a model, and compiling it."""
+"""The phases before a service's first request: a model is loaded and compiled."""
 
 PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
-"""The usual values of the attribute `phase`: the parts of a request or of a training step."""
+"""The usual values of the attribute `phase`."""
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
@@ -54,7 +54,7 @@ SERVERS: Mapping[str, str] = {
     "taskiq": "tasks of TaskIQ's workers",
     "faststream": "messages of FastStream's handlers",
 }
-"""The servers that `requests.servers` can name, each with a description."""
+"""The servers that `requests.servers` can name, with descriptions."""
 
 VIEWS: Mapping[str, str] = {
     "brief": "one screen: requests or steps, where their time went, the device, the cost",
@@ -78,10 +78,10 @@ VIEWS: Mapping[str, str] = {
     "benchmark": "steps of a loop: wait for input, time per step, samples per second",
     "cost": "the cost of the instrumentation, by function and thread; what was lost or not recorded",
 }
-"""The views of reports, each with a description."""
+"""The views of reports, with descriptions."""
 
 TIME_UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-"""The units of time for reports, each with its length in ns."""
+"""The units of time for reports, in ns."""
 
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",
@@ -90,13 +90,12 @@ SORT_KEYS: tuple[str, ...] = (
 PROTOCOLS: tuple[str, ...] = ("http/protobuf", "grpc")
 COMPRESSIONS: tuple[str, ...] = ("gzip", "none")
 AUTO_NS = 0
-"""The interval in ns that represents `auto` in a profile."""
+"""The interval in ns that means `auto` in a profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An attribute to record from each call. `record` is `size`, `type` or `value`, the property of the argument that
-    is recorded.
+    """An attribute to record from each call. `record` is the recorded property: `size`, `type` or `value`.
 
     `argument` is a parameter's name, or a dotted path that begins with one. `name` is the attribute's name.
     """
@@ -108,10 +107,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
-    """The path (`argument`) by which a call's request key, or the keys of its batch, are read from its arguments.
+    """The path (`argument`) to a request's key, or to the keys of a batch, in a call's arguments.
 
-    `weights` is the path of the weights of a batch's members. Matches of the regular expression `cut` are removed from
-    keys. `instrument.instrumentors.arguments` explains paths.
+    `weights` is the path to the weights of a batch's members. Matches of the regular expression `cut` are removed from
+    keys. The module `instrument.instrumentors.arguments` explains paths.
     """
 
     argument: str
@@ -123,8 +122,8 @@ class RequestKeys:
 class Fact:
     """A fact of a request, such as a token count, to read from calls. It becomes the request's attribute `name`.
 
-    `argument` is the path of its value. A path with `[]` has values of several requests, whose keys are at `key`, else
-    at the rule's `batch`. `keep`, one of `KEEPS`, says which of several values counts. `record` is as in `Argument`.
+    `argument` is the path to its value. A path with `[]` has values of several requests, whose keys are at `key` or
+    else at the rule's `batch`. `keep`, one of `KEEPS`, decides between several values. `record` is as in `Argument`.
     """
 
     argument: str
@@ -138,8 +137,8 @@ class Fact:
 class OwnGauge:
     """A gauge, counter or histogram (`kind`) of the service, whose values are read from calls.
 
-    `argument` is the path of the value. A gauge is read at most once in `every_ns`; for a counter or a histogram each
-    call counts. `record` is `value` or `size`.
+    `argument` is the path to the value. A gauge is read at most once in `every_ns`, a counter or histogram at each
+    call. `record` is `value` or `size`.
     """
 
     argument: str
@@ -154,18 +153,21 @@ class OwnGauge:
 class FunctionRule:
     """A rule that selects functions to instrument by `module:qualname` patterns (`match`, without `exclude`).
 
-    In a pattern, `*` matches any part of a dotted segment. `**`, used in place of a segment, matches any number of
-    segments. `name` replaces the function's own name; it may have {module}, {qualname}, {class} and {function}.
-    `device` also asks for device time. `phase` is a part of the work. It makes the kind `phase` if the file gives no
-    kind. Calls shorter than `min_ns` are only in the tally. `attributes` are read from the arguments. With `metrics`,
-    the times of calls are a metric. With `gen_ai`, the items that the function yields count as generated by a model.
-    The first call of a function with `first_request` is the first request of the view `startup`.
+    In a pattern, `*` matches any part of a dotted segment, and `**` any number of segments.
 
-    `key` reads the key of the request that a call serves, and `batch` the keys if a call serves several requests.
-    `facts` are facts of requests, and `gauges` numbers of the service, which are read from the calls. `counted` marks
-    the rule for `schedule.step`: a function that another rule of kind `op` selects is then recorded as `step`. `engine`
-    is the package of the engine whose preset has the rule. `text` is the rule's name in messages. `line` and `place`
-    are the rule's place in the file. Rules that differ only in their place are equal.
+    - `name` replaces the function's own name. It may have {module}, {qualname}, {class} and {function}.
+    - `device` also asks for device time. Calls shorter than `min_ns` are only in the tally.
+    - `phase` is a part of the work. It makes the kind `phase` if the file gives no kind.
+    - `attributes` are read from the arguments. With `metrics`, the times of calls are a metric.
+    - With `gen_ai`, the items that the function yields count as generated by a model.
+    - With `first_request`, the first call is the first request of the view `startup`.
+    - `key` reads the key of the request that a call serves, `batch` the keys of several requests.
+    - `facts` are facts of requests, and `gauges` numbers of the service.
+    - `counted` marks the rule for `schedule.step`. Functions that another rule selects as `op` are then `step`.
+    - `engine` is the package of the engine whose preset has the rule.
+    - `text` is the rule's name in messages, and `line` and `place` are its place in the file.
+
+    Rules that differ only in their place are equal.
     """
 
     match: tuple[str, ...]
@@ -194,7 +196,7 @@ class FunctionRule:
 class LayerRule:
     """A rule that selects layers of a model to instrument, by path in the module tree and by class name (`types`).
 
-    An empty `match` means every path, an empty `types` every class. The other fields are as in `FunctionRule`.
+    An empty `match` means every path, and empty `types` every class. The other fields are as in `FunctionRule`.
     """
 
     kind: ClassVar[str] = "layer"
@@ -209,10 +211,10 @@ class LayerRule:
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """A rule that selects memory copies to record by framework, direction and size (at least `min_bytes`).
+    """A rule that selects memory copies to record, by framework, direction and size (at least `min_bytes`).
 
-    A framework has the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) are recorded only
-    if a rule names them.
+    A framework has the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) must be named by a
+    rule.
     """
 
     directions: tuple[str, ...] = DEVICE_DIRECTIONS
@@ -224,9 +226,9 @@ class CopyRule:
 
 @dataclass(frozen=True, slots=True)
 class FrameworkRule:
-    """A rule for a framework, whose entry points are instrumented once the service has imported it.
+    """A rule for a framework, whose entry points are instrumented after its import.
 
-    `auto` is True if the profile asks for all frameworks, so that the absence of this one is not reported.
+    With `auto` the profile asks for all frameworks, and it is not reported if this one is missing.
     """
 
     name: str
@@ -241,14 +243,17 @@ class FrameworkRule:
 
 @dataclass(frozen=True, slots=True)
 class RequestsRule:
-    """A rule that records all requests of the web and RPC servers (`servers`) that the service imports, by endpoint.
+    """A rule that records all requests of web and RPC servers (`servers`), by endpoint.
 
-    Requests to a path of `ignore`, exact or ending in `*`, are not recorded. `name` is the name of spans, with {method}
-    and {route}. `attributes` names further attributes of OpenTelemetry to record, which may have data of a caller.
-    `traceparent` says whether the caller's trace is followed, linked to, or ignored. Reports and metrics group requests
-    `by` an attribute, such as a tenant's name, with up to `at_most` values. The answers of the routes `gen_ai` are
-    generated, item by item, by a model of `provider`. `server_timing` says which answers get their timings in a header:
-    "true" for all, "header NAME" for requests with that header, or "" for none. `blocked_ns` is as in `Limits`.
+    - Requests to a path of `ignore`, exact or ending in `*`, are not recorded.
+    - `name` is the name of spans, with {method} and {route}.
+    - `attributes` names further attributes of OpenTelemetry to record. They may have data of a caller.
+    - `traceparent` is `follow`, `link` or `off`, for the caller's trace.
+    - Reports and metrics group requests `by` an attribute, such as a tenant's name, with up to `at_most` values.
+    - The answers of the routes `gen_ai` are generated, item by item, by a model of `provider`.
+    - `server_timing` selects the answers with timings in a header: "true" for all, "header NAME" if the request has
+      that header, "" for none.
+    - `blocked_ns` is as in `Limits`.
     """
 
     servers: tuple[str, ...] = tuple(SERVERS)
@@ -268,10 +273,10 @@ class RequestsRule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule of windows. After `skip_first` steps it repeats a sequence of `closed`, `ready` and `record` steps, of
-    which only the `record` steps are recorded.
+    """A schedule of windows. After `skip_first` steps it repeats `closed`, `ready` and `record` steps. Only `record`
+    steps are recorded.
 
-    `repeat` is the number of repetitions, 0 for no end. In a file ``[start, end]`` means to skip `start` steps and
+    `repeat` is the number of repetitions, 0 for no end. ``[start, end]`` in a file means to skip `start` steps and
     record up to `end`, once. A step is a call of the function `step` (`module:qualname`), by default a request.
     """
 
@@ -293,19 +298,19 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class PercentileThreshold:
-    """A limit of time that is relative to an endpoint's own times: a percentile (at `fraction`) times `factor`."""
+    """A limit of time: the percentile of an endpoint's times at `fraction`, times `factor`."""
 
     fraction: float
     factor: float
 
 
 Comparison = tuple[str, str | bool | int | float]
-"""A comparison: an operator (`=`, `>=`, `>`, `<=` or `<`) and a value. Texts and booleans are compared by `=` only."""
+"""An operator (`=`, `>=`, `>`, `<=` or `<`) and a value. Texts and booleans allow only `=`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A condition on an attribute, which is true if any of the comparisons is."""
+    """A condition on an attribute: any of the comparisons is true."""
 
     attribute: str
     any_of: tuple[Comparison, ...]
@@ -313,14 +318,14 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """The settings of tail sampling: which requests are kept with all their spans.
+    """The settings of tail sampling, which selects the requests to keep with all their spans.
 
-    The kept requests are the share `sample` of all requests, slow requests, failed requests (`errors`), and requests
-    that match `where`. A request is slow if it takes longer than `slow_ns`, or longer than the limit that `slow_over`
-    gives for its endpoint. A request matches if all conditions are true for its span when it ends. `limit` bounds the
-    number of kept requests. With `before_ns`, the requests in that time before each kept request are kept, too. The
-    agent writes kept requests into the folder `to`, unless that is None. With `is_off`, which a variable of
-    OpenTelemetry sets, no request is kept, even if the caller of a request asks to keep it.
+    - A share `sample` of all requests is kept, and requests that failed (`errors`), were slow, or match all conditions
+      of `where` at their end.
+    - A request is slow if it takes longer than `slow_ns`, or than its endpoint's limit by `slow_over`.
+    - `limit` bounds the number of kept requests. Requests in the `before_ns` before a kept one are kept, too.
+    - The agent writes kept requests into the folder `to`, unless that is None.
+    - With `is_off`, which a variable of OpenTelemetry sets, no request is kept, even if its caller asks for it.
     """
 
     sample: float = 1.0
@@ -336,12 +341,13 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of the instrumentation: the memory of rings, the spans per request, and the disk space of its files.
+    """The limits of the instrumentation: the memory of rings, the spans per request, and the disk space of files.
 
-    With `ring_folder`, recordings are files in that folder, which outlive their processes. Without it, a recording is
-    memory that is freed when the last process that has it ends. `disk_bytes` bounds the trace and summary files of all
-    processes that share the profile's paths. `blocked_ns` is the shortest time for which a blocked event loop, or a
-    garbage collection, is recorded, None for never.
+    With `ring_folder`, recordings are files in that folder, which outlive their processes. Otherwise a recording is
+    freed when the last process that has it ends.
+
+    `disk_bytes` bounds the trace and summary files of all processes with the profile's paths. `blocked_ns` is the
+    shortest recorded block of an event loop, or garbage collection, None for never.
     """
 
     ring_bytes: int = 64 * 2**20
@@ -353,12 +359,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The settings for devices. `cuda` is `auto` or `off`. The settings in ns are intervals between readings of gauges.
+    """The settings for devices. `cuda` is `auto` or `off`. `nvml_ns` and `host_ns` are intervals in ns between readings
+    of gauges.
 
-    `nvml_ns` is the interval for the gauges of GPUs, None for never; `AUTO_NS` means every second if there is an NVIDIA
-    driver. `host_ns` is the interval for the gauges of process, machine and torch's allocator; `AUTO_NS` means as often
-    as GPUs are read. `gil` is `hold` if a thread keeps the interpreter's lock while it records a CUDA event, else
-    `release`.
+    `nvml_ns` is for gauges of GPUs, None for never. `AUTO_NS` means every second if there is an NVIDIA driver.
+    `host_ns` is for gauges of process, machine and torch's allocator. `AUTO_NS` means as often as GPUs are read.
+
+    `gil` is `hold` if a thread keeps the interpreter's lock while it records a CUDA event, else `release`.
     """
 
     cuda: str = "auto"
@@ -369,7 +376,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The settings for changing a running process's profile. With `watch`, its file is checked every 100 ms."""
+    """The settings for changes of a running process's profile. With `watch`, the file is checked every 100 ms."""
 
     watch: bool = False
 
@@ -394,8 +401,8 @@ class Recordings:
 class Otlp:
     """The export of spans to an OpenTelemetry collector, whose complete URL is `endpoint`.
 
-    `certificate` is the path of a file that verifies the collector. `client_certificate` and `client_key` are the files
-    by which the collector verifies this client. All are in PEM format, and used only for https.
+    `certificate` is a file that verifies the collector. The collector verifies this client by `client_certificate` and
+    `client_key`. These PEM files are used only for https.
     """
 
     endpoint: str = "http://localhost:4318/v1/traces"
@@ -410,15 +417,14 @@ class Otlp:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """The export of a run's metrics to Prometheus, for which the agent answers HTTP at `listen`, a host and a port."""
+    """The export of a run's metrics to Prometheus. The agent answers HTTP at `listen`, a host and a port."""
 
     listen: str = "127.0.0.1:9464"
 
 
 @dataclass(frozen=True, slots=True)
 class Parquet:
-    """The export to a dataset of Parquet files, in a folder or at a URL (`path`). A new file begins every `every_ns`
-    nanoseconds."""
+    """The export to a dataset of Parquet files in a folder or at a URL (`path`). A new file begins every `every_ns`."""
 
     path: str = "dataset/"
     every_ns: int = 5 * 60 * 10**9
@@ -428,7 +434,7 @@ class Parquet:
 class Summary:
     """The export of a text report to `stderr`, `stdout` or a file, whose path may have `{service}` and `{pid}`.
 
-    The options are those of `instrument.report.view.Options`. `per_thread` is for the view `events`.
+    The other fields are those of `instrument.report.view.Options`.
     """
 
     to: str = "stderr"
@@ -444,7 +450,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The exports of a profile. An export that is None is off."""
+    """The exports of a profile. One that is None is off."""
 
     recording: Recordings | None = None
     chrome: Chrome | None = None
@@ -460,21 +466,22 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The settings of a `profile.yaml`. `Profile()` has the settings of an empty file. Without a `schedule`, recording
-    is always on.
+    """The settings of a `profile.yaml`. `Profile()` has those of an empty file.
 
-    `loaders`, `phases` and `comm` are `auto` or `off`. `loaders` is for the data loaders of the frameworks that the
-    service imports, `phases` for torch's training loops (forward, backward, optimizer), and `comm` for
-    torch.distributed. `startup` is `auto` for imports and the loading and compiling of models, `logs` for trace ids in
-    log records. With `engines: auto` the rules of an engine's preset are added when the service imports it. `agent` is
-    `auto`, for one per run, or `off`.
+    - Without a `schedule`, recording is always on.
+    - `loaders` is `auto` or `off`, for data loaders of imported frameworks. So are `phases`, for torch's training loops
+      (forward, backward, optimizer), and `comm`, for torch.distributed.
+    - `startup` is `auto` for imports and the loading and compiling of models, `logs` for trace ids in log records.
+    - With `engines: auto`, an imported engine's preset adds its rules.
+    - `agent` is `auto`, for one per run, or `off`.
+    - `preset` is the preset that the file names. Its values are in the other fields.
+    - `source` is the file's path, or the name passed to `loads`.
+    - `origins` has the source of each setting that a variable can give: ``profile``, the variable's name, or
+      ``default``. A setting from the preset has ``preset``.
+    - `shown` has the text of a value for messages, if the value may be secret or is from the preset.
+    - `remarks` are sentences on variables of the environment that are not followed, or that switch a part off.
 
-    `preset` is the preset that the file names; its values are in the other fields, as if they were in the file.
-    `source` is the file's path, or the name passed to `loads`. `origins` has the source of each setting that a variable
-    can give: ``profile``, the variable's name, or ``default``, and ``preset`` for each setting from the preset. `shown`
-    has the text of a value for messages, if the value may contain a secret or comes from the preset. `remarks` are
-    sentences on variables of the environment that are not followed, or that switch a part off. Two profiles are equal
-    if they have the same settings, even if they come from different files.
+    Profiles with the same settings are equal, even from different files.
     """
 
     service: str = "unknown_service"
@@ -513,14 +520,14 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that are the same for equal profiles. Headers of exports do not count."""
+        """Twelve hexadecimal digits that are the same for equal profiles, not counting headers of exports."""
         from hashlib import sha256  # it loads OpenSSL
 
         return sha256(repr(_compared(self)).encode()).hexdigest()[:12]
 
 
 def _compared(thing: Any) -> Any:
-    """Return the fields of a dataclass as plain values, without fields that are not compared or not in its `repr`."""
+    """Return a dataclass's fields as plain values, without those left out of comparisons or of `repr`."""
     if isinstance(thing, tuple):
         return tuple(map(_compared, thing))
     shown = [name for name, member in fields_of(thing) if member.compare and member.repr]
@@ -536,4 +543,4 @@ EVERYTHING = Profile(
     device=Device(host_ns=10**9),
     source="the default of a Profiler",
 )
-"""The profile with which `Profiler` records a training loop without a profile. The path "" means the whole model."""
+"""The profile with which `Profiler` records a training loop without a profile. The path "" is the whole model."""

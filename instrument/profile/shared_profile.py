@@ -1,6 +1,6 @@
 """The file in which `instrument run` saves the parsed profile, so that the processes of the run need not parse YAML.
 
-A process uses this file only if the profile's file and all environment variables that the profile used are unchanged.
+A process uses it only if the profile's file, and all environment variables that the profile used, are unchanged.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from instrument.runtime.cheap_start import fields_of, replace
 from instrument.runtime.environment import settings
 
 NAME = "profile"
-"""The name of the file with the parsed profile, in the folder of a run."""
+"""The name of the file with the parsed profile, in a run's folder."""
 
 _CLASS = ""
-"""The key of the class name among the fields of a saved dataclass. No field has this name."""
+"""The key for the class name in a saved dataclass. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of environment variables that the reader of profiles iterates over. All variables with this prefix count
-as used by the profile."""
+"""The prefix of the variables that the reader of profiles iterates over. All of them count as used by the profile."""
 
 
 class Consulted(Mapping[str, str]):
-    """The environment as a mapping that notes which variables are read."""
+    """The environment as a mapping, which notes the variables that are read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = settings(environ)
@@ -48,7 +47,7 @@ class Consulted(Mapping[str, str]):
 
 
 def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> None:
-    """Write a parsed profile for other processes, unless it has a secret for a collector. Raises nothing."""
+    """Write a parsed profile for other processes, unless it has a secret for a collector. Never raises."""
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
@@ -59,8 +58,8 @@ def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> 
 
 
 def read_shared_profile(path: Path | None, source: str) -> Profile | None:
-    """Read the profile that another process parsed. Return None if no process has written it, or if the profile's file
-    or variables have changed since."""
+    """Read the profile that another process has parsed. Return None without one, or if its file or variables have
+    changed."""
     if path is None:
         return None
     try:
@@ -83,7 +82,6 @@ def _state_of(source: str) -> tuple[int, int]:
 
 
 def _to_plain(thing: Any) -> Any:
-    """Convert a dataclass of the model into plain values for JSON."""
     if fields := fields_of(thing):
         return {_CLASS: type(thing).__name__, **{name: _to_plain(getattr(thing, name)) for name, _ in fields}}
     if isinstance(thing, Mapping):

@@ -1,7 +1,6 @@
 """The readers of single values of `profile.yaml`, such as durations and patterns, and of `OTEL_*` variables.
 
-A reader takes a node of the YAML document and returns its value. A reader refuses an invalid node, and reports the
-allowed values.
+A reader returns the value of a YAML node. It refuses an invalid node, and reports the allowed values.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ _read_ring = size("64MiB", least="64KiB")
 
 @with_schema(SIZE)
 def ring_size(node: YamlNode) -> int:
-    """Read the size of the rings. The machine must have that much memory, because all of it may be used."""
+    """Read the size of the rings. Refuse more than the process's memory, because all of it may be used."""
     size_bytes: int = _read_ring(node)
     memory = memory_bytes()
     if memory is not None and size_bytes > memory:
@@ -134,7 +133,7 @@ _read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
 
 @with_schema({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
 def interval(node: YamlNode) -> int | None:
-    """Read the interval between readings of gauges in ns, `AUTO_NS` for auto and None for off."""
+    """Read the ns between readings of gauges, `AUTO_NS` for auto, None for off."""
     if node.is_off:
         return None
     return model.AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
@@ -144,7 +143,7 @@ duration_or_off = or_off(with_schema(DURATION)(quantity(DURATION_UNITS, "5ms", "
 
 
 def _as_rule_pattern(text: str) -> str:
-    """Return a dotted path in a rule's syntax, such as `chat.engine:Engine.step`. A capital letter begins the class."""
+    """Return a dotted path in a rule's syntax, such as `chat.engine:Engine.step`. A capital letter marks the class."""
     segments = text.split(".")
     split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
     return ".".join(segments[:split]) + ":" + ".".join(segments[split:])
@@ -198,7 +197,7 @@ _timing_header = text_reader(
 
 @with_schema({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
 def server_timing(node: YamlNode) -> str:
-    """Read which answers get timings in a header: "true" for all, "header NAME" for requests with NAME, "" for none."""
+    """Read the choice of answers with timings: "true" for all, "header NAME" for requests with NAME, "" for none."""
     if node.is_off:
         return ""
     return "true" if node.kind == "bool" else str(_timing_header(node))
@@ -245,7 +244,7 @@ _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the end
 
 @with_schema({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
 def slow_limit(node: YamlNode) -> int | PercentileThreshold:
-    """Read the limit above which a request is slow: a time in ns, or a `PercentileThreshold`."""
+    """Read the limit for slow requests: a time in ns, or a `PercentileThreshold`."""
     text = node.text if node.kind == "text" else ""
     parts = re.fullmatch(USUAL_SYNTAX, text)
     if parts:
@@ -268,7 +267,6 @@ _COMPARED = "text, a number, true or false, a comparison such as '>=500', or a l
 
 @with_schema({"anyOf": _COMPARED_SHAPES})
 def _read_comparison(node: YamlNode) -> tuple[str, str | bool | int | float]:
-    """Read a comparison, an operator and a value."""
     if node.kind == "bool":
         if node.text.lower() not in ("true", "false"):
             node.refuse("true or false; put text in quotes", near=f'"{node.text}"')
@@ -309,7 +307,7 @@ def conditions(node: YamlNode) -> tuple[Where, ...]:
 
 
 def _read_pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
-    """Yield the names of a mapping, which must match `syntax`, and their values. Null values are skipped."""
+    """Yield a mapping's names, which must match `syntax`, and values. Null values are skipped."""
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(syntax, name):
@@ -320,7 +318,7 @@ def _read_pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Re
 
 @with_schema(syntax_shape(f"(?:{URL_SYNTAX})?"))
 def url(node: YamlNode) -> str:
-    """Read a collector's URL. Empty text, as from a quoted reference to an unset variable, means no URL."""
+    """Read a collector's URL. Empty text, as from an unset variable, means no URL."""
     if node.kind == "text" and not node.text:
         return ""
     text = string(node)
@@ -353,7 +351,7 @@ def readable_file(node: YamlNode) -> str:
 
 
 def seconds(node: YamlNode) -> int:
-    """Read a timeout variable in seconds, like OpenTelemetry's Python SDK. Return nanoseconds."""
+    """Read a timeout variable in seconds, as OpenTelemetry's Python SDK does, and return ns."""
     if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
         node.refuse("a number of seconds, from 0.001")
     return int(float(node.text) * 10**9)
@@ -383,7 +381,7 @@ def _header_value(node: YamlNode) -> str:
 
 
 def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
-    """Read headers from a variable, as `name=value,name=value` with URL-encoded values."""
+    """Read headers from a variable: `name=value,name=value`, URL-encoded."""
     headers = []
     for part in filter(None, (part.strip() for part in node.text.split(","))):
         name, equals, value = (unquote(piece.strip()) for piece in part.partition("="))
@@ -394,13 +392,13 @@ def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
 
 
 def public_texts(node: YamlNode, key: str) -> list[str]:
-    """Return the texts of a rule's key without duplicates, for the rule's name in messages."""
+    """Return a key's texts without duplicates or secrets, for the rule's name in messages."""
     _, value = node.pairs.get(key, (node, node))
     return list(dict.fromkeys(text.public_text for text in value.items or (value,) if text.kind == "text"))
 
 
 def split_patterns(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split patterns into the selecting ones, and the excluding ones without their '!'."""
+    """Split patterns into those that select, and those that exclude, without their '!'."""
     match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
     return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
 
@@ -417,7 +415,7 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
 
 
 SERVICE = "INSTRUMENT_SERVICE"
-"""The environment variable that `instrument run` sets to a service name if nothing else names the service."""
+"""The environment variable for a service name that `instrument run` sets if nothing else names the service."""
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "service": (("OTEL_SERVICE_NAME", string), (SERVICE, string)),
@@ -430,7 +428,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
     "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
 }
-"""The environment variables for each setting that a profile may omit. The first one that is set and valid counts."""
+"""The environment variables for settings that a profile may omit. The first valid one counts."""
 
 FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_SDK_DISABLED": ("OpenTelemetry disabled", "true|false"),
@@ -443,12 +441,14 @@ FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": ("resource detectors", ".*"),
     "OTEL_PROPAGATORS": ("propagators", ".*"),
 }
-"""Further variables of OpenTelemetry that the export honours, each with the name of its setting and the honoured
-values. An exporter `none` turns off its signal. The propagators read a caller's trace. All OpenTelemetry variables that
-are in neither `FOLLOWED` nor `VARIABLES` are ignored."""
+"""Further OpenTelemetry variables that the export honours, each with its setting and the honoured values.
+
+An exporter `none` turns off its signal. The propagators read a caller's trace. OpenTelemetry variables that are in
+neither `FOLLOWED` nor `VARIABLES` are ignored.
+"""
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
-"""The prefix of environment variables that only OpenTelemetry's Python SDK and instrumentations read."""
+"""The prefix of variables that only OpenTelemetry's Python SDK and instrumentations read."""
 
 
 _DISABLED = ("OTEL_SDK_DISABLED", "true")
@@ -456,11 +456,11 @@ _SWITCHES = {
     "traces": (("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_TRACES_EXPORTER", "none"), _DISABLED),
     "metrics": (("OTEL_METRICS_EXPORTER", "none"), _DISABLED),
 }
-"""The environment variables that can switch off traces or metrics, each with the value that does so."""
+"""The variables that can switch off traces or metrics, each with the value that does so."""
 
 
 def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the signals (traces, metrics) that are switched off, each with the variable that switches it off."""
+    """Return the signals (traces, metrics) that are switched off, and the variables that do so."""
     return {
         signal: f"{name}={value}"
         for signal, switches in _SWITCHES.items()
@@ -483,7 +483,7 @@ def without_off(profile: Profile, document: Document) -> Profile:
 
 
 def _remarks_on(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence per set variable that changes the exported data, or that is ignored."""
+    """Yield a sentence per variable that changes the exported data or is ignored."""
     for signal, switch in _switched_off_signals(environ).items():
         yield f"no {signal} are sent to a collector: {switch}"
     valid = {name for names in VARIABLES.values() for name, _ in names}

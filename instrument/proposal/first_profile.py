@@ -33,24 +33,22 @@ KEYS, BATCHES = 3, 3
 """The maximum number of rules with a key outside of requests, and of rules with a batch."""
 
 LOOKS = 3
-"""The minimum number of observed values of an argument for a key. At least this number must also occur in another
-function."""
+"""The minimum number of observed values of an argument that may be a key. Another function must share as many."""
 
 DISTINCT = 0.8
-"""The minimum share of distinct values among an argument's values for the argument to be a key of requests."""
+"""The minimum share of distinct values with which an argument may be a key of requests."""
 
 SHARED = 0.5
-"""A function outside of requests gets a key or batch only if this share of an argument's values are keys of
-requests."""
+"""The minimum share of an argument's values that must be keys of requests for a rule outside of requests."""
 
 LEAST_BATCH = 0.05
-"""The minimum share of the work outside of requests that a function with batches must have to get a rule."""
+"""The minimum share of the work outside of requests that a function with batches must take to get a rule."""
 
 PASSED = 0.95
-"""A function may name the requests only if it has at least this share of the calls of the most called candidate."""
+"""A function may name the requests only if it has at least this share of the most called candidate's calls."""
 
 COVERED = 0.8
-"""The minimum share of a function's time that callees with batches must take to get rules in place of the function."""
+"""A function with batches gets no rule if its callees with batches take at least this share of its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 def _choose_key_path(
     observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]
 ) -> _Path | None:
-    """Choose the argument that names requests best: the one whose values occur in the most other functions."""
+    """Choose the argument that names requests best, whose values occur in the most other functions."""
     count = sum(node.calls for node in choice.requests)
     shared: dict[str, set[str]] = {}
     for label, paths in observation.keys.items():
@@ -172,11 +170,8 @@ def _choose_key_path(
 def _choose_batches(
     paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, list[ObservedNode]]
 ) -> dict[str, _Path]:
-    """Return the functions whose calls serve batches, with the path of the batch.
-
-    A function is replaced by its callees with batches if these and callees that serve single requests take most of its
-    time.
-    """
+    """Return the functions whose calls serve batches, with the path of the batch. Callees replace a function if they
+    take most of its time."""
     best = _pick_best(paths)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
     chosen: dict[str, _Path] = {}
@@ -211,7 +206,6 @@ def _shares_values(ids: SeenPath, key_values: set[str]) -> bool:
 
 
 def _get_or_add_rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
-    """Return the rule for a function. Add it to the choice if there is none."""
     for rule in choice.rules:
         if rule.label == label:
             return rule
@@ -271,13 +265,12 @@ SHOWN = 6
 """The maximum number of items that a comment lists. Further items are only counted."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The minimum share of a layer in the time of all layers, and of a layer in the time of the block that contains it."""
+"""The minimum share of a layer in the time of all layers, and in the time of the block that contains it."""
 
 LEAST_LAYER_NS = 20_000
 """The minimum mean duration of a layer's call in ns. A faster layer gets no rule."""
 
 LAYERS = 6
-"""The maximum number of rules for layers."""
 
 
 @dataclass(slots=True)
@@ -291,10 +284,8 @@ class LayerProposal:
 
 @dataclass(slots=True)
 class FirstProfile:
-    """A first profile: its rules and its comments. `summary` is a sentence on the amount of observed calls.
-
-    The comments are at the `head`, above `requests`, and on the functions `left_out`.
-    """
+    """A first profile: its rules and its comments. `summary` is a sentence on the amount of observed calls. `head` is
+    the comment at the top, and `left_out` that on functions without a rule."""
 
     service: str
     preset: str = "serving"
@@ -310,12 +301,10 @@ class FirstProfile:
 
     @property
     def rules(self) -> int:
-        """The number of rules in the profile."""
         return len(self.functions) + len(self.layers)
 
 
 def yaml_of(first: FirstProfile) -> str:
-    """Return a first profile as YAML."""
     return "\n".join(_yaml_lines(first)).rstrip() + "\n"
 
 
@@ -395,10 +384,7 @@ def list_text(items: Sequence[str]) -> str:
 
 
 def command_of(words: Sequence[str]) -> str:
-    """Return a command without words that may be secret, such as a key or an address with a password.
-
-    The program and the files and modules that follow it remain.
-    """
+    """Return a command without words that may be secret, such as a key or an address with a password."""
     shown = list(words[:2] if words[:1] == ["-m"] else words[:1])
     words_left = list(words[len(shown) :])
     while words_left and _names_local_file(words_left[0]):
@@ -496,7 +482,7 @@ def _describe_requests(first: FirstProfile, observation: Observation, choice: Fu
 
 
 def _describe_preset_calls(observation: Observation) -> Iterator[str]:
-    """Yield a sentence with the copies and framework calls that the preset records, if any ran."""
+    """Yield a sentence on the copies and framework calls that the preset records, if any ran."""
     recorded = _list_call_sums(
         node
         for node in observation.nodes()
@@ -537,7 +523,7 @@ def _describe_left_out(observation: Observation, choice: FunctionChoice) -> Iter
 
 @dataclass(slots=True)
 class _LayerGroup:
-    """The layers whose paths match one pattern: the sums of calls and times, and their paths and classes."""
+    """The layers whose paths match one pattern, with the sums of calls and times."""
 
     calls: int = 0
     total_ns: int = 0
@@ -551,7 +537,6 @@ def pattern_of(path: str) -> str:
 
 
 def choose_layers(observation: Observation) -> list[LayerProposal]:
-    """Choose the layers that get a rule, from the observed call trees."""
     by_pattern: dict[str, _LayerGroup] = defaultdict(_LayerGroup)
     whole_ns = 0
     for node in observation.nodes():
@@ -603,5 +588,4 @@ def _choose_patterns(by_pattern: Mapping[str, _LayerGroup], whole_ns: int) -> li
 
 
 def _keep_outermost(patterns: list[str]) -> list[str]:
-    """Return the patterns that are not inside another pattern."""
     return [pattern for pattern in patterns if not any(pattern.startswith(f"{prefix}.") for prefix in patterns)]

@@ -39,39 +39,38 @@ def calls_text(calls: int, total_ns: int) -> str:
 
 
 def share_text(share: float) -> str:
-    """Format a share between 0 and 1 as a percentage."""
     return f"{min(share, 1.0) * 100:.2g} %" if share < 0.1 else f"{min(share, 1.0):.0%}".replace("%", " %")
 
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The minimum self time for a rule, as a share of the time of all requests, of all units of work, or of the run. A
-function with a leading underscore needs twice as much."""
+"""The minimum self time for a rule, as a share of the time of all requests, of all units of work, or of the run. It
+doubles for a function with a leading underscore."""
 
 LEAST_SPLIT = 0.1
-"""A function whose callees divide its time gets a rule for that only if it has this share of all requests' or units'
-time."""
+"""The minimum share of the time of requests or units of work with which a function gets a rule because its callees
+divide its time."""
 
 LEAST_PART = 0.02
-"""The minimum share of its caller's time that a callee must have to count as dividing that time."""
+"""The minimum share of a callee in its caller's time to count as dividing that time."""
 
 SHORT_NS = 5_000
 """The minimum mean time of a call in ns. A faster function gets no rule, because recording would distort its time."""
 
 HOT = 10_000
-"""The maximum calls per second. A function that is called more often gets no rule."""
+"""The maximum calls per second. A function with more calls gets no rule."""
 
 REPEATED = 3
-"""The minimum number of calls per process for a function to count as repeated."""
+"""The minimum number of calls per process with which a function counts as repeated."""
 
 LOADING_NS = 50_000_000
-"""The minimum total time in ns per process with which a function of the service's start gets a rule for loading."""
+"""The minimum total time in ns per process of a loading function that gets a rule."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""The minimum share of a function in its request's time, and its maximum self time as a share. A function with both
-gets no rule, because its span would repeat the request's span."""
+"""A function with at least the first share of its request's time, and less self time than the second, gets no rule. Its
+span would repeat the request's span."""
 
 RULES = 12
-"""The maximum number of rules for functions. Those for loading, requests, steps, keys and batches do not count."""
+"""The maximum number of rules for functions, except those for loading, requests, steps, keys and batches."""
 
 _WAITING = re.compile(r"(^|_)(wait|sleep|idle|poll|listen|recv|receive|acquire|heartbeat|run_forever)(_|$)")
 REQUEST = re.compile(
@@ -128,11 +127,8 @@ class FunctionProposal:
 
 @dataclass(slots=True)
 class FunctionChoice:
-    """The rules chosen for functions, and the functions without a rule.
-
-    `hot` maps labels of too short or too frequent functions to the reason. `small` are the labels of functions with
-    little time.
-    """
+    """The rules chosen for functions, and the functions without a rule. `hot` has the reason for each function with too
+    short or too frequent calls. `small` are the functions with little time."""
 
     rules: list[FunctionProposal]
     hot: dict[str, str]
@@ -178,7 +174,6 @@ def phase_by_name(name: str) -> str:
 
 
 def choose_functions(observation: Observation) -> FunctionChoice:
-    """Choose the functions that get a rule, from the observed call trees."""
     return _Chooser(observation).choose()
 
 
@@ -219,7 +214,7 @@ class _Chooser:
     # ---------------------------------------------------------------- kinds of work
 
     def _find_units(self) -> list[ObservedNode]:
-        """Find the units of work: functions called repeatedly by a loop, or without a caller, outside of requests."""
+        """Find the units of work: functions outside of requests that are called repeatedly."""
         units: list[ObservedNode] = []
 
         def visit(nodes: Iterable[ObservedNode]) -> None:
@@ -237,8 +232,7 @@ class _Chooser:
         return units
 
     def _find_delegate(self, node: ObservedNode) -> ObservedNode:
-        """Return the function to which a private function delegates its time, or the given function if there is
-        none."""
+        """Return the function to which a private function delegates its time, by default the private one."""
         while function_name(node.callee.label).startswith("_"):
             delegates = [
                 child
@@ -294,8 +288,8 @@ class _Chooser:
             )
 
     def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
-        """Propose the functions below `tops` whose self time has at least the share `least`. Also propose the callers
-        whose time is divided among such functions."""
+        """Propose the functions below `tops` whose self time has at least the share `least`, and the callers whose time
+        these divide."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
@@ -324,8 +318,8 @@ class _Chooser:
                 self._small.add(label)
 
     def _add_functions_below(self, node: ObservedNode, by_label: dict[str, _CallPaths]) -> int:
-        """Add the functions below a call path to `by_label`. Return the path's self time, plus the time of calls below
-        it that get no rule."""
+        """Add the functions below a call path to `by_label`. Return the path's self time, including calls below it that
+        get no rule."""
         own_ns = node.self_ns
         for child in node.children.values():
             child_ns = self._add_functions_below(child, by_label)
@@ -338,7 +332,7 @@ class _Chooser:
         return own_ns
 
     def _find_parts(self, paths: _CallPaths, large: set[str]) -> set[str]:
-        """Return the nearest functions of `large` below a function. They divide the function's time."""
+        """Return the nearest functions of `large` below a function that take a notable part of its time."""
         parts: dict[str, int] = defaultdict(int)
         nodes_left = [child for node in paths.nodes for child in node.children.values()]
         for node in nodes_left:
@@ -355,11 +349,7 @@ class _Chooser:
     def _is_middleware(
         self, label: str, paths: _CallPaths, large: set[str], tops: list[ObservedNode], base_ns: int
     ) -> bool:
-        """Return True for a middleware, which is a function that spans whole requests and calls the functions that take
-        the time.
-
-        A middleware gets no rule, because its self time is spent in the framework.
-        """
+        """Return True for a function that spans whole requests and only calls the functions that take the time."""
         if not self._spans_requests(paths, tops, base_ns):
             return False
         return bool(_MIDDLEWARE.search(label) or self._find_parts(paths, large))

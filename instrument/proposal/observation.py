@@ -41,11 +41,9 @@ _SERVERS = {name.partition(".")[0] for names in PACKAGES.values() for name in na
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """The end of a call path: a function with a `label` (`module:qualname`), or a layer, request or copy.
-
-    `instance` is a layer's path in its model. `shape` distinguishes coroutines and generators from functions: it is
-    `call`, `coroutine`, `generator` and so on, or `layer` for the `forward` of a layer.
-    """
+    """The end of a call path: a function with a `label` (`module:qualname`), or a layer, request or copy. `instance` is
+    a layer's path in its model. `shape` is `call`, `coroutine`, `generator` and so on, or `layer` for the `forward` of
+    a layer."""
 
     name: str
     kind: str
@@ -85,13 +83,9 @@ class ObservedNode:
 
 @dataclass(slots=True)
 class Observation:
-    """The merged reports of the processes of an observed command.
-
-    `keys` maps labels and argument paths to the observed values. `unseen` maps unobserved targets to reasons.
-    `blockers` maps the label of a function to the number of times that it blocked an event loop, and to the longest of
-    these times in ns. `seconds` and `cost` (a share of time) are the maxima over the processes. `silent` counts
-    processes without a report.
-    """
+    """The merged reports of the processes of an observed command. `keys` has the observed values by label and argument
+    path. `unseen` has the reason for each unobserved target. `blockers` has the number of times that each function
+    blocked an event loop, and the longest in ns. `silent` counts processes without a report."""
 
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)
@@ -182,10 +176,8 @@ def _is_layer_forward(label: str) -> bool:
 
 
 def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
-    """Wait up to `longest_s` seconds for the reports of all processes of the command.
-
-    If `ends` is True, processes that outlive the command get SIGTERM.
-    """
+    """Wait up to `longest_s` seconds for the reports of all processes. If `ends` is True, processes that outlive the
+    command get SIGTERM."""
     signalled: set[int] = set()
     until = time.monotonic() + longest_s
     while time.monotonic() < until:
@@ -200,7 +192,7 @@ def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
 
 
 def _processes_of_command(folder: str) -> set[int]:
-    """Find the running processes of the command by a variable in their environment. Return their pids."""
+    """Return the pids of the command's running processes, which a variable in their environment identifies."""
     mark = f"{INIT_FOLDER}={folder}".encode()
     pids = set()
     for path in Path("/proc").iterdir():
@@ -212,13 +204,11 @@ def _processes_of_command(folder: str) -> set[int]:
 
 
 def _processes_without_report(folder: str) -> set[str]:
-    """Return the pids of processes that have started and not written a report."""
     started = {path.stem for path in Path(folder).glob(f"*{STARTED_SUFFIX}")}
     return started - {path.name.partition(".")[0] for path in Path(folder).glob(f"*{REPORT_SUFFIX}")}
 
 
 def merge_reports(folder: str) -> Observation:
-    """Read the reports of the processes in a folder, and merge them."""
     observation = Observation([])
     roots: dict[Callee, ObservedNode] = {}
     for path in sorted(Path(folder).glob(f"*{REPORT_SUFFIX}")):

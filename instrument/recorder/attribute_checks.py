@@ -1,7 +1,7 @@
 """The check of attributes, names and statuses that a service gives to open spans.
 
-The types of OpenTelemetry's attributes are allowed. A value of another type is left out, counted, and logged once. The
-check loads no lazy object, such as Django's `request.user`.
+OpenTelemetry's types of attributes are allowed. Other values are left out, counted, and logged once. The check loads no
+lazy object, such as Django's `request.user`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from instrument.recording.spans import (
 from instrument.runtime.cheap_start import replace
 
 MOST_NAMES_PER_SITE = 256
-"""The maximum number of names that renaming can give to the spans of one site. Further names are refused."""
+"""The maximum number of names that renaming gives to one site's spans. Further names are refused."""
 
 
 def rename(recorder: Any, frame: Any, name: object) -> None:
-    """Rename the span of a frame. Without a frame, rename the innermost open span of this context."""
+    """Rename a frame's span, or the innermost open span without a frame."""
     site = recorder.site_of_open(frame)
     text = name_of(name)
     if site is None:
@@ -54,10 +54,10 @@ def rename(recorder: Any, frame: Any, name: object) -> None:
 
 
 def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
-    """Return a copy of a site with another name. The same name gets the same copy.
+    """Return the copy of a site with another name.
 
-    A site has at most `MOST_NAMES_PER_SITE` names. All sites together have at most as many names as all scopes. Beyond
-    these limits, count the refusal and return the site itself.
+    A site has at most `MOST_NAMES_PER_SITE` names, and all sites together as many as all scopes. Beyond a limit, count
+    the refusal and return the site itself.
     """
     place: Site = recorder.place_of.get(site, site)
     if name == place.name:
@@ -75,7 +75,7 @@ def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
 
 
 def set_status(recorder: Any, frame: Any, code: object, description: object, error_type: object) -> None:
-    """Set the status of a frame's span. Without a frame, set that of the innermost open span of this context."""
+    """Set the status of a frame's span, or of the innermost open span without a frame."""
     status = status_attributes(code, description, error_type)
     if status is None:
         recorder.complain("states that no span has", f"there is no status {code!r:.60}; allowed: ok, error")
@@ -86,17 +86,17 @@ def set_status(recorder: Any, frame: Any, code: object, description: object, err
 
 
 REFUSED = "attributes of a kind that no span has"
-"""The name under which reports count refused values as a data loss."""
+"""The name under which reports count refused values."""
 
 ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
 
 CHECKSUM_CHARACTERS = 4096
-"""The number of characters at each end of a long key that its checksum covers. This limits the time of a call."""
+"""The number of characters at each end of a long key that its checksum covers, to limit its time."""
 
 
 Complain = Callable[..., None]
-"""A function of a name, a sentence and a kind of value. It counts a refused value, and logs the first of its kind."""
+"""A function of (name, sentence, kind of value) that counts a refused value, and logs the first of its kind."""
 
 
 def check_attributes(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
@@ -125,7 +125,7 @@ def check_attributes(attributes: object, more: Mapping[str, object], complain: C
 
 
 def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """Return the allowed attributes for a scope. The usual plain values are copied without further checks."""
+    """Return the allowed attributes for a scope. A dict of plain values is copied without further checks."""
     if type(attributes) is dict and len(attributes) <= ATTRIBUTE_LIMIT:
         for name, value in attributes.items():
             kind = type(value)
@@ -150,11 +150,11 @@ def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[s
 
 
 def key_text(value: object) -> str:
-    """Return the key of a request as text of at most `KEY_LIMIT` characters, "" for a value that cannot be a key.
+    """Return a request's key as text of at most `KEY_LIMIT` characters, "" for a value that cannot be a key.
 
-    Texts, whole numbers, UUIDs, bytes, and a single whole number in an array on the host are keys by their value. An
-    object of the service's own class is a key within its process, by its identity. None, bools, floats, containers,
-    dates and other arrays cannot be keys.
+    Texts, whole numbers, UUIDs, bytes, and a single whole number in an array on the host are keys. An object of the
+    service's own class is a key within its process. None, bools, floats, containers, dates and other arrays are no
+    keys.
     """
     kind: Any = type(value)
     if kind is int:
@@ -182,20 +182,19 @@ def key_text(value: object) -> str:
 
 
 def _text_of_bytes(value: bytes) -> str:
-    """Return bytes as text if they are printable ASCII, else as hexadecimal digits."""
     text = value.decode("ascii", "replace")
     return text if text.isprintable() and text.isascii() else value.hex()
 
 
 def _shortened(key: str) -> str:
-    """Shorten a long key to its first characters and a checksum, which distinguishes keys that begin alike."""
+    """Shorten a long key to its first characters and a checksum. Keys that begin alike remain different."""
     parts = f"{len(key)} {key[:CHECKSUM_CHARACTERS]}{key[-CHECKSUM_CHARACTERS:]}"
     return f"{key[: KEY_LIMIT - 9]}~{crc32(parts.encode('utf-8', 'surrogatepass')):08x}"
 
 
 @lru_cache(maxsize=256)
 def _is_uuid(kind: Any) -> bool:
-    """Return True for the class `uuid.UUID` and its subclasses, such as a database driver's, without importing it."""
+    """Return True for the class `uuid.UUID` and its subclasses, without importing it."""
     return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
 
 
@@ -204,16 +203,14 @@ _OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "_
 
 @lru_cache(maxsize=256)
 def _is_array(kind: Any, *, on_device: bool = False) -> bool:
-    """Return True for a class of arrays or tensors. With `on_device`, return True only if its objects may be on a
+    """Return True for a class of arrays or tensors. With `on_device`, its objects must also be able to be on a
     device."""
     return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2 * on_device :])
 
 
 def _is_on_host(array: Any) -> bool:
-    """Return True for an array of numpy, or a tensor of torch that can be read without a wait.
-
-    An array on a device is not read: the service would wait for all work queued there.
-    """
+    """Return True for an array of numpy, or a tensor of torch on the CPU. Reading others would wait for the device's
+    work."""
     kind = type(array).__module__, type(array).__name__
     return kind == ("numpy", "ndarray") or (kind == ("torch", "Tensor") and array.device.type == "cpu")
 
@@ -235,7 +232,7 @@ def items_of(values: Any, most: int) -> list[Any]:
 
 
 class UnreadError(TypeError):
-    """An error that says why a value cannot be read as keys."""
+    """An error for a value that cannot be read as keys."""
 
 
 _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozenset, numbers.Number)
@@ -243,14 +240,14 @@ _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozen
 
 @lru_cache(maxsize=256)
 def _is_value(kind: Any) -> bool:
-    """Return True for a class of values or containers, such as decimals and dates, whose identity does not identify a
+    """Return True for a class of values or containers, such as dates. An object of such a class identifies no
     request."""
     return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
 
 
 def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
-    """Return the name of the class of the first refused key, "" if no key is refused. None and "" stand for a missing
-    key and are not refused."""
+    """Return the class name of the first refused key, "" for none. None and "" mean a missing key, and are not
+    refused."""
     if "" not in texts:
         return ""
     empty = (key for key, text in zip(keys, texts, strict=False) if not text)
@@ -259,16 +256,12 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
 
 
 def are_amounts(values: Sequence[object]) -> bool:
-    """Return True if a mapping's values are weights, because at least one of them is a number."""
+    """Return True if a mapping's values are weights, that is if one of them is a number."""
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 
 def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
-    """Return weights as Python's own numbers.
-
-    Return None unless all are finite, not negative, and fit into 64 bits. Items of an array on a device are refused,
-    because reading them would wait for the device.
-    """
+    """Return weights as Python's numbers, None unless all are finite, not negative, and fit into 64 bits."""
     kinds = set(map(type, values))
     if bool in kinds or not all(issubclass(kind, numbers.Number) for kind in kinds):
         return None
@@ -283,8 +276,7 @@ def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
 
 
 def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
-    """Return the attributes of a span with a key or a batch of keys. If the batch is a mapping, its values are the
-    weights."""
+    """Return a span's attributes for a key or a batch of keys. The values of a batch that is a mapping are weights."""
     attributes: dict[str, AttributeValue] = {}
     if key is not None and (text := key_text(key)):
         attributes[KEY] = text
@@ -315,13 +307,13 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
 
 
 def name_of(name: object) -> str | None:
-    """Return a text as a span's name, cut if it is long, None for any other value."""
+    """Return text as a span's name, cut if it is long, None for any other value."""
     text = _check_text(name)
     return _cut(text) if text else None
 
 
 def status_attributes(code: object, description: object, error_type: object) -> dict[str, AttributeValue] | None:
-    """Return the attributes of a status; None for any other value.
+    """Return the attributes of a status, None for an invalid code.
 
     `code` is `ok` or `error`, in any case, or a member of OpenTelemetry's `StatusCode`.
     """
@@ -353,7 +345,6 @@ def _check_value(value: object, most: int) -> AttributeValue | None:
 
 
 def _check_items(value: object, most: int) -> list[Any] | None:
-    """Return the first items of a list or a tuple, None of another value."""
     if issubclass(type(value), list):
         return list.__getitem__(cast("list[Any]", value), slice(most))
     if issubclass(type(value), tuple):
@@ -385,11 +376,10 @@ def _check_scalar(value: object) -> str | bool | int | float | None:
 
 _BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
 _ITEMS = (bool, int, float, str)
-"""The classes that an item may have. An array with one item is an allowed attribute if the item has such a class."""
+"""The allowed classes of the item in an array with one item. Such an array is an allowed attribute."""
 
 
 def _check_text(value: object) -> str | None:
-    """Return a text as a plain `str`, None for any other value."""
     return str.__str__(cast(str, value)) if issubclass(type(value), str) else None
 
 
@@ -402,7 +392,7 @@ def _class_name(value: object) -> str:
 
 
 def _class_names(value: object) -> str:
-    """Return the name of a value's class. For a list, add the names of its items' classes."""
+    """Return the name of a value's class, and for a list also those of its items' classes."""
     items = _check_items(value, ATTRIBUTE_LIMIT)
     if items is None:
         return "int of more than 64 bits" if type(value) is int else _class_name(value)

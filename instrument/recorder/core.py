@@ -1,6 +1,6 @@
 """The core of the recorder: the C module or, if that is missing, a substitute that records nothing.
 
-This module adds the functions that are not on the hot path. They rename and mute sites, and read rows and totals.
+Functions that are not on the hot path are in Python: to mute sites, and to read rows and totals.
 """
 
 from __future__ import annotations
@@ -40,23 +40,18 @@ else:
             self.passes, self.irregular, self.user_sites = {}, Counter(), {}
 
         def count(self, event: str) -> None:
-            """Count an irregular event."""
             self.irregular[event] += 1
 
         def rings(self) -> list[Any]:
-            """Return no rings."""
             return []
 
         def open_rows(self) -> list[Any]:
-            """Return no open spans."""
             return []
 
         def nodes_from(self, first: int) -> tuple[list[Any], bytes]:
-            """Return no call paths."""
             return [], b""
 
         def current_id(self) -> int:
-            """Return 0, the id of no span."""
             return 0
 
         def _nothing(self, *_: Any, **__: Any) -> None: ...
@@ -87,13 +82,12 @@ else:
 
         def __exit__(self, *_: object) -> None: ...
 
-        def annotate(self, attributes: Any = None, /, **more: Any) -> None:
-            """Do nothing."""
+        def annotate(self, attributes: Any = None, /, **more: Any) -> None: ...
 
 
 MOST_SITE_SHAPES = 65_536
-"""The maximum number of sites (instrumented functions) for which the kind of probe is stored. It limits the memory of a
-service that decorates a new function at each request."""
+"""The maximum number of sites whose kind of probe is stored. It limits the memory of a service that decorates a
+function per request."""
 
 
 class SiteCore(Core):
@@ -107,15 +101,14 @@ class SiteCore(Core):
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
 
     def note_shape(self, site: Site, shape: str) -> bool:
-        """Store the kind of a site's probe, such as "call" or "method". Return False beyond `MOST_SITE_SHAPES`
-        sites."""
+        """Store the kind of a site's probe, such as "call" or "method". Return False beyond `MOST_SITE_SHAPES`."""
         if len(self.shapes) >= MOST_SITE_SHAPES and site not in self.shapes:
             return False
         self.shapes[site] = shape
         return True
 
     def allow_muting(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Allow a site to be muted. Its probe is `function`, which `wrap` made. With None, the probe reads `passes`
+        """Allow a site to be muted. Its probe is `function`, made by `wrap`, or None if the probe reads `passes`
         itself."""
         if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return
@@ -130,13 +123,12 @@ class SiteCore(Core):
 
     @property
     def muted(self) -> set[Site]:
-        """The sites that are muted now."""
         return set(self.passes)
 
     def mute(self, site: Site) -> bool:
-        """Mute a site: count its new calls without recording spans. Return False if it cannot be muted.
+        """Mute a site: count its calls without recording spans. Return False if it cannot be muted.
 
-        Open spans still end. The span of a generator ends when its body next resumes.
+        Open spans still end. A generator's span ends when its body next resumes.
         """
         if site not in self._mutable or site in self.passes:
             return False
@@ -152,40 +144,38 @@ class SiteCore(Core):
         self._set_passing(site, None)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Make a site's functions pass their calls without a span, counted by `passing`. With None, make them record
-        spans again."""
+        """Make a site's functions count their calls by `passing` without a span, or record again if it is None."""
         for function in list(self._mutable.get(site) or ()):
             wrapping.set_switch(function, passing or self)
 
     def muted_calls(self) -> dict[Site, int]:
-        """Return the number of calls per site that passed without a span."""
+        """Return the number of calls without a span, by site."""
         return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
 
     def cut_spans(self) -> dict[Site, int]:
-        """Return, by site, the number of generators' spans that ended early because the site was muted."""
+        """Return the number of generators' spans that ended early by muting, by site."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
     def bind_innermost(self, key: object) -> None:
-        """Set the key of the request on which the innermost open span works."""
         self.annotate_innermost(attribute_checks.key_attributes(key, None, self.complain))
 
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
         return attribute_checks.check_attributes(attributes, more, self.complain)
 
     def complain(self, event: str, words: str, kind: str = "") -> None:
-        """Count a refused attribute, name or status. Log the first refusal of each kind."""
+        """Count a refused attribute, name or status. The first refusal of each kind is logged."""
         self.count(event)
         FAULTS.note_of_rule("annotate", words, kind)
 
 
 class Readback(SiteCore):
-    """A core with methods that read the recording in the process itself."""
+    """A core that reads its own recording."""
 
     _paths: CallTree
     _reading: Any
 
     def paths(self) -> CallTree:
-        """Return the current call paths as columns."""
+        """Return the call paths so far as columns."""
         with self._reading:
             paths = self._paths
             first = len(paths)
@@ -203,7 +193,6 @@ class Readback(SiteCore):
         return OwnRecording(self, self.memory)
 
     def tally(self) -> Tally:
-        """Return a copy of all totals so far. It takes 1 us per pair of call path and thread."""
         return self.mapped().tally()
 
     def site_of(self, row: Row) -> Site:
@@ -211,40 +200,39 @@ class Readback(SiteCore):
         return paths.site(row[ROW_NODE])
 
     def cursor(self) -> Cursor:
-        """Return a reader of all rows that are written from now on. It reads each row once. Rows that the ring
-        overwrites before that are lost."""
+        """Return a reader of all later rows, each of which it reads once. Rows that the ring overwrites first are
+        lost."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.mapped)
 
     def threads(self) -> dict[int, str]:
-        """Return the names of the threads that have rings, by native id."""
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
-        """Return the counts of spans that are in the tally but not in the rings, by reason."""
+        """Return the number of spans that are in the tally but not in the rings, by reason."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
         losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": self._too_short}
         return {reason: count for reason, count in losses.items() if count}
 
     def counts(self) -> Mapping[str, int]:
-        """Return the counts of irregular events, such as a scope that was ended twice, by their names."""
+        """Return the number of irregular events, such as a scope that was ended twice, by name."""
         reasons = zip(REASONS, self._head("reasons"), strict=False)
         return {**self.irregular, **{reason: count for reason, count in reasons if count}}
 
     def _head(self, field: str) -> tuple[int, ...]:
-        """Return the numbers in a field of the recording's header, () if there is no recording."""
+        """Return the numbers in a field of the recording's header, () without a recording."""
         offset, code = HEADER.fields[field]
         return () if self.memory is None else unpack_from(f"<{code}", self.memory, offset)
 
     @property
     def ended_rows(self) -> int:
-        """The number of rows that ended threads had written before other threads reused their rings."""
+        """The number of rows of ended threads whose rings other threads reused."""
         return sum(self._head("ended_rows"))
 
     @property
     def calls(self) -> int:
-        """The number of spans that have ended since the start. Reading it is cheap."""
+        """The number of spans that have ended. Reading it is cheap."""
         total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
         return total + self._too_short
 
@@ -255,7 +243,7 @@ class Readback(SiteCore):
 
 
 def calls_by_site(recorder: Readback) -> dict[Site, int]:
-    """Return the calls by site, of all threads together. This needs no numpy."""
+    """Return the number of calls by site, on all threads. Needs no numpy."""
     tree = recorder.paths()
     calls_of = recorder.calls_by(tree.site_of, len(tree.sites))
     return {site: calls for site, calls in zip(tree.sites, calls_of, strict=False) if calls}

@@ -1,11 +1,11 @@
-"""The overhead governor, which keeps the cost of recording within a share (budget) of each thread's time.
+"""The governor, which keeps the cost of recording within a share (budget) of each thread's time.
 
-Once a second the governor estimates the cost of each site (an instrumented function) on each thread. On a thread over
-the budget, the governor mutes sites with many short calls. The calls of a muted site are counted but not recorded, and
-reports name the site. The site is recorded again once the budget has room.
+Once a second it estimates the cost of each site (an instrumented function) on each thread. On a thread over the budget,
+it mutes sites with many short calls. The calls of a muted site are counted but not recorded. The site is recorded again
+once the budget has room.
 
-If merely counting calls exceeds the budget, the governor detaches the site's probe, so that calls go to the bare
-function. Requests and steps of a schedule are never muted.
+If merely counting calls exceeds the budget, the governor detaches the site's probe, and calls go to the bare function.
+Requests and steps of a schedule are never muted.
 """
 
 from __future__ import annotations
@@ -19,46 +19,43 @@ from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import dataclass
 
 STEP_NS = 10**9
-"""Nanoseconds between two comparisons of the cost of recording with the budget."""
+"""The ns between two comparisons of recording's cost with the budget."""
 
 UNMUTE_SHARE = 0.8
-"""The share of the budget up to which sites are unmuted. With the whole budget they would soon be muted again."""
+"""The share of the budget up to which sites are unmuted. With the whole budget, they would soon be muted again."""
 
 BUSY_STEP_NS = 5 * 10**7
-"""Nanoseconds between two comparisons while the budget is exceeded, or while the rings lose rows."""
+"""The ns between two comparisons while the budget is exceeded or the rings lose rows."""
 
 DETACH_SHARE = 0.05
-"""The share of the budget above which counting a muted site's calls costs too much. The site's probe is then
-detached."""
+"""The share of the budget above which counting a muted site's calls costs too much. The probe is then detached."""
 
 TRIAL_S = 0.02
-"""Seconds for which a detached probe is attached to measure the load."""
+"""The seconds for which a detached probe is attached to measure the load."""
 
 UNMUTABLE_KINDS = {
     "request": "requests are recorded all the same: captures and the view of requests are made of them",
     "step": "steps are recorded all the same: the schedule counts them",
 }
-"""The kinds of sites that are never muted, each with the reason that reports give."""
+"""The kinds of sites that are never muted, with the reasons that reports give."""
 
 REMAINING_SHARE = 0.5
-"""The share of the budget that mutable sites get even if sites that cannot be muted exceed the budget."""
+"""The share of the budget that mutable sites get, even if the other sites exceed the budget."""
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
-"""Nanoseconds of the first and of the longest wait before a trial to attach a detached probe. Each failed trial doubles
-the wait."""
+"""The first and the longest wait in ns before a detached probe is tried again. Each failed trial doubles the wait."""
 
 WAIT_MULTIPLE = 10
-"""The time after a site's return, as a multiple of its last wait, within which another muting or detaching doubles the
-wait."""
+"""The multiple of a site's last wait, after its return, within which a new muting or detaching doubles the wait."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
-"""A function that detaches a site's probe and returns a function that attaches it again. It returns None on failure."""
+"""A function that detaches a site's probe. It returns the function that undoes this, None on failure."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """The calls of a site on one thread since the last comparison, their total time, and the steps of generators."""
+    """The calls of a site on one thread since the last comparison, their total time, and generators' steps."""
 
     calls: int = 0
     total_ns: int = 0
@@ -67,8 +64,8 @@ class _Use:
 
 @dataclass(slots=True)
 class _Muted:
-    """The state of a muted site: the time of its muting, the minimum wait, the costs of a recorded and of a counted
-    call, and each thread's share of the calls."""
+    """The state of a muted site. `recorded_ns` and `counted_ns` are the costs of a call, and `shares` are threads'
+    shares of the calls."""
 
     since_ns: int
     wait_ns: int
@@ -79,7 +76,7 @@ class _Muted:
 
 @dataclass(slots=True)
 class _Off:
-    """The state of a site whose probe is detached: the function that attaches it, and the time of the next trial."""
+    """The state of a site whose probe is detached."""
 
     attach: Callable[[], None]
     off_ns: int
@@ -90,11 +87,10 @@ class _Off:
 
 
 class Governor:
-    """A governor that keeps the cost of recording below the share `budget` of each thread's time (0.01 is 1 %).
+    """Keeps the cost of recording below the share `budget` of each thread's time (0.01 is 1 %).
 
-    One thread calls `step` regularly, and soon again if `is_busy`. `costs_ns` has the cost of a span for each kind of
-    probe, `passed_ns` the cost of a muted call. In both, `STEP` has the cost of a generator's later steps. `detach`
-    detaches probes.
+    One thread calls `step` regularly, and soon again if `is_busy`. `costs_ns` is the cost of a span, by kind of probe,
+    and `passed_ns` that of a muted call. In both, `STEP` is a generator's later step.
     """
 
     def __init__(
@@ -129,7 +125,7 @@ class Governor:
         """The muted sites, in the order of muting."""
 
     def step(self, now_ns: int) -> None:
-        """Compare the cost since the last step with the budget. Mute sites that cost too much, unmute those that
+        """Compare the cost since the last step with the budget. Mute sites that cost too much, and unmute those that
         fit."""
         elapsed_ns = now_ns - self._at_ns
         if elapsed_ns <= 0:
@@ -161,7 +157,7 @@ class Governor:
         self._retry_detached(now_ns)
 
     def may_be_over(self, now_ns: int) -> bool:
-        """Return True if the calls since the last step may exceed the budget. The check is cheap."""
+        """Return True if the calls since the last step may exceed the budget. Cheap."""
         return (self._recorder.calls - self._calls) * self._least_ns > self._budget * (now_ns - self._at_ns)
 
     # ---------------------------------------------------------------- what costs too much
@@ -174,7 +170,7 @@ class Governor:
         allowed_ns: float,
         now_ns: int,
     ) -> None:
-        """Mute sites until the recorded sites of a thread cost no more than `allowed_ns`."""
+        """Mute sites until a thread's recorded sites cost no more than `allowed_ns`."""
         uses = threads[thread]
         for site in self._sort_by_burden(uses) if spent_ns[thread] > allowed_ns else ():
             if spent_ns[thread] <= allowed_ns:
@@ -205,7 +201,7 @@ class Governor:
     def _detach_costly(
         self, calls: dict[Site, int], spent_ns: Mapping[int, float], allowed_ns: float, now_ns: int
     ) -> None:
-        """Detach probes of muted sites, if counting their calls alone costs a thread too much."""
+        """Detach the probes of muted sites whose counting alone costs a thread too much."""
         own_ns = {site: count * self.muted[site].counted_ns for site, count in calls.items()}
         for site in sorted(own_ns, key=own_ns.__getitem__, reverse=True):
             counting_ns = self._counting_ns(calls)
@@ -234,7 +230,7 @@ class Governor:
         return True
 
     def _counting_ns(self, calls: Mapping[Site, int]) -> dict[int, float]:
-        """Return the cost in ns of counting the calls of muted sites, by thread."""
+        """Return the ns that counting muted sites' calls costs, by thread."""
         costs_ns: dict[int, float] = {}
         for site, count in calls.items():
             muted = self.muted[site]
@@ -245,7 +241,7 @@ class Governor:
     # ---------------------------------------------------------------- what there is room for
 
     def _review(self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int) -> None:
-        """Once a second, store the cost of counting calls, and unmute the sites that fit into the budget again."""
+        """Once a second, store the cost of counting calls, and unmute sites that fit into the budget again."""
         window_ns = now_ns - self._looked_ns
         calls = {site: passed.get(site, 0) - self._looked.get(site, 0) for site in self.muted}
         self._looked, self._looked_ns = passed, now_ns
@@ -280,7 +276,7 @@ class Governor:
                 del self.muted[site]
 
     def _retry_detached(self, now_ns: int) -> None:
-        """Attach a detached probe for a moment if its trial is due. It stays attached if the load has fallen."""
+        """Attach a detached probe if its trial is due. It remains attached if the load has fallen."""
         for site, off in self._off.items():
             if now_ns < off.try_ns:
                 continue
@@ -302,7 +298,6 @@ class Governor:
     # ---------------------------------------------------------------- what was recorded
 
     def _use_by_thread(self) -> dict[int, dict[Site, _Use]]:
-        """Return the calls since the last comparison, by thread and site."""
         threads: dict[int, dict[Site, _Use]] = {}
         uses: dict[tuple[int, Site], _Use] = {}
         for ring in self._recorder.rings():
@@ -329,8 +324,7 @@ class Governor:
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
     def _sort_by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
-        """Return the sites in descending order of burden, which is the recording cost times the ratio of that cost to
-        the calls' time."""
+        """Return the sites in descending order of burden: their recording cost, times its ratio to the calls' time."""
 
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])
@@ -341,7 +335,7 @@ class Governor:
     # ---------------------------------------------------------------- in words
 
     def notes(self) -> list[str]:
-        """Return a sentence per site that was ever muted, with the number of its calls without a span."""
+        """Return a sentence per site that was ever muted, with its number of calls without a span."""
         return [
             f"{_describe_site(site)}: {calls} calls were not recorded, to stay within {self._limit}"
             + ("" if site in self.muted else "; it is recorded again")
@@ -354,7 +348,7 @@ class Governor:
         return f"the budget of {100 * self._budget:.3g} % of each thread's time"
 
     def notes_off(self) -> list[str]:
-        """Return sentences on detached probes, on spans that ended early, and on sites that still exceed the budget."""
+        """Return sentences on detached probes, spans that ended early, and sites that still exceed the budget."""
         return [
             *(
                 f"{_describe_site(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone "
@@ -387,7 +381,7 @@ class Governor:
         return "its probe cannot be removed: record it by a rule instead, or not at all"
 
     def release(self) -> None:
-        """Unmute all sites, and attach their probes again. `notes` still names the sites that were muted."""
+        """Unmute all sites, and attach their probes again. `notes` still names the sites."""
         for off in self._off.values():
             off.attach()
         for site in self.muted:
@@ -395,7 +389,7 @@ class Governor:
 
 
 def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
-    """Return the ns for which to mute a site: twice the last time if it was unmuted recently, else `first_ns`."""
+    """Return the ns for which to mute a site: twice the last time if that was recent, else `first_ns`."""
     at_ns, wait_ns = returned or (0, 0)
     return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < WAIT_MULTIPLE * wait_ns else first_ns
 
@@ -405,9 +399,9 @@ def _describe_site(site: Site) -> str:
 
 
 class Budget:
-    """The `budget` setting of a profile, which a reload may change, and the governor that enforces it, if any.
+    """The `budget` setting, which a reload may change, and the governor that enforces it, if any.
 
-    `costs_ns` and `passed_ns` return the arguments for a new `Governor`. Only one thread may use this at a time.
+    `costs_ns` and `passed_ns` return a new governor's arguments. Only one thread may use this at a time.
     """
 
     def __init__(
@@ -425,7 +419,7 @@ class Budget:
         self._stepped_ns = 0
 
     def change(self, share: float | None) -> None:
-        """Limit the cost of recording to another share of each thread's time, None for no limit."""
+        """Set another budget, None for no limit."""
         self.release()
         self._governor = None
         if share is not None:
@@ -437,7 +431,7 @@ class Budget:
         return self._governor is not None and self._governor.is_busy
 
     def step(self) -> None:
-        """Have the governor compare costs if that is due: after `STEP_NS`, or after `BUSY_STEP_NS` while it is busy."""
+        """Compare the cost with the budget if that is due: every `STEP_NS`, or every `BUSY_STEP_NS` while busy."""
         now_ns, governor = time.monotonic_ns(), self._governor
         if governor is None:
             return
@@ -447,13 +441,11 @@ class Budget:
             governor.step(now_ns)
 
     def release(self) -> None:
-        """Unmute all sites. `notes` still names them."""
         if self._governor is not None:
             self._governor.release()
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
-        """Return a sentence for each site whose probe was ever detached. With `with_muted`, add one for each site that
-        was ever muted."""
+        """Return a sentence for each site whose probe was detached. `with_muted` adds one for each muted site."""
         if self._governor is None:
             return []
         return self._governor.notes() if with_muted else self._governor.notes_off()

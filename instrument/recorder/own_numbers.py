@@ -1,6 +1,6 @@
 """The gauges, counters and histograms that a service sets in its code, or by rules of its profile.
 
-The recording has the current value of each metric. Once per interval the value is also added to a ring, for timelines.
+The recording has the current value of each. Once per interval the value is also added to a ring, for timelines.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from instrument.recording.metric_definitions import COUNTER, GAUGE
 from instrument.recording.numbers import MOST_GAUGES, SUM, cell_name, fits
 
 EVERY_NS = 10**9
-"""The default minimum interval in ns between two values of a metric that timelines show."""
+"""The default minimum ns between two values of a metric in timelines."""
 
 REFUSED = "metrics not kept: no number, or too many names"
-"""The name under which reports count refused values as a data loss."""
+"""The name under which reports count refused values."""
 
 
 class Number(core.Number):
@@ -33,8 +33,7 @@ class Number(core.Number):
         self._settings = name, unit, every_ns
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a metric by its name. A copy is the same metric. In another process, it is that process's own
-        metric."""
+        """Pickle a metric by its name. A copy is the metric of that name in its process."""
         return _number, (self._kind, *self._settings)
 
     def refuse(self, value: object) -> None:
@@ -52,8 +51,7 @@ _numbers: dict[tuple[str, str], Number] = {}
 
 
 def _number(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number:
-    """Return the metric with a name. Each call returns the same metric. Names beyond the limit share a metric that
-    keeps no value."""
+    """Return the metric with a name, always the same one. Names beyond the limit share a metric without a value."""
     number = _numbers.get((kind, name))
     if number is None and len(_numbers) >= MOST_GAUGES:
         kind, name = "", ""
@@ -61,7 +59,7 @@ def _number(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number
 
 
 def number_of(kind: str, name: str, unit: str, every_ns: int) -> Callable[[float], None]:
-    """Return the function that writes a value of a metric. `kind` is `gauge`, `counter` or `histogram`."""
+    """Return the function that writes a metric's value. `kind` is `gauge`, `counter` or `histogram`."""
     if kind == "gauge":
         return _number(GAUGE, name, unit, every_ns).set
     return _number(COUNTER, name, unit).add if kind == "counter" else _number(SUM, name, unit).record
@@ -77,10 +75,10 @@ def _remembered(function: Function) -> Function:
 
 @_remembered
 def gauge(name: str, unit: str = "1") -> Number:
-    """Return a gauge of the service: ``instrument.gauge("kv.usage").set(0.5)``.
+    """Return a gauge of the service: ``instrument.gauge("kv.usage").set(0.5)``. A value costs no more than a scope.
 
-    `unit` is of UCUM, such as "By", "s" or "{request}"; 1 for a share. Gauges, counters and histograms are in
-    recordings, captures, traces, `instrument live`, and at collectors. A value costs no more than a scope.
+    `unit` is a unit of UCUM, such as "By", "s" or "{request}", or "1" for a share. Gauges, counters and histograms are
+    shown in traces and `instrument live`, and sent to collectors.
     """
     return _number(GAUGE, name, unit)
 

@@ -1,5 +1,7 @@
-"""The reader with which a process reads its own recording. It is a subclass of `Mapped`, the reader for other
-processes, and uses the recorder's own objects."""
+"""The reader with which a process reads its own recording.
+
+It is a subclass of `Mapped`, the reader for other processes, and uses the recorder's own objects.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from instrument.recording.paths import CallTree
 
 
 class OwnRecording(Mapped):
-    """A reader of the recorder's own memory. No row can be half-written, because the process's threads wait for the
+    """A reader of the recorder's own memory. No row is half-written, because this process's threads wait for the
     reader."""
 
     in_doubt = 0
@@ -25,12 +27,11 @@ class OwnRecording(Mapped):
         super().__init__(memoryview(private_head(0)) if memory is None else memory)
 
     def tree(self) -> CallTree:
-        """Return the call paths, with the recorder's own site objects."""
+        """Return the call paths, with the recorder's own sites."""
         tree: CallTree = self._recorder.paths()
         return tree
 
     def _read_slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return the slots of a part as a view of the memory, without a copy."""
         self._read_head()
         part, memory = self._parts[name], self._memory
         if memory is None or not part.used:
@@ -38,8 +39,8 @@ class OwnRecording(Mapped):
         return np.frombuffer(memory, kind, min(part.used, part.slots), part.offset)
 
     def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return copies of the slots of several parts at one moment. `bytes.join` keeps the GIL, so no other thread
-        writes meanwhile."""
+        """Return copies of several parts' slots at one moment. `bytes.join` keeps the GIL, so no thread writes
+        meanwhile."""
         memory = memoryview(b"") if self._memory is None else self._memory
 
         def slot_counts() -> list[int]:
@@ -65,7 +66,6 @@ class OwnRecording(Mapped):
         return slots
 
     def open_spans(self) -> list[OpenSpan]:
-        """Return the open spans, with the active time of each."""
         spans = []
         for thread_id, row in self._recorder.open_rows():
             node, span_id, parent_id, root_id, task, start_ns, _, children_ns, active_ns, _, attributes = row
@@ -78,8 +78,7 @@ class OwnRecording(Mapped):
 
 
 class Cursor:
-    """A reader that returns each row of all rings once. It counts the rows that were overwritten before it read
-    them."""
+    """A reader that returns each row of all rings once, and counts the rows that were overwritten first."""
 
     def __init__(self, recording: Callable[[], OwnRecording]) -> None:
         self._recording = recording
@@ -89,11 +88,11 @@ class Cursor:
 
     @property
     def lost(self) -> int:
-        """The number of rows that were lost before they were read, because their ring wrapped or was reused."""
+        """The number of rows that were overwritten or whose ring was reused before they were read."""
         return self._written - self._seen
 
     def read(self) -> list[RingRows]:
-        """Return the rows since the last read, in order within each thread."""
+        """Return the rows since the last read, in order for each thread."""
         mapped = self._recording()
         written = mapped.ended_rows  # first: a ring given up in between is counted the next time
         rings = mapped.rows(self._places)

@@ -1,7 +1,6 @@
 """The recorder of a process, `RECORDER`, which wraps functions and opens scopes so that their spans are recorded.
 
-The hot path is in C (`native/_recorder.c`). If the C module is missing, nothing is recorded, and `native.WHY_MISSING`
-has the reason.
+The hot path is in C (`native/_recorder.c`). Without the C module, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ _awaited: Callable[[], object] | None = None
 
 
 def await_first_span(action: Callable[[], object] | None) -> None:
-    """Call `action` once, on the next thread that records its first span. With None, cancel the previous action.
+    """Call `action` once, on the next thread that records its first span. None cancels this.
 
-    The action runs within a call of the service, perhaps under a lock, so it must be short and must not wait.
+    The action runs within a call of the service, perhaps under a lock, so it must not wait.
     """
     global _awaited
     _awaited = action
 
 
 def thread_name() -> str:
-    """Return the name of this thread. The core calls this once, at the thread's first span."""
+    """Return this thread's name. The core calls this at a thread's first span."""
     global _awaited
     action, _awaited = _awaited, None
     if action is not None:
@@ -79,7 +78,7 @@ _current_task: Callable[[Any], Any] | None = None
 
 
 def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return asyncio's functions for the running loop and for a loop's current task, None until asyncio is imported."""
+    """Return asyncio's functions for the running loop and its current task, None until asyncio is imported."""
     global _running_loop, _current_task
     if _running_loop is None:
         asyncio = sys.modules.get("asyncio")  # never imported by us
@@ -93,8 +92,7 @@ def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
-    """Return the values of the named headers, None for a missing one. If a name occurs more than once, the last value
-    counts."""
+    """Return the values of the named headers, None for a missing one. The last of several counts."""
     values: tuple[bytes | None, ...] = _native.header_values(headers, names)
     return values
 
@@ -105,23 +103,22 @@ SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
-"""The minimum size in bytes of the rings' memory. Unused memory costs nothing, and a later session may need more."""
+"""The minimum bytes of memory for rings. Unused memory costs nothing, and a later session may need more."""
 
 MANUAL = 2
 """The core's flag for a span that only `end_manual` may close."""
 
 STEP = "step"
-"""The kind of probe for a generator's second and later steps, whose cost is measured separately."""
+"""The kind of probe for a generator's later steps."""
 
 REQUEST = "request"
-"""The kind of probe that records an ASGI request, whose cost is measured separately."""
+"""The kind of probe for an ASGI request."""
 
 
 class Recorder(Readback):
-    """The recorder of one process.
+    """The recorder of one process. `ring_bytes` limits the memory of all rings together.
 
-    `ring_bytes` limits the memory of all rings together. `on` may be set to False at any time. Open spans then still
-    end, but no new ones begin.
+    `on` may be set to False at any time. Open spans then still end, but no new ones begin.
     """
 
     def __init__(self, ring_bytes: int = RING_BYTES) -> None:
@@ -156,7 +153,7 @@ class Recorder(Readback):
         self._is_off = False
 
     def __reduce__(self) -> str:
-        """Pickle the recorder by its name, so that a wrapper copied into another process records there."""
+        """Pickle the recorder by its name. A wrapper that is copied into another process records there."""
         return "RECORDER"
 
     # ---------------------------------------------------------------- functions and scopes
@@ -164,18 +161,14 @@ class Recorder(Readback):
     wrap = wrapping.wrap
 
     def retire(self, function: Any) -> None:
-        """Make a function that `wrap` made only call the bare function from now on, at the cost of one branch.
-
-        The service may still refer to the made function. Running calls end as they began.
-        """
+        """Make a function that `wrap` made call only the bare function, at the cost of one branch."""
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)
         wrapping.set_switch(function, False)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
-        """Return the site for a scope's name. The first use of the name makes the site, with the place in the code that
-        opened the scope."""
+        """Return the site for a scope's name. The first use makes it, with the place of the caller in the code."""
         site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
@@ -242,7 +235,7 @@ class Recorder(Readback):
         return frame
 
     def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
-        """Close a span that `start_manual` opened. For None, only count the call."""
+        """Close a span of `start_manual`. Without a frame, only count the call."""
         if frame is None:
             self.count("scope_end without an open scope")
             return
@@ -262,8 +255,7 @@ class Recorder(Readback):
         return Scope(self, site, attributes)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Mute or unmute a site. While the site is muted, all its scopes share a `Scope`, because a new one would cost
-        more than the count of a call."""
+        """Mute or unmute a site. While muted, all scopes of the site share one `Scope`, which is cheaper."""
         super()._set_passing(site, passing)
         current = self.user_sites.get(site.name)
         if passing is not None and current is site:
@@ -274,10 +266,8 @@ class Recorder(Readback):
     # ---------------------------------------------------------------- life
 
     def reset(self, ring_bytes: int | None = None) -> None:
-        """Drop all rows, totals, call paths and scope names, for a new session.
-
-        A span that is open now is still counted at its call path when it ends.
-        """
+        """Drop all rows, totals, call paths and scope names, for a new session. Spans that are open now still count at
+        their end."""
         with self._reading:
             self._reset(ring_bytes)
             self._paths = CallTree()
@@ -290,11 +280,11 @@ class Recorder(Readback):
         self._scope_sites.clear()
 
     def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "", disk_bytes: int = 1 << 30) -> None:
-        """Reset, and record into memory that other processes can read, see `instrument.recording.memory`.
+        """Reset, and record into memory that other processes can read (`instrument.recording.memory`).
 
-        With a directory the memory is a file there, which outlives the process. The directory is kept within
-        `disk_bytes`. `facts` describe the process and its session to readers. If no such memory can be made,
-        `no_memory` says why, and the recording is in private memory, which ends with the process.
+        With a directory, the memory is a file that outlives the process. The directory is kept within `disk_bytes`.
+        `facts` describe the process and its session. Without such memory, `no_memory` has the reason, and the recording
+        ends with the process.
         """
         room_bytes = ring_bytes if directory else max(ring_bytes, LEAST_MEMORY_BYTES)
         owner = directory, os.getpid() if directory else 0
@@ -318,24 +308,22 @@ class Recorder(Readback):
         self.write_facts(facts)
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the facts of the process and its session into the recording."""
         if self.memory is not None:
             state = OFF if self._is_off else RUNNING
             memory.write_owner(self.memory, state, {**facts, "begun_ns": self.session_ns})
         self.facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
-        """Switch recording on or off, and write the new state into the recording."""
         self.on, self._is_off = on, not on
         if self.memory is not None:
             memory.write_switched(self.memory, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
-        """Return the memory of a part that Python code writes, None if other processes cannot read the recording."""
+        """Return the memory of a part that Python code writes, None if the recording is private."""
         return None if self.memory is None else SlotRoom.of(self.memory, name)
 
     def write_goodbye(self) -> None:
-        """Write into the recording that the session has ended in order, and remove the recording's file."""
+        """Write that the session has ended in order, and remove the recording's file."""
         if self.memory is not None:
             memory.write_state(self.memory, GOODBYE)
         if self.memory_path:
@@ -344,8 +332,7 @@ class Recorder(Readback):
             self.memory_path, self._memory_of = "", None
 
     def after_fork_in_child(self) -> None:
-        """Begin a new recording in a forked child, with rings of its own. Spans that were open at the fork do not
-        become parents in the child."""
+        """Begin a new recording in a forked child. Spans that were open at the fork are no parents there."""
         self._reading = RLock()
         if self._memory_of is not None and self._memory_of[0]:
             folder, self._memory_of = self._memory_of[0], None
@@ -403,8 +390,7 @@ class Scope(core.Scope):
 
 
 def stream_handle(stream: Any) -> int:
-    """Return the address of a stream. `stream` is the address, or an object of torch, cupy, numba, cuda.core or
-    cuda-python.
+    """Return the address of a stream: of torch, cupy, numba, cuda.core or cuda-python, or an address itself.
 
     Raises `TargetError` for any other object.
     """
@@ -425,7 +411,7 @@ def stream_handle(stream: Any) -> int:
 
 
 def _caller() -> tuple[str, str, str, int]:
-    """Return module, qualified name, file and line of the nearest caller outside of this package."""
+    """Return module, qualified name, file and line of the nearest caller outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "instrument":
         frame = frame.f_back
@@ -435,25 +421,23 @@ def _caller() -> tuple[str, str, str, int]:
 
 
 RECORDER = Recorder()
-"""The recorder of this process."""
 
 
 CHECK_NS = 10**9
 MOST_DEVIATION_NS = 50_000
-"""Nanoseconds per second by which the time stamp counter may differ from the monotonic clock. A counter that differs
-more is not used."""
+"""The maximum ns per second by which the time stamp counter may differ from the monotonic clock."""
 
 
 class Ticks:
-    """The control of a recorder's clock. The clock may be the processor's time stamp counter as long as the counter is
-    exact enough."""
+    """The control of a recorder's clock: the processor's time stamp counter, while it is exact enough."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._checked_ns: int | None = None
 
     def start(self, now_ns: int) -> str:
-        """Time spans by the counter. Return why that failed, "" on success. `Recorder.stop_ticks` undoes it."""
+        """Time spans by the counter. Return the reason for a failure, "" on success. `Recorder.stop_ticks` undoes
+        it."""
         unsound = _unsound_ticks() or ("" if self._recorder.start_ticks() else "the processor has none")
         self._checked_ns = None if unsound else now_ns
         return unsound
@@ -468,15 +452,15 @@ class Ticks:
         return "time stamp counter" if self.are_used else "CLOCK_MONOTONIC"
 
     def check(self, now_ns: int) -> None:
-        """Compare the counter with the monotonic clock every `CHECK_NS`. If the counter deviates, use the monotonic
-        clock again."""
+        """Compare the counter with the monotonic clock every `CHECK_NS`. If it deviates, use that clock again."""
         if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
             return
         self._checked_ns = None if self._recorder.check_ticks(MOST_DEVIATION_NS) is None else now_ns
 
 
 def _unsound_ticks() -> str:
-    """Return why the time stamp counter is unreliable here, "" if processor and kernel report it as reliable."""
+    """Return the reason why the time stamp counter is unreliable here, "" if processor and kernel report it as
+    reliable."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")

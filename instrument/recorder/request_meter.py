@@ -1,7 +1,7 @@
 """The meter, which counts the metrics of a process from its recording, for OTLP and Prometheus.
 
-The meter counts requests by endpoint, status and error from the rows of the rings, so the service's threads do nothing
-for metrics. Requests whose rows were overwritten are counted from the tally, without a status.
+Requests are counted by endpoint, status and error from the rows of the rings, so the service's threads do nothing for
+metrics. Requests whose rows were overwritten are counted from the tally, without a status.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ if TYPE_CHECKING:
 SCHEME = "url.scheme"
 
 Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
-"""The ended requests by span name: the labels of the endpoint, and the number of requests in each histogram bucket."""
+"""The ended requests by span name: the endpoint's labels, and the number of requests per histogram bucket."""
 
 
 class MeteredRows(Protocol):
     """A reader of a recording, as a meter needs it."""
 
-    def open_rows(self) -> Iterable[tuple[int, Row]]:
-        """Return the rows of open spans."""
+    def open_rows(self) -> Iterable[tuple[int, Row]]: ...
 
-    def site_of(self, row: Row) -> Site:
-        """Return the site of a row."""
+    def site_of(self, row: Row) -> Site: ...
 
     def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the current totals of the sites that `is_counted` selects in a call tree."""
+        """Return the current totals of the sites that `is_counted` selects."""
 
 
 class Meter:
     """A counter of all metrics of one process, from `start_ns` on.
 
     Only the thread that reads the rings calls `count` and `snapshot`. `generations` are the routes whose answers a
-    model generates. With `watches`, batches and functions that generate have metrics, too. Requests are grouped by the
-    attribute `by`, in up to `at_most` groups and one more for the rest. Meters whose metrics are summed share `groups`.
+    model generates. With `watches`, batches and generating functions have metrics, too.
+
+    Requests are grouped by the attribute `by`, in up to `at_most` groups and one for the rest. Meters whose metrics are
+    summed share `groups`.
     """
 
     def __init__(self, recorder: MeteredRows, start_ns: int) -> None:
@@ -107,7 +107,7 @@ class Meter:
     # ---------------------------------------------------------------- requests
 
     def count(self, ended: Sequence[Row]) -> None:
-        """Count ended requests from their rows. Each takes 2 us."""
+        """Count ended requests from their rows, in 2 us each."""
         site_of = self._recorder.site_of
         for row in ended:
             site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
@@ -128,7 +128,7 @@ class Meter:
             self._met.setdefault(site.name, Counter())[bucket_of(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
-        """Add a sampled request, with its ids at the collector, as an exemplar to its series."""
+        """Add a sampled request as an exemplar to its series, with its ids at the collector."""
         endpoint = endpoint_of(request.site)
         group = self._group(request.attributes)
         labels = (*_labels(endpoint, request.attributes, request.error), *group)
@@ -142,8 +142,7 @@ class Meter:
                 self._histograms.note(name, of_generation, replace(exemplar, value_ns=value_ns))
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
-        """Return the label with the group of a request: one of the first `at_most` values of the attribute `by`, or
-        `OTHER`."""
+        """Return a request's group as a label: one of the first `at_most` values of the attribute `by`, or `OTHER`."""
         value = group_of(attributes.get(self.by)) if self.by else None
         if value is None:
             return ()
@@ -157,9 +156,9 @@ class Meter:
     def count_served(
         self, request: Span, queue_ns: int, batch_size: float, sampled_ids: tuple[int, int] | None
     ) -> None:
-        """Count a request's time in the queue. Also count the mean size of its batches, unless the mean is 0.
+        """Count a request's time in the queue and, unless 0, the mean size of its batches.
 
-        With `sampled_ids`, its trace id and span id, the request also becomes an exemplar.
+        With `sampled_ids`, its trace id and span id, the request becomes an exemplar.
         """
         site, attributes, error = request.site, request.attributes, request.error
         endpoint = endpoint_of(site)
@@ -178,7 +177,7 @@ class Meter:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def count_parts(self, rows: Sequence[Row], marks: Collection[str]) -> None:
-        """Count the items of generators whose site has one of the `marks`, and the sizes of batches, from rows."""
+        """Count batch sizes, and the items of generators whose site has one of the `marks`, from rows."""
         streams = [row for row in rows if FIRST_ITEM in (row[ROW_ATTRIBUTES] or ())]
         counts = {site: mark_of(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
@@ -198,7 +197,7 @@ class Meter:
             self._histograms.add(name, labels, value_ns)
 
     def count_ended(self) -> Ended:
-        """Return the counts of all ended requests from the tally, which may be ahead of the rows that were read."""
+        """Return the number of ended requests from the tally. It may be ahead of the rows that were read."""
         totals = self._totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
         endpoints = totals.tree.map_sites(lambda site: (site.name, *labels) if (labels := endpoint_of(site)) else ())
@@ -208,9 +207,6 @@ class Meter:
         return ended
 
     def _totals(self, marks: Collection[str]) -> Tally:
-        """Return the totals of requests and of functions with one of the marks. Other call paths of the tally are left
-        out."""
-
         def are_metered(tree: CallTree) -> Sequence[bool]:
             endpoints = tree.map_sites(endpoint_of)
             site_marks = tree.map_sites(mark_of) if marks else endpoints
@@ -219,7 +215,7 @@ class Meter:
         return self._recorder.totals(merged=True, is_counted=are_metered)
 
     def settle(self, ended: Ended) -> None:
-        """Count the ended requests whose rows were lost: the tally has counted them, but no row has."""
+        """Count the ended requests in the tally whose rows were lost."""
         for name, (endpoint, buckets) in ended.items():
             counter = self._met.setdefault(name, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
@@ -229,7 +225,6 @@ class Meter:
                 counter.update(missed)
 
     def _active_requests(self) -> Metric:
-        """Return the metric that counts open requests."""
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, filterfalse(_is_rpc, self._endpoints)), 0))
         for _, row in () if self.has_ended else self._recorder.open_rows():
             labels = endpoint_of(self._recorder.site_of(row))
@@ -242,7 +237,6 @@ class Meter:
         return ACTIVE_REQUESTS.metric(dict(self._active))
 
     def _queued_tasks(self, waiting: Mapping[str, int]) -> Metric:
-        """Return the metric that counts tasks waiting in executors, by the executor's name."""
         series: dict[Labels, float] = {}
         for name, count in waiting.items():
             labels: Labels = (("instrument.executor", name),)
@@ -253,7 +247,7 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Update the distributions of functions' calls from the tally, for the given marks and all earlier ones.
+        """Update the distributions of functions' calls from the tally, for these marks and all earlier ones.
 
         After a reload, a function's new site continues the series of its old site.
         """
@@ -273,7 +267,7 @@ class Meter:
     # ---------------------------------------------------------------- who goes on
 
     def state(self) -> dict[str, Any]:
-        """Return all counts as values for JSON, without exemplars, for a meter that continues from them."""
+        """Return all counts as values for JSON, without exemplars, for `restore`."""
         return {
             "start_ns": self._start_ns,
             "histograms": self._histograms.state(),
@@ -284,8 +278,7 @@ class Meter:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the counts of an earlier meter. Raises one of `export_checkpoint.DAMAGED` for invalid
-        counts."""
+        """Continue from the counts of an earlier meter. Invalid counts raise one of `export_checkpoint.DAMAGED`."""
         start_ns, histograms = int(state["start_ns"]), Histograms.from_state(state["histograms"])
         met = {str(name): Counter({int(index): int(count) for index, count in counts}) for name, counts in state["met"]}
         endpoints = dict.fromkeys(map(labels_from_json, state["endpoints"]))
@@ -308,8 +301,11 @@ class Meter:
         costs_ns: Mapping[str, float],
         queued: Mapping[str, int],
     ) -> Snapshot:
-        """Return all current metrics. `requests` is True if requests are recorded. `marks` identify the functions with
-        metrics. `losses` are by reason, `costs_ns` by component, `queued` has the waiting tasks by executor."""
+        """Return all current metrics. `requests` is True if requests are recorded. `marks` identify functions with
+        metrics.
+
+        `losses` are by reason, `costs_ns` by component, and `queued` by executor.
+        """
         self._count_calls(marks)
         always = [HTTP_DURATION] if requests else []
         always += [REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN] if self.generations or self.watches else []
@@ -328,7 +324,7 @@ class Meter:
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
 
     def _make_counter(self, definition: MetricDefinition, label: str, values: Mapping[str, float]) -> Metric:
-        """Return a counter that never falls, even if a value is now lower, such as a cost measured again."""
+        """Return a counter that never falls, even if a value is now lower."""
         series: dict[Labels, float] = {
             ((label, key),): value for key, value in self.keep_rising(definition.name, values).items()
         }
@@ -342,7 +338,6 @@ class Meter:
 
 
 def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
-    """Return the distribution of the calls in the given lines of a tally."""
     buckets, total = totals.histogram(totals.nodes_of_lines(lines)), totals.total_of_lines(lines)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
@@ -351,7 +346,7 @@ def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
 
 
 def queued_tasks() -> Mapping[str, int]:
-    """Return the number of tasks in the queues of thread pools, by the pools' names.
+    """Return the number of tasks in thread pools' queues, by the pool's name.
 
     The pools are those of `concurrent.futures`: asyncio's default executor, and those of gRPC's servers and of
     gunicorn's threads. Pools without a name of their own are counted together.
@@ -368,11 +363,10 @@ def queued_tasks() -> Mapping[str, int]:
 
 
 _POOL_NUMBER = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""A pattern of the number after the pool's name, at the end of the name of a pool's thread."""
+"""A pattern of the number that follows the pool's name in a pool thread's name."""
 
 
 def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:
-    """Return the labels for requests of one endpoint with one outcome."""
     if isinstance(scheme := attributes.get(SCHEME), str):
         endpoint += ((SCHEME, scheme),)
     if isinstance(status := attributes.get(STATUS), int) and 100 <= status < 1000:
@@ -392,7 +386,7 @@ def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
 def _generation_values(
     call_labels: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
-    """Yield the name, labels and value of each metric of an ended generation. An item of its stream is a token."""
+    """Yield name, labels and value of each metric of an ended generation. An item of its stream is a token."""
     labels = generation_labels(call_labels, attributes)
     yield REQUEST_DURATION.name, (*labels, *_outcome_labels(attributes, error)), duration_ns
     if error is None and (times := token_times(attributes)) is not None:
@@ -402,14 +396,14 @@ def _generation_values(
 
 
 def _generation_labels(site: Site) -> Labels:
-    """Return the labels for the generations of a site: the route or method, and the operation, provider and model."""
+    """Return the labels for a site's generations: route or method, operation, provider and model."""
     facts = dict(site.attributes)
     names = ("http.route", RPC_METHOD, *GENERATION)
     return tuple((name, value) for name in names if isinstance(value := facts.get(name), str))
 
 
 def endpoint_of(site: Site) -> Labels:
-    """Return the labels for the HTTP or RPC requests of a site, () for any other site."""
+    """Return the labels for a site's HTTP or RPC requests, () for any other site."""
     if site.kind != "request":
         return ()
     facts = dict(site.attributes)
@@ -435,7 +429,7 @@ def _without_route(endpoint: Labels) -> Labels:
 
 
 def mark_of(site: Site) -> str:
-    """Return a short id of a site, which is the same in all processes and for all names of its spans."""
+    """Return a short id of a site, the same in all processes and for all its names."""
     return blake2b(repr(site.key[1:]).encode("utf-8", "replace"), digest_size=6).hexdigest()
 
 

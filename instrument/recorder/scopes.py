@@ -66,7 +66,7 @@ def scope_start(
     batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
     carrier: Mapping[str, str] | None = None,
 ) -> Scope:
-    """Begin a span in a handler that cannot use ``with``; `scope_end` closes it, possibly in another callback."""
+    """Begin a span in a handler that cannot use ``with``. `scope_end` closes it, possibly in another callback."""
     return scope(
         name,
         kind=kind,
@@ -81,9 +81,9 @@ def scope_start(
 
 
 def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:
-    """Close a scope that `scope_start` returned, or one by name, or the innermost one that it opened here.
+    """Close a scope: the one that `scope_start` returned, one by its name, or the innermost one that was opened here.
 
-    The summary counts an outer scope closed before an inner one, and a call without an open scope. Never raises.
+    Reports count calls without an open scope, and outer scopes that are closed before inner ones. Never raises.
     """
     if isinstance(opened, Scope):
         opened.end(error)
@@ -121,21 +121,21 @@ def bind(key: str | int) -> None:
 
 
 def rename_span(name: str) -> None:
-    """Rename the innermost open span.
+    """Rename the innermost open span. `name` should be one of few.
 
-    `name` is one of a small set. Open and later spans below it move with it. Ended spans below it remain at the old
-    name. A site may have 256 names; further ones are counted under its own. Without an open span nothing happens. Never
-    raises.
+    Spans below it that are open or begin later move with it. Ended spans remain below the old name. A site has up to
+    256 names, and further ones count as its own name. Without an open span nothing happens. Never raises.
     """
     attribute_checks.rename(RECORDER, None, name)
 
 
 def set_status(code: str, description: str | None = None, *, error_type: str | None = None) -> None:
-    """Set the outcome of the innermost open span: `code` is ``"ok"`` or ``"error"``.
+    """Set the outcome of the innermost open span: `code` is ``"ok"`` or ``"error"``. The last call counts. Never
+    raises.
 
-    With ``"error"`` the span has failed, also without an exception. Reports group failures by `error_type`, one of a
-    small set; the default is the exception's class, or ``_OTHER``. `description` is text for a reader of the span. With
-    ``"ok"`` it has not failed, even if it raises. The last call counts. Never raises.
+    A span with ``"error"`` has failed, even without an exception. A span with ``"ok"`` has not, even if it raises.
+    Reports group failures by `error_type`, one of few; the default is the exception's class, or ``_OTHER``.
+    `description` is text for a reader of the span.
     """
     attribute_checks.set_status(RECORDER, None, code, description, error_type)
 

@@ -1,10 +1,10 @@
-"""Wrappers with a span around functions, coroutines and generators.
+"""Wrappers with a span around functions, coroutines and generators. They are in C, so they add no Python frame.
 
-A coroutine's span stays current while the coroutine is suspended. A generator's span is current only while the
-generator's body runs. Wrappers are in C, so they add no Python frame.
+A coroutine's span stays current while the coroutine is suspended. A generator's span is current only while its body
+runs.
 
-A web handler that raises `HTTPException(404)` has served its request, because HTTP statuses below 500 are not errors of
-the server. A span that a cancellation ends has an attribute with its outcome, and no error.
+A web handler that raises `HTTPException(404)` has served its request: statuses below 500 are no errors of the server. A
+span that a cancellation ends has an attribute with its outcome, and no error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instrument import native
 from instrument.recording.spans import Site
 
 STATUS, RPC_STATUS = "http.response.status_code", "rpc.status_code"
-"""The attributes with the status of a request, by OpenTelemetry's conventions for HTTP and for RPC."""
+"""The attributes with a request's status, by OpenTelemetry's conventions for HTTP and RPC."""
 
 FIRST_OF_SERVER = 500
 """The lowest HTTP status that is an error of the server."""
@@ -40,8 +40,10 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "tornado.web": {"HTTPError": "status_code"},
     "werkzeug.exceptions": {"HTTPException": "code"},
 }
-"""The HTTP status of each class of exceptions, or the name of the exception's attribute with its status, by module and
-class. The attribute is a number, or a text that begins with three digits. Reading it runs no code of the service."""
+"""The HTTP status of each class of exceptions, or the name of the attribute with it, by module and class.
+
+The attribute is a number, or text that begins with three digits. Reading it runs no code of the service.
+"""
 
 
 CANCELLED = "cancelled"
@@ -58,18 +60,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"]
-"""A function of a call's arguments that returns the span's attributes, or None for none. It never raises."""
+"""A function that returns a span's attributes, or None, from a call's arguments. It never raises."""
 
 
 Results = Callable[[Any], "dict[Any, Any] | None"]
-"""A function of a call's result that returns attributes for the span, or None for none. It never raises."""
+"""A function that returns a span's attributes, or None, from a call's result. It never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
-"""The forms of functions. The recorder numbers the forms by their index here. `submit` and `start` pass work to other
-threads."""
+"""The forms of functions. C code numbers them by their index here. `submit` and `start` pass work to other threads."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
-"""A function of a call's positional arguments that returns True if the call gets no span. It never raises."""
+"""A function that returns True if a call gets no span, from the call's positional arguments. It never raises."""
 
 
 def wrap(
@@ -81,13 +82,13 @@ def wrap(
     works: Attributes | None = None,
     results: Results | None = None,
 ) -> Function:
-    """Return the function with a span of the recorder around each call.
+    """Return a function with a span of the recorder around each call. Its attribute `__instrument__` is the site.
 
-    The result has the function's kind, signature, names, code and attributes, and its `__wrapped__` if there is one.
-    The attribute `__instrument__` of the result is the site. The span gets `attributes` before the call. It gets
-    `results` after the call, unless the function is a generator. `passes` is called before `attributes`. A plain
-    function with `passes` is not on the fast path. `works` returns the objects that a call with device time works on,
-    as an attribute that no reader sees.
+    The result has the function's kind, signature, names, code, attributes and `__wrapped__`. The span gets `attributes`
+    before the call. It gets `results` after the call, unless the function is a generator.
+
+    `passes` is called before `attributes`. A plain function with `passes` is not on the fast path. `works` returns the
+    objects that a call with device time works on.
     """
     evaluate = attributes or works
     if attributes is not None and works is not None:
@@ -120,7 +121,6 @@ def wrap(
 
 
 def bare_function(wrapper: Any) -> Any:
-    """Return the function that a wrapper wraps."""
     return wrapper.__instrument_function__
 
 
@@ -131,7 +131,7 @@ def _read_attributes_and_work(
 
 
 def _code_flags(function: Any) -> int | None:
-    """Return the flags of a function's code, also of one within `functools.partial`; None without code."""
+    """Return the flags of a function's code, even within `functools.partial`, None without code."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
@@ -139,9 +139,9 @@ def _code_flags(function: Any) -> int | None:
 
 
 def set_switch(wrapper: Any, switch: Any) -> None:
-    """Set what a wrapper does with calls: `switch` is the recorder, or the `Pass` of a muted site.
+    """Set a wrapper's treatment of calls. `switch` is the recorder, or the `Pass` of a muted site.
 
-    A `Pass` counts each call without a span, at the cost of one branch and the count. Running calls end as they began.
+    A `Pass` counts each call without a span. Running calls end as they began.
     """
     wrapper.__instrument_pass__ = None if hasattr(switch, "passes") else switch
 
@@ -156,7 +156,7 @@ def make_function(
     passes: Passes | None = None,
     form: int = 0,
 ) -> Any:
-    """Return the function with a span of the recorder around each call, in a form by its number in `FORMS`."""
+    """Return a function with a span of the recorder around each call. `form` is an index of `FORMS`."""
     return native.MODULE.Function(
         recorder, function, site, works=works, attributes=attributes, results=results, passes=passes, form=form
     )
@@ -169,12 +169,13 @@ def wrap_method(
     decide: Callable[[Any], Site | None],
     evaluate: Callable[[Any], Any] | None = None,
 ) -> Function:
-    """Return a method with a span around the calls of instances that have a site.
+    """Return a method with a span around the calls of instances that have a site. Other calls take at most 60 ns more.
 
-    Other calls take at most 60 ns more. `sites` maps an instance's identity to its site, or to None for no span. For a
-    new instance, `decide(instance)` returns the site, and never raises. If the site will not change, `decide` adds it
-    to `sites`, and removes it when the instance goes. `evaluate` sets the evaluator of Python's frames (None: Python's
-    own) and returns the previous one. With Python's own, `decide` is run and not compiled.
+    `sites` maps an instance's identity to its site, or to None for no span. For a new instance, `decide(instance)`
+    returns the site, and never raises. It adds a final decision to `sites`, and removes it when the instance goes.
+
+    `evaluate` sets the evaluator of Python's frames (None: Python's own) and returns the previous one. While `decide`
+    runs, Python's own is set, so that nothing is compiled.
     """
     # A compiler of models takes the code of the wrapped function, and never meets the probe.
     method: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)

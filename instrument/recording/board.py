@@ -27,10 +27,7 @@ RECORDED = "recorded"
 
 
 def make_board() -> Callable[[], None]:
-    """Make a board that this process owns. Return a function that removes it.
-
-    Do nothing if there is a board already, or if the system has no memory files.
-    """
+    """Make a board that this process owns, unless there is one. Return a function that removes it."""
     if os.environ.get(VARIABLE):
         return lambda: None
     try:
@@ -70,7 +67,6 @@ def _digest(rule: str) -> str:
 
 
 def read_marks() -> set[str]:
-    """Return the marks on the board. Return no marks if there is no board."""
     return set(_read(_BYTES).decode("ascii", "replace").splitlines()[1:])
 
 
@@ -81,14 +77,12 @@ def waited_in_vain_ns() -> int:
 
 
 def note_wait_in_vain(at_ns: int) -> None:
-    """Note on the board that this ending process has waited for a collector in vain."""
     with _open_board(os.O_WRONLY) as descriptor:
         if descriptor is not None:
             os.pwrite(descriptor, (_WAIT_LINE % at_ns).encode(), 0)
 
 
 def add_marks(rule_marks: Iterable[str]) -> None:
-    """Add to the board those marks that it does not have."""
     if missing := sorted(set(rule_marks) - read_marks()):
         with _open_board(os.O_WRONLY | os.O_APPEND) as descriptor:
             if descriptor is not None and os.fstat(descriptor).st_size < _BYTES:
@@ -103,11 +97,8 @@ def _read(most_bytes: int) -> bytes:
 
 @contextmanager
 def _open_board(flags: int) -> Iterator[int | None]:
-    """Open the board and yield its descriptor.
-
-    Yield None if the board's owner has ended and the board's path names another file by now. An `OSError` in the `with`
-    block ends that block, and is not raised.
-    """
+    """Open the board and yield its descriptor, None if the board's owner has ended and its path names another file. An
+    `OSError` in the `with` block ends the block, and is not raised."""
     descriptor = -1
     with suppress(OSError):
         if path := os.environ.get(VARIABLE):

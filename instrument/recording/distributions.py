@@ -19,7 +19,7 @@ from instrument.runtime.cheap_start import dataclass, field, replace
 def bucket_of(value_ns: int) -> int:
     """Return the index of the histogram bucket that counts a value.
 
-    Each integer below 128 has its own bucket. From 128 on, each power of two has 64 buckets of equal width. So the
+    Each integer below 128 has its own bucket. From there on, each power of two has 64 buckets of equal width. So the
     middle of a bucket is at most 1/128 (0.78 %) away from any value in it.
     """
     exponent = value_ns.bit_length() - 7
@@ -33,7 +33,6 @@ LAST_BUCKET = bucket_of(LONGEST_NS)
 
 
 def bucket_start(index: int) -> int:
-    """Return the lowest value of a bucket."""
     if index < 128:
         return index
     exponent = (index >> 6) - 1
@@ -50,8 +49,7 @@ def percentiles(
 ) -> list[int | None]:
     """Return the percentiles of a histogram in ns at fractions such as 0.5, 0.9 and 0.99, None without calls.
 
-    A percentile is the middle of the bucket at its nearest rank, clipped to the exact extremes. So it is within 0.78 %
-    of the exact value.
+    A percentile is the middle of the bucket at its nearest rank, clipped to the exact extremes.
     """
     buckets = sorted(histogram)
     ranks = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
@@ -85,8 +83,7 @@ OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The labels, as OpenTelemetry names them, of the series that all label sets beyond `SERIES_LIMIT` share."""
 
 OTHER = "other"
-"""The group of all requests whose attribute value was new after the maximum number of groups had been reached. Any
-other group has one attribute value."""
+"""The group of all requests whose attribute value came after the maximum number of groups was reached."""
 
 MOST_COUNT = (1 << 63) - 1
 """The largest count that fits into OTLP."""
@@ -94,8 +91,7 @@ ONE = 10**9
 """The value 1 in a distribution of counts, whose unit is 1e-9."""
 
 LARGEST_SUM = 10**200
-"""The largest valid sum in a stored distribution, in units of 1e-9. It exceeds 64 bits, because a sum of bytes in this
-unit soon does, too."""
+"""The largest valid sum in a stored distribution, in units of 1e-9. Sums of bytes in this unit soon exceed 64 bits."""
 
 
 @dataclass(slots=True)
@@ -110,7 +106,6 @@ class Distribution:
     buckets: dict[int, int] = field(default_factory=dict)
 
     def add(self, value_ns: int) -> None:
-        """Count one duration."""
         self.least_ns = min(self.least_ns, value_ns) if self.count else value_ns
         self.most_ns = max(self.most_ns, value_ns)
         self.count += 1
@@ -129,7 +124,7 @@ class Distribution:
             self.buckets[index] = self.buckets.get(index, 0) + count
 
     def add_growth(self, now: Distribution) -> None:
-        """Add the calls that were counted since this state of the distribution. `now` is the later state.
+        """Add the calls that were counted between this state of the distribution and the later state `now`.
 
         A call that is already counted stays in its bucket, even if its device time has moved it to another one in
         `now`.
@@ -145,7 +140,6 @@ class Distribution:
         self.least_ns, self.most_ns = now.least_ns, now.most_ns
 
     def join(self, other: Distribution) -> None:
-        """Add the durations of another distribution."""
         if other.count:
             self.least_ns = min(self.least_ns, other.least_ns) if self.count else other.least_ns
             self.most_ns = max(self.most_ns, other.most_ns)
@@ -158,7 +152,6 @@ class Distribution:
         return Distribution(self.count, self.sum_ns, self.least_ns, self.most_ns, dict(self.buckets))
 
     def as_json(self) -> list[Any]:
-        """Return the distribution as a list for JSON."""
         pairs = (number for pair in self.buckets.items() for number in pair)
         return [self.count, self.sum_ns, self.least_ns, self.most_ns, *pairs]
 
@@ -186,15 +179,13 @@ class Distribution:
 
 
 def group_of(value: object) -> str | None:
-    """Return the name of the group for the value of a request's attribute, None for a value that forms no group. The
-    value may be a list, such as all values of a header."""
+    """Return the name of the group for the value of a request's attribute, None for a value that forms no group."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
 
 
 def labels_as_json(labels: Labels) -> list[list[Value]]:
-    """Return labels as a list for JSON."""
     return [[name, value] for name, value in labels]
 
 
@@ -209,7 +200,6 @@ def labels_from_json(stored: Iterable[Sequence[Any]]) -> Labels:
 
 
 def series_as_json(series: Mapping[Labels, Distribution]) -> list[list[Any]]:
-    """Return distributions by labels as a list for JSON."""
     return [[labels_as_json(labels), distribution.as_json()] for labels, distribution in series.items()]
 
 
@@ -224,8 +214,8 @@ MOST_EXEMPLARS = 8
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """An exemplar of a histogram: a counted call whose trace was sampled, with its duration, its end (`at_ns`), and the
-    time of the sampling decision (`kept_ns`)."""
+    """An exemplar of a histogram: a counted call whose trace was sampled. `at_ns` is the call's end, `kept_ns` the time
+    of the sampling decision."""
 
     value_ns: int
     at_ns: int
@@ -235,8 +225,7 @@ class Exemplar:
 
 
 class Exemplars:
-    """The exemplars of one series: the newest call in each range of durations from one power of two to the next, up to
-    `MOST_EXEMPLARS`."""
+    """The exemplars of one series: the newest call per power of two of the duration, up to `MOST_EXEMPLARS`."""
 
     __slots__ = ("_newest",)
 
@@ -244,13 +233,11 @@ class Exemplars:
         self._newest: dict[int, Exemplar] = {}
 
     def add(self, exemplar: Exemplar) -> None:
-        """Add an exemplar."""
         self._newest[exemplar.value_ns.bit_length()] = exemplar
         if len(self._newest) > MOST_EXEMPLARS:
             del self._newest[min(self._newest)]
 
     def all(self) -> tuple[Exemplar, ...]:
-        """Return the exemplars, the shortest first."""
         return tuple(self._newest[length] for length in sorted(self._newest))
 
 
@@ -354,11 +341,9 @@ class Histograms:
         return is_counted
 
     def series(self, name: str) -> Mapping[Labels, Distribution]:
-        """Return the distributions of a metric by labels."""
         return self._series.get(name, {})
 
     def copies(self, name: str) -> tuple[dict[Labels, Distribution], dict[Labels, tuple[Exemplar, ...]]]:
-        """Return copies of a metric's distributions and of their exemplars."""
         exemplars = {labels: of_series.all() for labels, of_series in self._exemplars.get(name, {}).items()}
         return {labels: distribution.copy() for labels, distribution in self.series(name).items()}, exemplars
 

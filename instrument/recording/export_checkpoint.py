@@ -23,15 +23,20 @@ EXPORT_COUNTERS = (
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
     "derived lost", "deriving", "unqueued", "queueing", "unwritten", "unstored",
 )  # fmt: skip
-"""The counters of what became of a recording's spans (their fates). `seen` spans were read, and `missed` spans were
-overwritten before. The tail sampler dropped the `passed` spans, its limits dropped the spans `beyond`, and all other
-seen spans are `kept`. A kept span waits, is `sending` in the current request, or is `exported`, `rejected`, `failed` or
-`dropped`. `intervals` counts device intervals of kept spans, which a collector gets as spans. `untimed` spans were
-exported without their device times. Without a collector, a span in a complete file is `exported`, any other
-`unwritten`. `unstored` counts lost rows of a dataset. If the exporter is killed, `sending` spans become `unanswered`,
-because the collector may have them. Waiting spans, and spans of requests that had not ended, become `abandoned`.
-`derived lost` counts lost spans of stages, and `unqueued` requests without a queue time in the metrics. `deriving`
-counts spans that may still become `derived lost`, and `queueing` counts requests that may still become `unqueued`."""
+"""The counters of what became of a recording's spans (their fates).
+
+- `seen` spans were read, and `missed` spans were overwritten before.
+- The tail sampler dropped the `passed` spans, its limits dropped the spans `beyond`. All other seen spans are `kept`.
+- A kept span waits, is `sending` in the current request, or is `exported`, `rejected`, `failed` or `dropped`. Without a
+  collector, a span in a complete file is `exported`, any other `unwritten`.
+- `intervals` counts device intervals of kept spans, which a collector gets as spans. `untimed` spans were exported
+  without their device times.
+- `unstored` counts lost rows of a dataset.
+- If the exporter is killed, `sending` spans become `unanswered`, because the collector may have them. Waiting spans,
+  and spans of requests that had not ended, become `abandoned`.
+- `derived lost` counts lost spans of stages, and `deriving` those that may still be lost.
+- `unqueued` counts requests without a queue time in the metrics, and `queueing` those that may still become so.
+"""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """The final counters of kept spans if there is a collector."""
@@ -46,8 +51,8 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests, each with a counter of losses. If the exporter is killed, the count is
-added to these losses."""
+"""The counters of undecided spans and requests, each with the counter of losses to which a killed exporter's count is
+added."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric data points that a collector did not accept."""
@@ -77,13 +82,13 @@ class Progress:
 
     @property
     def unsettled(self) -> int:
-        """Return the number of spans that were read, but neither sent nor dropped."""
+        """The number of spans that were read, but neither sent nor dropped."""
         decided = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *ENDS))
         return max(self.fates["seen"] + self.fates["intervals"] - decided, 0)
 
     @property
     def unanswered(self) -> int:
-        """Return the number of spans in the request that the exporter was sending when it ended."""
+        """The number of spans in the request that the exporter was sending when it ended."""
         return min(self.fates["sending"], self.unsettled)
 
     def unreported(self) -> dict[str, int]:
@@ -175,7 +180,6 @@ class ExportCheckpoint(Claim):
             return Progress()
 
     def write(self, progress: Progress) -> None:
-        """Write the checkpoint of the spans."""
         self._progress.write(_encode(progress))
 
     def read_meter(self) -> MeterState | None:
@@ -190,7 +194,6 @@ class ExportCheckpoint(Claim):
         return self._meter.write(zlib.compress(_encode(state), 1))
 
     def read_head(self) -> RecordingHead:
-        """Return the current header of the recording."""
         return RecordingHead(self.fileno())
 
     def count_unread(self) -> int:
@@ -204,7 +207,6 @@ class ExportCheckpoint(Claim):
 
 
 def _encode(state: Progress | MeterState) -> bytes:
-    """Return a state as JSON. Its counts may be numbers of numpy."""
     facts = {name: getattr(state, name) for name in state.__slots__} | {"places": [*state.places.items()]}
     return json.dumps(facts, separators=(",", ":"), default=int).encode()
 
@@ -240,5 +242,5 @@ _FATE_BY_LOSS = {
 """The counter for each loss, by the loss's name in reports."""
 
 NO_LOSSES = {name: 0 for name, fate in _FATE_BY_LOSS.items() if fate in (*ENDS[1:], "missed", "unstored")}
-"""The usual losses of a running export, each with 0, so that metrics always have them. Prometheus' `increase` ignores
-the first value of a series, so a series that begins with its first loss would raise no alert."""
+"""The usual losses of a running export, each with 0. Prometheus' `increase` ignores the first value of a series, so a
+series that begins with its first loss would raise no alert."""

@@ -56,15 +56,14 @@ MOST_SLOTS = {
 MOST_OPEN_SPAN_READS = 3
 """The maximum number of reads of the open spans. A span is valid once two successive reads of it are equal."""
 MOST_TOTALS_READS = 10
-"""The maximum number of reads of the totals. A read is repeated if totals were moved meanwhile, for example because a
-thread ended."""
+"""The maximum number of reads of the totals. A read is repeated if totals moved meanwhile, for example because a thread
+ended."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 
 
 def _numpy_type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
-    """Return the numpy type of a record of the layout. The type has `before` unused bytes in front of the record, and
-    `size` bytes in all."""
+    """Return the numpy type of a record of the layout, with `before` unused bytes in front, and `size` bytes in all."""
 
     def form(code: str) -> Any:
         count, kind = code[:-1], code[-1]
@@ -195,7 +194,6 @@ class Mapped:
         return head
 
     def generation_now(self) -> int:
-        """Return the number of the recording's current session."""
         self._read_head()
         return self.generation
 
@@ -221,7 +219,7 @@ class Mapped:
 
     @property
     def header(self) -> Header:
-        """Return the recorded process and the current state of its recording."""
+        """The recorded process and the current state of its recording."""
         head = self._read_head()
         return Header(
             pid=int(head["pid"]),
@@ -255,7 +253,7 @@ class Mapped:
 
     @property
     def known_tree(self) -> CallTree:
-        """Return the call paths as of the last read, without reading again."""
+        """The call paths as of the last read, without reading again."""
         return self._tree
 
     def tree(self) -> CallTree:
@@ -292,10 +290,8 @@ class Mapped:
         return self.tree().sites
 
     def _read_rings(self) -> list[_Ring]:
-        """Return the rings of the current session, in the order of their numbers.
-
-        In a damaged recording, rings may claim more rows than fit. Then the last rings are returned without rows.
-        """
+        """Return the rings of the current session, in the order of their numbers. In a damaged recording, rings that
+        claim too many rows have none."""
         ring_by_number: dict[int, _Ring] = {}
         rings = self._read_slots("rings", self._ring_type)
         head = self._read_head()  # a ring has room for its rows before the first one, but maybe since the head was read
@@ -343,11 +339,7 @@ class Mapped:
 
     def overwritten_since(self, since_ns: int) -> tuple[set[int], set[int]]:
         """Return the threads that may have lost rows which ended after `since_ns`: running threads whose rings have
-        wrapped, and ended threads.
-
-        The rings of threads that ended first are reused first. So a lost row of an ended thread is older than all rows
-        in the rings of other ended threads.
-        """
+        wrapped, and ended threads."""
         rings = [ring for ring in self._read_rings() if ring.thread_id]
 
         def reaches_back(ring: _Ring) -> bool:
@@ -414,7 +406,6 @@ class Mapped:
         return int(now["head"]) if now["number"] == ring.number else -1
 
     def open_spans(self) -> list[OpenSpan]:
-        """Return the open spans, in the order in which they began."""
         rings = {ring.slot: ring for ring in self._read_rings()}
         # A process that was killed may not have closed the frame of a ring's newest row.
         newest = [(ring, self._current_head(ring)) for ring in rings.values()]
@@ -449,7 +440,7 @@ class Mapped:
         return sorted(span_by_id.values(), key=lambda span: (span.start_ns, span.span_id))
 
     def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
-        """Return the attributes that an open span has so far. Return no attributes while they are being written."""
+        """Return the attributes that an open span has so far, none while they are being written."""
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
@@ -459,14 +450,11 @@ class Mapped:
 
     @property
     def details_bytes(self) -> int:
-        """Return the size in bytes of the ring for details of rows, such as their attributes."""
         return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """Return the details that were written from the offset `begin` on, by span id, and the offset after them.
-
-        A detail is the active time in ns, and a text that `facts_in` parses for `detail_of`.
-        """
+        """Return the details that were written from the offset `begin` on, by span id, and the offset after them. A
+        detail is the active time in ns, and a JSON text."""
         pieces, used = self.copied_details(begin)
         return details_in(pieces), used
 
@@ -488,8 +476,7 @@ class Mapped:
         return [data for at, data in pieces if at >= oldest], used
 
     def intervals(self, since: int = 0) -> Records:
-        """Return the valid device intervals in the ring, the oldest first. The first `since` intervals ever written are
-        left out."""
+        """Return the valid device intervals in the ring, the oldest first, without the first `since` ever written."""
         table = self._read_newest("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
         sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
@@ -499,7 +486,6 @@ class Mapped:
         return np.asarray(table[sound])
 
     def interval_count(self) -> int:
-        """Return how many device intervals have been written in all."""
         self._read_head()
         return self._parts["intervals"].used
 
@@ -540,10 +526,8 @@ class Mapped:
     # ---------------------------------------------------------------- totals
 
     def tally(self, choose_sites: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the totals of all calls so far, by call path and thread.
-
-        `choose_sites(tree)` returns a value for each site by its number, True for a site to include.
-        """
+        """Return the totals of all calls so far, by call path and thread. `choose_sites(tree)` returns for each site,
+        by its number, True to include it."""
         tree, threads, totals, *histograms = self._totals(choose_sites)
         return Tally.of_nodes(tree, *_convert_totals(threads, totals, self._histograms(totals, *histograms)))
 
@@ -565,7 +549,7 @@ class Mapped:
         )
 
     def first_calls(self) -> dict[int, tuple[int, int]]:
-        """Return, by node, the start time and the length in ns of the first completed call of its call path."""
+        """Return the start time and the length in ns of the first completed call of each call path, by node."""
         firsts: dict[int, tuple[int, int]] = {}
         _, _, totals, *_ = self._totals(None)
         for node, begin_ns, length_ns in totals[["node", "first_ns", "first_total_ns"]].tolist():
@@ -612,7 +596,6 @@ class Mapped:
         return np.asarray(every[every["bucket"] <= LAST_BUCKET])
 
     def losses(self) -> dict[str, int]:
-        """Return the counts of losses, by reason."""
         head = self._read_head()
         rings = self._read_rings()
         count_by_reason = {
@@ -626,7 +609,7 @@ class Mapped:
 
 
 def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
-    """Return, by span id, the active time and the text of each detail. `pieces` are the bytes that `copied_details`
+    """Return the active time and the text of each detail, by span id. `pieces` are the bytes that `copied_details`
     returned."""
     return {
         span_id: (active_ns, text)
@@ -637,7 +620,6 @@ def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
 
 
 def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
-    """Return a mask of the rows whose values are valid."""
     sound = (rows["span_id"] != 0) & (rows["node"] < nodes) & (rows["start_ns"] >= -FARTHEST_NS)
     for name in ("span_id", "parent_id", "root_id"):
         sound &= rows[name] >> np.uint64(63) == 0
@@ -648,8 +630,7 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
 def _convert_totals(
     threads: Mapping[int, _Ring], totals: Records, buckets: Records
 ) -> tuple[Records, Records, dict[int, str]]:
-    """Convert totals of the layout to lines of a tally. Return the lines, their histograms' buckets, and the names of
-    threads."""
+    """Return totals of the layout as lines of a tally, the buckets of their histograms, and the names of threads."""
     lines = np.zeros(len(totals), TOTALS)
     for name in set(Totals._fields).intersection(totals.dtype.names or ()):
         lines[name] = np.minimum(totals[name], LARGEST) if name in SUMS else totals[name]

@@ -22,15 +22,14 @@ Fact = TypeVar("Fact", dict[str, Any], list[Any])
 FARTHEST_NS = 1 << 62
 """The largest valid time in a recording, in ns."""
 MOST_DEVICES = 1 << 16
-"""The lowest invalid device index. All higher indices in a recording are invalid, too."""
+"""The lowest device index that is invalid in a recording, as are all higher ones."""
 UNKNOWN = "(unknown)"
 
 
 class Header(NamedTuple):
-    """The header of a recording: the recorded process, and the state of its session.
+    """The header of a recording: the recorded process, and the state of its session. `facts` describes both.
 
-    `facts` describes the process and its session. `monotonic_ns` and `realtime_ns` are the last time at which the
-    process updated the header, on the two clocks.
+    `monotonic_ns` and `realtime_ns` are the last time at which the process updated the header, on the two clocks.
     """
 
     pid: int
@@ -45,8 +44,7 @@ class Header(NamedTuple):
 
     @property
     def begun_ns(self) -> int:
-        """Return the start time of the session on the monotonic clock. If it is unknown, return the time of the last
-        update."""
+        """The start time of the session on the monotonic clock, if unknown the time of the last update."""
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
@@ -57,17 +55,15 @@ class Header(NamedTuple):
 
     @property
     def service(self) -> str:
-        """Return the name of the service, "" if unknown."""
         return str(self.origin.get("service", ""))
 
     @property
     def resource(self) -> Mapping[str, Any]:
-        """Return the OpenTelemetry resource attributes of the process."""
         return self.fact("resource", dict)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs whose gauges are read, without invalid entries."""
+        """The GPUs whose gauges are read, without invalid entries."""
         entries = [entry for entry in self.fact("gpus", list) if isinstance(entry, dict)]
         return tuple(
             Gpu(device, str(entry.get("model", "")), str(entry.get("uuid", "")))
@@ -77,12 +73,12 @@ class Header(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the newest notes of the process, on what it did not observe."""
+        """The newest notes of the process, on what it did not observe."""
         return tuple(map(str, self.fact("notes", list)))
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """Return the fields of `spans.Origin` that the process has written."""
+        """The fields of `spans.Origin` that the process has written."""
         return self.fact("origin", dict)
 
 
@@ -166,7 +162,6 @@ def _is_sound(value: Any, kind: type) -> bool:
 
 
 def _sound_attributes(attributes: Any) -> dict[str, Any]:
-    """Return the attributes without values of invalid types."""
     if not isinstance(attributes, dict):
         return {}
     return {

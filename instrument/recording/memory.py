@@ -44,11 +44,12 @@ _NAME = re.compile(r"([0-9]+)-([0-9]+)\.recording")
 
 
 def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
-    """Make the memory of a recording with rings of `ring_bytes`, and write its header. The caller must close it.
+    """Make the memory of a recording with rings of `ring_bytes`, and write its header. The caller must close it. Raises
+    `OSError`.
 
     The oldest recordings of ended processes in `directory` are removed, so that the folder's size remains within
     `disk_bytes`. A file there gets all its blocks at once, because a write to a mapped file on a full disk would kill
-    the process. A lock on the file shows that its process lives. Raises `OSError`.
+    the process. A lock on the file shows that its process lives.
     """
     parts, size_bytes = layout.plan_parts(ring_bytes, is_sparse=not directory)
     _refuse_beyond_limits(size_bytes, is_sparse=not directory)
@@ -93,10 +94,9 @@ def abandoned_recordings(directory: Path) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Return True if the process that writes the recording at a path is alive. The process's lock on the file shows
-    this.
+    """Return True if the process that writes the recording at a path is alive.
 
-    A process that has closed all its descriptors has no lock. It is recognised by its id and start time.
+    This is known from the process's lock on the file, else from its id and start time.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -141,8 +141,7 @@ def _seal(fd: int) -> None:
 
 
 def private_head(ring_bytes: int) -> bytes:
-    """Return the header for a recording in private memory. The recording is larger than needed if the system allows
-    overcommit."""
+    """Return the header for a recording in private memory."""
     is_sparse = _read("/proc/sys/vm/overcommit_memory") != "2"
     return _pack_header(*layout.plan_parts(ring_bytes, is_sparse=is_sparse))
 
@@ -160,9 +159,7 @@ def _pack_header(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
 
 def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
     """Write the recorded process, the state of its session, and `facts` about both into the header of a recording.
-
-    Facts are written as JSON, and left out if they are too long.
-    """
+    Facts are left out if their JSON is too long."""
     at = {name: offset for name, (offset, _) in layout.HEADER.fields.items()}
     struct.pack_into("<I", view, at["pid"], os.getpid())
     struct.pack_into("<Q", view, at["start_ticks"], clock.start_ticks(clock.STAT))
@@ -179,7 +176,6 @@ def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = 
 
 
 def write_state(view: memoryview, state: int) -> None:
-    """Write the state of a recording."""
     struct.pack_into("<I", view, layout.HEADER.fields["state"][0], state)
 
 

@@ -27,8 +27,7 @@ FIRST_FD = 256
 _OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
 _LOCK = struct.Struct("hhqqi4x")
 _LOCK_AT = 1 << 50
-"""The offset in a file of the bytes that are locked. It is beyond the data of any recording, where nobody else locks
-bytes."""
+"""The offset in a file of the bytes that are locked, beyond the data of any recording."""
 
 
 def duplicate(fd: int) -> int:
@@ -62,7 +61,6 @@ class OwnDescriptor:
         return self._fd
 
     def close(self) -> None:
-        """Close the descriptor if it is still ours."""
         if self.fileno() >= 0:
             with suppress(OSError):
                 os.close(self._fd)
@@ -93,7 +91,6 @@ class Claim(OwnDescriptor):
         return True
 
     def is_taken(self) -> bool:
-        """Return True if another process has the claim now."""
         lock = fcntl.fcntl(self.fileno(), _OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
         return bool(_LOCK.unpack(lock)[0] != fcntl.F_UNLCK)
 
@@ -128,7 +125,6 @@ class RecordingHead:
             raise OSError(errno.EINVAL, "a recording of another layout")
 
     def number(self, name: str) -> int:
-        """Return a number of the header."""
         return _read_number(self._data, HEADER, name)
 
     @property
@@ -150,7 +146,6 @@ class RecordingHead:
         return [data[at : at + part.stride] for at in range(0, len(data) - part.stride + 1, part.stride)]
 
     def read_rings(self) -> list[RingHead]:
-        """Return the rings of the current session."""
         before, rings = self.number("object_bytes"), []
         first = self.number("address") + self.find_part("rings").offset
         for slot, data in enumerate(self.read_slots("rings")):
@@ -170,7 +165,6 @@ class RecordingHead:
         return sum(min(ring.head, ring.capacity) for ring in self.read_rings())
 
     def has_open_span(self) -> bool:
-        """Return True if a span is open."""
         rings = {ring.address: ring for ring in self.read_rings()}
         open_ids = {
             _read_number(frame, FRAME, "span_id")
@@ -364,7 +358,7 @@ def detail_bytes(ring_bytes: int) -> int:
 
 
 def plan_parts(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
-    """Plan a recording: return its parts by name, and its size in bytes. A sparse file takes only the used pages."""
+    """Return the parts of a recording by name, and its size in bytes. A sparse file takes only the used pages."""
     share = 1 if is_sparse else 4
     slots = {
         "text": TEXT_BYTES,
@@ -393,9 +387,12 @@ def plan_parts(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], in
 
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
-"""A row (a finished span) as a tuple: node, span id, parent id, root id, task, begin, end, time of the children, active
-time, error and attributes. The children's time is reduced by the span's own waits, so that the active time minus this
-time is the self time including waits. The active time is -1 if it is the total time."""
+"""A row (a finished span) as a tuple. Its items are: node, span id, parent id, root id, task, begin, end, time of the
+children, active time, error and attributes.
+
+The children's time is reduced by the span's own waits, so that the active time minus this time is the self time. The
+active time is -1 if it is the total time.
+"""
 
 ROW_NODE: Final = 0
 """The index of the node (call path) in a row."""

@@ -47,7 +47,6 @@ class MetricDefinition(NamedTuple):
         series: Mapping[Labels, float | Distribution],
         exemplars: Mapping[Labels, tuple[Exemplar, ...]] | None = None,
     ) -> Metric:
-        """Return the metric with these values."""
         return distributions.Metric(self.name, self.unit, self.kind, self.description, series, exemplars or {})
 
 
@@ -132,8 +131,8 @@ PROCESSES = _define(
 
 
 OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
-"""The prefixes of metrics that measure one process. All other gauges measure the machine, so its processes report the
-same values."""
+"""The prefixes of metrics that measure one process. Other gauges measure the machine, with equal values in all
+processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,6 @@ class Gauge:
 
     @property
     def is_of_process(self) -> bool:
-        """True if the gauge measures one process."""
         return self.is_own or any(metric.name.startswith(OF_PROCESSES) for metric in self.metrics)
 
 
@@ -166,7 +164,6 @@ def _percent(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
 
 
 def _transfer(name: str, direction: str) -> tuple[MetricDefinition, ...]:
-    """Return the metric of bytes per second in one direction."""
     return _metric(name, "By/s", attributes=(("network.io.direction", direction),))
 
 
@@ -259,7 +256,6 @@ def has_generation_names(names: Iterable[object]) -> bool:
 
 
 def generation_facts(attributes: Mapping[Any, Any]) -> Labels:
-    """Return the attributes that describe a generation, as labels."""
     return tuple((name, value) for name in GENERATION if isinstance(value := attributes.get(name), str))
 
 

@@ -20,7 +20,7 @@ MOST_GAUGES = 2_000
 """The maximum number of names in `GAUGES`. Further metrics of the service are not reported."""
 
 LARGEST_MIDDLE = 9e9
-"""The largest value that the middle of a bucket may have. In units of 1e-9, a larger one would not fit into 64 bits."""
+"""The largest middle of a bucket. In units of 1e-9, a larger one would not fit into 64 bits."""
 
 
 class Cell(NamedTuple):
@@ -55,7 +55,6 @@ ZERO = -(1 << 20)
 
 
 def cell_of(name: bytes, at_ns: int, value: float) -> Cell | None:
-    """Return a cell from its key, None for an invalid key."""
     parts = name.decode("utf-8", "replace").rstrip("\0").split("\n")
     if len(parts) != 3 or not parts[0] or at_ns <= 0 or value != value:
         return None
@@ -77,8 +76,8 @@ def samples_of(
 
 
 def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
-    """Add a metric of the service to `GAUGES`. Return False if a known gauge of the host or a GPU has that name, or if
-    there are too many names."""
+    """Add a metric of the service to `GAUGES`. Return False if a gauge of the host or a GPU has that name, or if there
+    are too many names."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         metrics = () if grows else (MetricDefinition(name, unit),)  # counters and sums are in snapshots
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
@@ -98,7 +97,6 @@ def learn_gauges(gauges: Mapping[object, object]) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Return True for a name in `GAUGES` of one of the service's own metrics."""
     return name in GAUGES and GAUGES[name].is_own
 
 

@@ -27,15 +27,15 @@ OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 
 
 NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
-"""Functions of a site. `CallTree.by_site` and `CallTree.numbered` cache their results by such a function."""
+"""Functions of a site. `CallTree.map_sites` and `CallTree.number_sites` cache their results by such a function."""
 
 
 class CallTree:
-    """The call tree of a process, as columns by node number. A node's parent has a smaller number.
+    """The call tree of a process, as columns by node number. A node's parent has a smaller number. Callers must not
+    change columns.
 
-    A column that grows is replaced by a new one, because another thread may read the old one meanwhile. Two threads
-    that extend a column get the same result. Callers must not change columns. Values of a site are computed once, so
-    they must not change.
+    A column that grows is replaced by a new one, because another thread may read the old one meanwhile. Values of a
+    site are computed once, so they must not change.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,10 @@ class CallTree:
         return len(self._nodes) // 2
 
     def extend(self, first: int, numbers: bytes, parents: bytes) -> None:
-        """Add nodes from the number `first` on: for each the index of its site in `sites`, and its parent.
+        """Add nodes from the number `first` on: for each the index of its site in `sites`, and its parent. Only one
+        thread may call this at a time.
 
-        A parent is a node or `NOT_BELOW`. Both columns are 32-bit numbers. Only one thread may call this at a time.
+        A parent is a node or `NOT_BELOW`. Both columns are 32-bit numbers.
         """
         if numbers:
             added = array("i", 2 * numbers)
@@ -68,17 +69,14 @@ class CallTree:
         return self._nodes[2 * node + 1]
 
     def nodes_of(self, sites: Collection[Site]) -> set[int]:
-        """Return the nodes whose sites are in `sites`."""
         numbers = {number for number, site in enumerate(self.sites) if site in sites}
         return {node for node, number in enumerate(self.site_of) if number in numbers}
 
     @property
     def site_of(self) -> array[int]:
-        """The index in `sites` of each node's site."""
         return self._nodes[::2]
 
     def merge_equal_paths(self) -> Located:
-        """Return the nodes with equal paths merged, see `Located`."""
         nodes, located = self._nodes, self._located
         if len(located.places) < len(nodes) // 2:
             located = self._located = Located.of(nodes[::2], nodes[1::2], self.first_site_by_key())
@@ -99,7 +97,6 @@ class CallTree:
         return array("i", [node for place in places for node in nodes_of.get(place, (place,))])
 
     def first_site_by_key(self) -> array[int]:
-        """Return, for each site, the number of the first site with the same key."""
         return self.number_sites(KEY)
 
     def map_sites(self, say: Callable[[Site], Result]) -> list[Result]:

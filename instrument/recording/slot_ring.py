@@ -28,7 +28,6 @@ class SlotRoom(NamedTuple):
 
     @classmethod
     def of(cls, memory: memoryview, name: str) -> SlotRoom:
-        """Return the part of a recording with that name."""
         part = layout.Part(*layout.PART.packer().unpack_from(memory, layout.part_at(name)))
         return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride])
 
@@ -41,7 +40,6 @@ class SlotRoom(NamedTuple):
         return layout.part_at(self.name) + layout.PART.fields["used"][0]
 
     def set_field(self, field: str, value: int) -> None:
-        """Set a number of the header."""
         _U64.pack_into(self.head, layout.HEADER.fields[field][0], value)
 
 
@@ -73,7 +71,6 @@ class SlotRing:
         self.add_all((values,))
 
     def add_all(self, slots: Iterable[Sequence[Any]]) -> None:
-        """Add several records. This takes less time than adding one by one."""
         with self._lock:
             memory = self._memory
             if memory is None:
@@ -116,12 +113,10 @@ class SlotRing:
 
     @property
     def overwritten(self) -> int:
-        """The number of slots that newer ones have overwritten."""
         return max(self.count - self.capacity, 0)
 
     def slots_since(self, number: int) -> bytes:
-        """Return the slots in the ring as bytes, the oldest first. The first `number` slots ever written are left
-        out."""
+        """Return the slots in the ring as bytes, the oldest first, without the first `number` ever written."""
         with self._lock:
             size, memory = self._cells.size, self._memory
             first, last = max(number, self.count - self.capacity), self.count
@@ -139,10 +134,13 @@ class SlotRing:
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
 """The labels of a device interval, which say how far its time can be trusted.
 
-`exclusive`: no other timed interval ran on the device meanwhile. `overlapped`: another stream had one, and each may
-have slowed the other. `launch-bound`: the stream was idle when the span ended, or the events took much of the interval,
-so its length is the time of the launch. `stale`: its length is exact, its position is not. `captured` and `dropped`
-have no length, because the stream was being captured into a graph, or no event was available.
+- `exclusive`: no other timed interval ran on the device meanwhile.
+- `overlapped`: another stream had one, and each may have slowed the other.
+- `launch-bound`: the stream was idle when the span ended, or the events took much of the interval. Its length is the
+  time of the launch.
+- `stale`: its length is exact, its position is not.
+- `captured`: without a length, because the stream was being captured into a graph.
+- `dropped`: without a length, because no event was available.
 """
 
 _NUMBERS = {label: number for number, label in enumerate(LABELS)}
@@ -156,10 +154,8 @@ NOTHING_TO_COME = 1 << 62
 
 
 class IntervalRing(SlotRing):
-    """A ring of the device intervals of spans. One thread writes it, any thread may read it.
-
-    `find_room` returns its memory in the recording. Without that, its memory is private.
-    """
+    """A ring of the device intervals of spans. One thread writes it, any thread may read it. `find_room` returns its
+    memory in the recording, None for private memory."""
 
     def __init__(self, memory_bytes: int, find_room: FindRoom | None = None) -> None:
         super().__init__(_CELLS, max(memory_bytes // INTERVAL_BYTES, 64), find_room, "interval_slots")
@@ -205,7 +201,6 @@ class Readings:
         self._slots = SlotRing(_SAMPLE, MOST_SAMPLES, find_room)
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Add readings. A full ring loses its oldest ones."""
         self._slots.skip_foreign_slots()
         self._slots.add_all(map(_cells_of, samples))
 
@@ -235,7 +230,6 @@ class Readings:
 
     @property
     def overwritten(self) -> int:
-        """Return the number of slots that newer ones have overwritten."""
         self._slots.skip_foreign_slots()
         return self._slots.overwritten
 

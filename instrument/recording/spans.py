@@ -33,15 +33,16 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """An instrumented place in code, such as a function, with the static values that all its spans share.
+    """An instrumented place in code, such as a function, with the static values that all its spans share. A site is
+    compared by identity, because it is the key of the tally on the hot path.
 
-    A site is compared by identity, because it is the key of the tally on the hot path. `key` compares by value.
-
-    `name` groups calls; for a layer it is the class name. `instance` distinguishes sites of one name; for a layer it is
-    the path in the module tree. `attributes` are those of every span. A span shorter than `min_ns` without children and
-    error is only counted in the tally. A site that `suspends` is a coroutine or an async generator, which may wait
-    while it is open. `work()` returns the framework and devices of a span that begins. Recordings and files store the
-    fields of plain types.
+    - `key` compares by value.
+    - `name` groups calls; for a layer it is the class name.
+    - `instance` distinguishes sites of one name; for a layer it is the path in the module tree.
+    - `attributes` are those of every span.
+    - A span shorter than `min_ns` without children and error is only counted in the tally.
+    - A site that `suspends` is a coroutine or an async generator, which may wait while it is open.
+    - `work()` returns the framework and devices of a span that begins.
     """
 
     told: ClassVar[tuple[str, ...]]
@@ -141,11 +142,14 @@ BLOCKED_BY, BLOCKED_AT = "instrument.blocked_by", "instrument.blocked_at"
 class Span:
     """One timed execution of a site.
 
-    `parent_id` is the span around this one, or the span that started its task or thread, 0 for a root. `root_id` is the
-    root of the tree. `task_id` is 0 outside of asyncio tasks. `active_ns` is the time in which the body ran: less than
-    the total for generators, and for spans that were suspended by an await. `self_ns` is the time, including waits,
-    outside of children on the same thread and task. A `clipped` span was open at the edge of the window. `links` are
-    the known requests that a batch serves.
+    - `parent_id` is the span around this one, or the span that started its task or thread, 0 for a root. `root_id` is
+      the root of the tree.
+    - `task_id` is 0 outside of asyncio tasks.
+    - `active_ns` is the time in which the body ran: less than the total for generators, and for spans that were
+      suspended by an await.
+    - `self_ns` is the time, including waits, outside of children on the same thread and task.
+    - A `clipped` span was open at the edge of the window.
+    - `links` are the known requests that a batch serves.
     """
 
     site: Site
@@ -187,12 +191,15 @@ class Span:
 class Origin:
     """The process that recorded spans, with one pair of simultaneous readings of its monotonic and its wall clock.
 
-    `profile` is the source of the profile, `digest` identifies its content, and `generation` counts the profiles of the
-    process from 1 (0: unknown). `boot` identifies the boot of the machine; processes of one boot share the monotonic
-    clock. `wall_error_ns` is the largest error of `realtime_ns`, 0 if unknown. `run` is the run in which keys are
-    unique: that of `instrument run`, or one of several hosts, "" for none. `start_ticks` is the start of the process in
-    ticks since boot (0: unknown), because two containers may use one process id. `version` is the service's, "" for
-    none. `caller` is the `traceparent` of its environment, followed by a space and the `tracestate`, "" for none.
+    - `profile` is the source of the profile, `digest` identifies its content, and `generation` counts the profiles of
+      the process from 1 (0: unknown).
+    - `boot` identifies the boot of the machine; processes of one boot share the monotonic clock.
+    - `wall_error_ns` is the largest error of `realtime_ns`, 0 if unknown.
+    - `run` is the run in which keys are unique, which may span several hosts, "" for none.
+    - `start_ticks` is the start of the process in ticks since boot (0: unknown), because two containers may use one
+      process id.
+    - `version` is the service's, "" for none.
+    - `caller` is the `traceparent` of its environment, followed by a space and the `tracestate`, "" for none.
     """
 
     pid: int
@@ -226,8 +233,7 @@ class Cost:
     """The cost of the instrumentation in `window_ns` of wall time: that of recording `calls`, and that of its threads.
 
     Recording a call costs `per_call_ns` if its memory is in the processor's caches, and up to `cold_call_ns` (0:
-    unknown) if it is not. The calls of a service cost between the two. `thread_ns` is the processor time of the threads
-    that read and send spans.
+    unknown) if it is not. `thread_ns` is the processor time of the threads that read and send spans.
     """
 
     calls: int
@@ -267,11 +273,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a MIG instance of one, whose gauges are read.
+    """A GPU, or a MIG instance of one, whose gauges are read. `uuid` is the name in NVML and nvidia-smi, which begins
+    with `GPU-` or `MIG-`.
 
     `device` is the index among the devices in `CUDA_VISIBLE_DEVICES`, in the order of PCI buses. CUDA has the same
-    indices if `CUDA_DEVICE_ORDER` is `PCI_BUS_ID`, or if all GPUs are of one model. `uuid` is the name in NVML and
-    nvidia-smi, which begins with `GPU-` or `MIG-`.
+    indices if `CUDA_DEVICE_ORDER` is `PCI_BUS_ID`, or if all GPUs are of one model.
     """
 
     device: int
@@ -296,7 +302,6 @@ class Kernel(NamedTuple):
 
 
 WORK: tuple[str, ...] = ("kernel", "copy", "fill")
-"""The kinds of a `Kernel`."""
 
 
 class Flops(NamedTuple):
@@ -317,7 +322,6 @@ OPERATORS = "torch.profiler"
 
 
 def is_operator(site: Site) -> bool:
-    """Return True for the site of an operator from torch.profiler."""
     return site.module == OPERATORS and site.kind == "op"
 
 
@@ -326,7 +330,6 @@ BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="H
 
 
 def is_blocked_loop(site: Site) -> bool:
-    """Return True if spans of the site are intervals of a blocked loop."""
     return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
 
 
@@ -335,7 +338,6 @@ COLLECTION = Site("garbage collection", "user", module="gc", qualname="collect")
 
 
 def is_collection(site: Site) -> bool:
-    """Return True if spans of the site are garbage collections."""
     return site.module == COLLECTION.module and site.name == COLLECTION.name
 
 
@@ -356,15 +358,12 @@ def is_late_failure(site: Site) -> bool:
 
 
 def is_request(site: Site) -> bool:
-    """Return True for a site of requests."""
     return site.kind == "request"
 
 
 def is_interruption(site: Site) -> bool:
-    """Return True if spans of the site are blocked loops or garbage collections.
-
-    Their time is part of the spans that they interrupt, so reports show it, but do not add it to sums.
-    """
+    """Return True if spans of the site are blocked loops or garbage collections, whose time is part of the interrupted
+    spans."""
     return is_blocked_loop(site) or is_collection(site)
 
 
@@ -378,9 +377,10 @@ def flops_in(attributes: Mapping[str, object]) -> int:
 class ImportTime:
     """The time to import one top-level package, and the number of its imports by other code.
 
-    `total_ns` includes packages that this package imported. `self_ns` is the time of the package's own modules, so it
-    adds up over packages and threads. `in_spans_ns` is the part of `self_ns` with an open span on the thread. `late_ns`
-    is the part without one, in imports that began after the first request.
+    - `total_ns` includes packages that this package imported.
+    - `self_ns` is the time of the package's own modules, so it adds up over packages and threads.
+    - `in_spans_ns` is the part of `self_ns` with an open span on the thread.
+    - `late_ns` is the part without one, in imports that began after the first request.
     """
 
     package: str
@@ -413,9 +413,11 @@ FIRSTS: Mapping[str, str] = {
 class Startup:
     """The startup of a process, which is kept even if its first spans are overwritten.
 
-    `process_ns` is the start of the process, None if unknown. `imports` is None if imports were not timed. `firsts` has
-    the first call of each site, in no order. `request` is the request that counts as the first, None for the one that
-    began first; its length is 0 if unknown. `why` is a key of `FIRSTS`.
+    - `process_ns` is the start of the process, None if unknown.
+    - `imports` is None if imports were not timed.
+    - `firsts` has the first call of each site, in no order.
+    - `request` is the request that counts as the first, None for the one that began first; its length is 0 if unknown.
+    - `why` is a key of `FIRSTS`.
     """
 
     session_ns: int
@@ -427,7 +429,7 @@ class Startup:
 
     @property
     def first_request(self) -> FirstCall | None:
-        """Return the request that counts as the first, else the completed one that began first."""
+        """The request that counts as the first, else the completed one that began first."""
         if self.request is not None:
             return self.request
         requests = [call for call in self.firsts if call.site.kind == "request"]

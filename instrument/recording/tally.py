@@ -42,10 +42,11 @@ ALL_THREADS = "(all threads)"
 class Totals(NamedTuple):
     """The totals of some calls: a line of a tally, or a sum of lines. All times are in ns.
 
-    `waiting_ns` is the part of `self_ns` in which the calls were suspended by an await. `elapsed_ns` adds up the union
-    of host and device interval of each call; without device work it equals the host total. `cancelled` counts requests
-    that were cancelled without an error. `first_ns` is the monotonic time at which the first call began, 0 for no call.
-    `probe_ns` is the part of the probes' cost that falls into the self time of the callers, 0 if unknown.
+    - `waiting_ns` is the part of `self_ns` in which the calls were suspended by an await.
+    - `elapsed_ns` adds up the union of host and device interval of each call.
+    - `cancelled` counts requests that were cancelled without an error.
+    - `first_ns` is the monotonic time at which the first call began, 0 for no call.
+    - `probe_ns` is the part of the probes' cost that falls into the self time of the callers, 0 if unknown.
     """
 
     node: int = NOT_BELOW
@@ -98,10 +99,11 @@ class Row(NamedTuple):
 class Tally:
     """The totals of all calls by call path and thread.
 
-    `threads` maps thread ids to names, in the order in which the threads first recorded. Thread 0 has the calls of
-    ended threads that were merged to save memory. `lines` are grouped by thread, in the same order. `site_of` and
-    `parents` are columns by node; parents come before their children. If `make_histogram` is given, it adds up the
-    histograms of nodes on demand, as a running recorder does. Otherwise `buckets` has the histograms.
+    - `threads` maps thread ids to names, in the order in which the threads first recorded. Thread 0 has the calls of
+      ended threads that were merged to save memory.
+    - `lines` are grouped by thread, in the same order.
+    - `site_of` and `parents` are columns by node; parents come before their children.
+    - `make_histogram`, if given, adds up the histograms of nodes on demand. Otherwise `buckets` has the histograms.
     """
 
     def __init__(
@@ -207,7 +209,6 @@ class Tally:
 
     @cached_property
     def paths(self) -> list[CallPath]:
-        """The call path of each node."""
         paths, sites = list[CallPath](), self.tree.sites
         for site, parent in zip(self.site_of.tolist(), self.parents.tolist(), strict=True):
             paths.append((*(paths[parent] if parent != NOT_BELOW else ()), sites[site]))
@@ -219,13 +220,11 @@ class Tally:
         return (Row(paths[line[0]], Totals._make(line)) for line in self.lines.tolist())
 
     def sites(self) -> list[Site]:
-        """Return the distinct sites of the lines' paths."""
         return list(dict.fromkeys(site for node in self.lines["node"].tolist() for site in self.paths[node]))
 
     # ---------------------------------------------------------------- sums
 
     def of(self, thread: int | None) -> Records:
-        """Return the lines of a thread, or all lines for None."""
         if thread is None:
             return self.lines
         begin, end = self._ranges.get(thread, (0, 0))
@@ -238,12 +237,11 @@ class Tally:
         return {int(ids[begin]): (begin, end) for begin, end in pairwise(edges)}
 
     def has_values(self, field: str) -> bool:
-        """Return True if a field is not 0 in some line."""
         return bool(self.lines[field].any())
 
     def sum_by_group(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
         """Return the sum of each group's lines, on one thread or on all for None. `groups` has the group of each node:
-        a number below `count`, or a negative number for a node that is left out."""
+        a number below `count`, or a negative number to leave it out."""
         lines = self.of(thread)
         return sum_lines(lines, np.asarray(groups)[lines["node"]], count)
 
@@ -252,8 +250,7 @@ class Tally:
         return self.sum_by_group(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by_key(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
-        """Return the indices of lines, grouped by the key of the line's site. `keys` has the key of each site. Lines
-        with an empty key are left out."""
+        """Return the indices of lines, grouped by the key of the line's site. Lines with an empty key are left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
             if keys[site]:
@@ -261,7 +258,6 @@ class Tally:
         return places
 
     def nodes_of_lines(self, places: Sequence[int]) -> list[int]:
-        """Return the distinct nodes of the given lines."""
         return list(dict.fromkeys(self.lines["node"][list(places)].tolist()))
 
     def total_of_lines(self, places: Sequence[int]) -> Totals:
@@ -290,10 +286,9 @@ class Tally:
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def device_below(self, thread: int | None) -> Mapping[int, int]:
-        """Return, for each node, the device time of the nodes below it that its own device time does not include, on
-        one thread or on all.
+        """Return, for each node, the device time of the nodes below it that its own device time does not include.
 
-        A node's own device time includes that of nodes below it on the same stream.
+        A node's own device time includes that of nodes below it on the same stream. `thread` is None for all threads.
         """
         if thread not in self._device_below:
             self._device_below[thread] = self._find_device_below(thread) if self.has_values("device_ns") else {}
@@ -313,7 +308,6 @@ class Tally:
 
     @property
     def calls(self) -> int:
-        """The number of all calls."""
         return int(self.lines["calls"].sum())
 
     # ---------------------------------------------------------------- other tallies of it
@@ -367,12 +361,10 @@ class Tally:
 
 
 def numbers_of(lines: Records) -> Int64s:
-    """Return a view of lines as a two-dimensional array of numbers."""
     return lines.view(np.int64).reshape(-1, WIDTH)
 
 
 def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) -> Records:
-    """Return an array of `BUCKETS` from its three columns."""
     buckets = np.zeros(len(line), BUCKETS)
     buckets["line"], buckets["bucket"], buckets["times"] = line, bucket, np.minimum(times, LARGEST)
     return buckets
@@ -401,13 +393,11 @@ def sum_lines(lines: Records, groups: NDArray[Any], count: int) -> Records:
 
 
 def sum_all_lines(lines: Records) -> Totals:
-    """Return the sum of the given lines."""
     (total,) = sum_lines(lines, np.zeros(len(lines), np.int64), 1).tolist()
     return Totals._make(total)
 
 
 def _cut_lines(lines: Records) -> Records:
-    """Return the lines, with numbers cut if their sums would need more than 64 bits."""
     lines = np.ascontiguousarray(lines)
     table = numbers_of(lines)[:, : CORE_WIDTH - 1]
     if max(int(table.max(initial=0)), -int(table.min(initial=0))) * len(lines) < LARGEST:
@@ -441,15 +431,15 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
 
 
 def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """Return a number for each pair of a node and a thread, and for each pair of another node and a thread. Equal pairs
-    have equal numbers."""
+    """Return numbers for pairs of a node and a thread, and for pairs of another node and a thread. Equal pairs have
+    equal numbers."""
     _, numbers = np.unique(threads, return_inverse=True)
     width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1
 
 
 def _summed_buckets(buckets: Records) -> Records:
-    """Add up the buckets of each line. Leave out empty buckets, and buckets that belong to no line."""
+    """Return the sum of the buckets of each line, without empty buckets, and without buckets of no line."""
     key, group = np.unique(buckets["line"] * (LAST_BUCKET + 1) + buckets["bucket"], return_inverse=True)
     times = np.zeros(len(key), np.int64)
     np.add.at(times, group, buckets["times"])
@@ -459,7 +449,7 @@ def _summed_buckets(buckets: Records) -> Records:
 
 
 def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
-    """Make a call tree of call paths. Return it with the node of each path, `NOT_BELOW` for an empty path."""
+    """Return a call tree of call paths, and the node of each path, `NOT_BELOW` for an empty path."""
     node_of: dict[CallPath, int] = {(): NOT_BELOW}
     number_of: dict[Site, int] = {}
     numbers, parents, nodes = array("i"), array("i"), list[int]()

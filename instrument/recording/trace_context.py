@@ -35,8 +35,8 @@ OWN_TRACE_FLAGS = 3
 """The W3C trace flags of our own traces: sampled, and with a random id (Trace Context, level 2)."""
 
 REMOTE = "instrument.remote"
-"""The attribute of a request's row with its caller's span as text, for `remote_of`. Readers of spans do not get it. It
-is text because an object in each row would give the garbage collector more work."""
+"""The attribute of a request's row with its caller's span, for `remote_of`. It is text, because an object in each row
+would give the garbage collector more work."""
 
 _TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -49,7 +49,7 @@ _TRACESTATE = late_pattern(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
 def state_of(header: bytes | str) -> str:
-    """Return a `tracestate` that may be passed on, cut to `STATE_LIMIT`. Return "" if it is invalid."""
+    """Return a `tracestate` that may be passed on, cut to `STATE_LIMIT`, "" if it is invalid."""
     header = header[: STATE_LIMIT + 1]
     text = header if isinstance(header, str) else header.decode("latin-1")
     if len(text) > STATE_LIMIT:
@@ -58,11 +58,11 @@ def state_of(header: bytes | str) -> str:
 
 
 def remote_of(context: object) -> RemoteParent | None:
-    """Parse the span of another tracer from headers, or from the text that `encode_remote` returned. Return None for
-    no such span.
+    """Parse the span of another tracer from headers, or from the text that `encode_remote` returned. Return None for no
+    such span.
 
-    Headers are the `traceparent`, alone or with the `tracestate`, as bytes or text. An invalid `traceparent` (W3C Trace
-    Context, 3.2) is treated as missing.
+    Headers are the `traceparent`, alone or with the `tracestate`, as bytes or text. An invalid `traceparent` counts as
+    missing.
     """
     parent, state, *marks = context if isinstance(context, tuple) and len(context) > 1 else (context, b"")
     if isinstance(parent, str):
@@ -143,17 +143,14 @@ class LinkedSpan(NamedTuple):
 
 
 RANDOM_BITS = 56
-"""The number of random bits at the end of a trace id. Samplers base their decisions on them (W3C Trace Context, level
+"""The number of random bits at the end of a trace id, on which samplers base their decisions (W3C Trace Context, level
 2)."""
 
 
 @lru_cache(maxsize=64)
 def threshold_of(sample: float) -> int:
-    """Return the lowest value of a trace id's random bits at which a trace is sampled. `sample` is the share of traces
-    to sample.
-
-    After leading digits F, the value is rounded to four hexadecimal digits, as in OpenTelemetry's `tracestate`.
-    """
+    """Return the lowest value of a trace id's random bits at which a trace is sampled. It is rounded as in
+    OpenTelemetry's `tracestate`."""
     if sample <= 0:
         return 1 << RANDOM_BITS
     digits = min(4 + max(int(-log2(min(sample, 1.0)) / 4), 0), 14)

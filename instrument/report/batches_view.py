@@ -42,14 +42,9 @@ NO_BATCH = "No batch was recorded: a rule with `batch:` says which requests a ca
 
 @dataclass(frozen=True, slots=True)
 class NamedBatches:
-    """The batches of one name. An item is a request in a batch. So a request in two batches counts as two `items`.
-
-    `fill` is the mean size divided by the largest size. `per_item_ns` is the time of all batches divided by `items`.
-    `weight` is the sum of the known weights. `uneven` is the share of padding if the engine pads all items to the
-    heaviest one. `unbound` counts the items whose key belongs to no request. `device_ns` is the device time and
-    `uneven_ns` the padding within it, both None without device time. If `remaining` is above 0, the row sums up that
-    many names.
-    """
+    """The batches of one name. A request in two batches counts as two `items`. `unbound` counts the items whose key
+    belongs to no request. `fill` is the mean size divided by the largest size. `uneven` is the share of padding if the
+    engine pads all items to the heaviest one. `device_ns` and `uneven_ns` are None without device time."""
 
     name: str
     batches: int
@@ -70,7 +65,7 @@ class NamedBatches:
     remaining: int = 0
 
     def a_second(self) -> float | None:
-        """Return the items per second of batch time, or the weight per second if it is known."""
+        """Return the items per second of batch time, or the weight per second if weights are known."""
         return share((self.weight or self.items) * 1e9, self.summed_ns)
 
     def device_ratio(self) -> float | None:
@@ -81,13 +76,13 @@ class NamedBatches:
         return share(self.device_ns or 0, self.items)
 
     def uneven_ratio(self) -> float | None:
-        """Return the share of padding in the device time."""
+        """Return the padding as a share of the device time."""
         return None if self.uneven_ns is None else share(self.uneven_ns, self.device_ns or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes(View):
-    """The `batches` view: sizes and times of all kept batches, by name."""
+    """The `batches` view: the sizes and times of batches, by name."""
 
     coverage: Coverage
     rows: tuple[NamedBatches, ...]
@@ -133,7 +128,7 @@ class BatchTimes(View):
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
-    """Return the view of the batches in the kept spans, the longest first. `rows` and `least_ns` limit the tables."""
+    """Return the view of the batches in the kept spans, the longest first."""
     trace, served = recording.columns, recording.once(joined_requests).served
     device_ns = recording.once(request_device_ledger).batch_ns if len(trace.device) else np.zeros(len(trace), np.int64)
     rows = trace.attributes.having(BATCH_KEYS)
@@ -200,16 +195,16 @@ def _sum_batches(
 
 
 NOBODY = "(nobody)"
-"""The cause of waits during which no recorded batch ran and no known request blocked the event loop."""
+"""The label of waits that neither a recorded batch nor a known request caused."""
 
 REPLAYED = 3
-"""The number of groups whose absence is simulated. The groups that delayed other groups most are chosen."""
+"""The maximum number of groups whose absence is simulated, starting with the groups that delayed others most."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupWaits:
-    """The waits of a group's requests by cause, and the waits of all requests that the group caused
-    (`inflicted_ns`)."""
+    """The waits of a group's requests, by cause. `inflicted_ns` is the waiting time that the group caused for all
+    requests."""
 
     name: str
     requests: int
@@ -222,14 +217,13 @@ class GroupWaits:
 
     @property
     def mean_ns(self) -> float:
-        """The mean wait of a request of the group."""
         return self.suffered_ns / self.requests
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The waits that one group (`cause`) caused for another group (`name`). `ratio` is their share of all waits of the
-    group `name`."""
+    """The time that the group `name` waited because of the group `cause`. `ratio` is its share of all waits of
+    `name`."""
 
     name: str
     cause: str
@@ -245,8 +239,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The queue times of all requests outside one group: the recorded ones, and a prediction without that group's
-    requests."""
+    """The queue times of all requests outside one group: the recorded times, and a prediction without that group."""
 
     name: str
     requests: int
@@ -258,11 +251,8 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourBill(View):
-    """The `neighbours` view: the waits that each group caused, the delays of one group by another, and predictions.
-
-    `queue_ns` is the recorded mean queue time, and `replayed_ns` the mean in a replay of all requests, None without a
-    replay.
-    """
+    """The `neighbours` view: the waits that each group of requests caused. `replayed_ns` is the mean queue time in a
+    replay of all requests, None without a replay."""
 
     coverage: Coverage
     groups: tuple[GroupWaits, ...]
@@ -306,7 +296,6 @@ class NeighbourBill(View):
         ]  # fmt: skip
 
     def sentence(self) -> str:
-        """Return a sentence on the largest delay of one group by another, "" without any."""
         delay = next((row for row in self.delays if row.cause not in (row.name, NOBODY) and row.mean_ns), None)
         if delay is None:
             return ""
@@ -336,10 +325,7 @@ class NeighbourBill(View):
 
 
 def neighbours(recording: Recording, options: Options) -> NeighbourBill:
-    """Return the view of the kept spans. The option `requests_by` groups the requests, by default by endpoint.
-
-    `rows` and `least_ns` limit the tables of groups and of delays.
-    """
+    """Return the view of the kept spans. The option `requests_by` groups the requests, by default by endpoint."""
     trace, joined = recording.columns, recording.once(joined_requests)
     grouped = request_groups(recording, options)
     names, group = grouped.names, grouped.group
@@ -396,7 +382,7 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
 def _predict_absence(
     recording: Recording, account: Account, group: Int64s, on_others: Int64s, names: Sequence[str]
 ) -> tuple[Replay | None, tuple[Without, ...]]:
-    """Return the replay of all requests, and a prediction for the absence of each group that delayed others most."""
+    """Return a replay of all requests, and one prediction for each group that delayed others most."""
     joined = recording.once(joined_requests)
     causes = [place for place in np.argsort(-on_others, kind="stable").tolist() if on_others[place]][:REPLAYED]
     if not causes:

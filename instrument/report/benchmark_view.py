@@ -35,12 +35,11 @@ LOADER = "loader"
 OPTIMIZER = "optimizer"
 
 PROFILERS = "instrument.Profiler.step"
-"""The function name under which a `Profiler` records its steps."""
+"""The function name of the steps that a `Profiler` records."""
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase that a site declares. Return None if the site is not a phase, for example because of `phase:
-    false`."""
+    """Return the phase that a site declares, None if the site is not a phase."""
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
@@ -52,24 +51,19 @@ def phase_of(site: Site) -> str | None:
 
 
 def step_number(value: AttributeValue | None) -> int | None:
-    """Return the value of a span's attribute `step` if it is an integer, else None."""
+    """Return a span's attribute `step` if it is an integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def merge_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
-    """Return the waits for loaders on each track, with overlapping waits merged. Waits of length 0 are kept, because
-    they mark the start of a step."""
+    """Return the waits for loaders on each track, with overlapping waits merged. Waits of length 0 are kept."""
     unions = union_by_group(lines, 2 * starts, 2 * ends + 1)
     return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
 
 
 def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
-    """Return the start time of each step. A step starts with its wait for input, if one precedes it on the track.
-
-    That wait is the last one before the step. It must start after the previous step ended and after an outer step
-    began. A `Profiler`'s step begins when the previous one ends, so the wait is already within the step. Steps are
-    sorted by track and start time, and may be nested.
-    """
+    """Return the start time of each step, including a wait for input right before it on the same track. Steps are
+    sorted by track and start time."""
     lines, starts, ends = steps
     filled = np.flatnonzero(starts < ends)
     filled = filled[np.lexsort((ends[filled], lines[filled]))]
@@ -86,14 +80,9 @@ def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a trace, ordered by track and time and clipped to the interval in which no span is missing.
-
-    `of` is `step`, `request` or `window`. `is_whole` is True for units that were not clipped. `line_of` has, for each
-    row of the trace, the number of the track whose units contain the row, or `NONE`. `is_aside` is True for a row that
-    belongs to another track's units, because its own track has none. `steps` are all steps, also the skipped ones, or
-    None without steps. `skipped` counts the first steps that were left out, and `before` is the number of the first
-    step after them.
-    """
+    """The units of a trace, clipped to the interval in which no span is missing. `line_of` is the track whose units
+    contain each row, or `NONE`. `is_aside` is True for rows in units of another track. `before` is the number of the
+    first step that was not skipped."""
 
     of: str
     intervals: Unions
@@ -106,7 +95,7 @@ class Units:
 
 
 def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
-    """Return the steps of a trace, else its requests, else one window, clipped to an interval without missing spans."""
+    """Return the steps of a trace, else its requests, else one window as the only unit."""
     reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.are_of_sites([kind == "step" for kind in kinds]) & reaches_into)
@@ -126,7 +115,7 @@ def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
 
 
 def _cut_units(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
-    """Return steps or requests clipped to an interval, and True for each one that the clipping did not change."""
+    """Return the units clipped to an interval, and a mask of the unchanged units."""
     first, last = interval
     ends = trace.end_ns[rows]
     is_whole = ~trace.clipped[rows] & (first <= begins) & (ends <= last)
@@ -134,7 +123,6 @@ def _cut_units(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, inte
 
 
 def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
-    """Return the outermost steps as units. No other step of their track or around their task contains them."""
     thread = rank_distinct(trace.thread_id)[1]
     line, firsts = number_combinations(thread, trace.task_id)
     rows = step_rows[select_successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
@@ -186,8 +174,7 @@ def _mask_rows(trace: Columns, rows: Int64s) -> Bools:
 
 
 def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
-    """Return the steps that are not inside a step of another track. A `Profiler`'s step may contain the steps of
-    tasks."""
+    """Return the steps that are not inside a step of another track."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
     is_below = nearest_above(trace.parent, _mask_rows(trace, rows))[rows] != NONE
@@ -199,7 +186,7 @@ def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_t
 def _mark_first_steps(
     thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
 ) -> Bools:  # fmt: skip
-    """Return True for the first `count` steps of each thread, in the order of recorded numbers or else start times."""
+    """Return a mask of the first `count` steps of each thread."""
     is_first, before, threads = np.zeros(len(numbers), dtype=np.bool_), Counter[int](), thread.tolist()
     for step in np.lexsort((first_rows, starts)).tolist():
         number = numbers[step]
@@ -212,19 +199,20 @@ def _mark_first_steps(
 
 
 FIRST_KEPT = 1000
-"""The number of first steps that are kept one by one, so that a later report can leave them out. They take 0.1 MB."""
+"""The number of first steps that are kept one by one, so that a later report can leave them out."""
 
 SKIPPED_STEPS = 10
-"""The number of first steps that a `Profiler` leaves out of its averages by default, as `paddle.profiler` does."""
+"""The default number of first steps that averages leave out, as in `paddle.profiler`."""
 
 SECOND_NS = 10**9
 MOST_SAMPLES = 10**18
-"""The largest accepted number of samples of a step. Larger numbers, such as infinity, are ignored."""
+"""The largest accepted number of samples in a step. Larger numbers, such as infinity, are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The mean, minimum, maximum and percentiles of values. Percentiles are exact to 0.8 %, or None if unknown."""
+    """The mean, minimum, maximum and percentiles of values. Percentiles have at most 0.8 % error, and are None if
+    unknown."""
 
     mean: float
     least: float
@@ -235,12 +223,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LoopTimes:
-    """The times of the steps of one loop, in ns. `reader` is the wait for input, None if no step waited for a loader.
-
-    `rate` is in samples per second, or in steps per second if a step had no samples (`samples` is None then). Its mean
-    is all samples divided by all time. `cut` counts the steps that cross an edge of the window. No other field includes
-    these steps. `batch` and `rate` are None if no step was timed.
-    """
+    """The times of a loop's steps, in ns. `reader` is the wait for input, None if no step waited. `rate` is in samples
+    per second, or in steps per second if `samples` is None. `cut` counts the steps that cross an edge of the window and
+    are left out."""
 
     name: str
     steps: int
@@ -262,11 +247,8 @@ class LoopTimes:
 
 @dataclass(slots=True)
 class Benchmark:
-    """The counters of a running loop's steps. `cut` counts steps that are not complete.
-
-    `batch` has the times of steps in ns, and `reader` the waits for input within them, 0 for a step without a wait. If
-    `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one, so that some of them can be left out later.
-    """
+    """The counters of a running loop's steps. `reader` has the waits for input within the times in `batch`, in ns. If
+    `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one."""
 
     skip: int = SKIPPED_STEPS
     skipped: int = 0
@@ -282,7 +264,7 @@ class Benchmark:
     _most_rate: float = 0.0
 
     def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
-        """Count a step that has ended. `reader_ns` is the part of `batch_ns` in which the step waited for input."""
+        """Count a complete step. `reader_ns` is the part of `batch_ns` in which the step waited for input."""
         if self.keeps:
             self._keep(batch_ns, reader_ns, num_samples)
         if self.skipped < self.skip:
@@ -307,7 +289,7 @@ class Benchmark:
         self._later.add(batch_ns, reader_ns, num_samples)
 
     def without_first_steps(self, skip: int) -> Benchmark:
-        """Return the counts without the first `skip` steps, at most `FIRST_KEPT`. `keeps` must be True."""
+        """Return the counts without the first `skip` steps, at most `FIRST_KEPT`. Requires `keeps`."""
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
         for first in self._firsts:
@@ -315,7 +297,7 @@ class Benchmark:
         return benchmark
 
     def loop_times(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
-        """Return the times so far. `lasted_ns` is the elapsed time of all steps, by default the sum of their times."""
+        """Return the times so far. `lasted_ns` is the elapsed time of the loop, by default the sum of its steps."""
         batch, steps = self.batch, self.batch.count
         lasted_ns = lasted_ns or batch.sum_ns
         samples, rate = None, None
@@ -355,7 +337,7 @@ FIELDS = ("mean", "p50", "p99", "least", "most")
 
 @dataclass(frozen=True, slots=True)
 class Loops(View):
-    """The `benchmark` view: a row per loop, named after its steps. `coverage` is None for a loop that still runs."""
+    """The `benchmark` view, with one row for each loop. `coverage` is None for a loop that still runs."""
 
     coverage: Coverage | None
     loops: tuple[LoopTimes, ...]
@@ -372,7 +354,6 @@ class Loops(View):
         return [] if self.loops else explain_empty("step", NO_STEP, complete=complete)
 
     def sections(self) -> list[Section]:
-        """Return a table for each loop, with a row for each measure."""
         columns = "name=|spread.mean=Ave.|spread.p50=p50|spread.p99=p99|spread.least=Min.|spread.most=Max."
         texts = {field: partial(_spread_cell, field) for field in (f"spread.{name}" for name in FIELDS)}
         return [
@@ -387,13 +368,12 @@ class Loops(View):
 
 
 def show_benchmark(steps: Benchmark, options: Options) -> Loops:
-    """Return the view of the steps that a running loop has counted."""
     loop = steps.loop_times()
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
 
 def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
-    """Return the mean costs and the mean rate as one line, in seconds. `unit` is the name of the samples."""
+    """Return the mean costs in seconds and the mean rate as one line. `unit` is the name of the samples."""
     loop = steps.loop_times()
     of = "steps" if loop.samples is None else unit or "samples"
     reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
@@ -406,7 +386,7 @@ def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
 
 
 class SpreadRow(NamedTuple):
-    """A row of a loop's table: the spread of a cost in ns, or of a rate in steps or samples per second (`is_rate`)."""
+    """A row of a loop's table: the spread of a cost in ns or, if `is_rate`, of a rate per second."""
 
     name: str
     spread: Spread | None
@@ -424,7 +404,6 @@ def _spread_cell(field: str, row: SpreadRow, unit: str) -> str:
 
 
 def _count_lines(loop: LoopTimes) -> list[str]:
-    """Return the lines on the number of steps."""
     cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
     lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
     if loop.samples is not None:
@@ -435,16 +414,13 @@ def _count_lines(loop: LoopTimes) -> list[str]:
 
 
 def running_steps(recording: Recording) -> Benchmark | None:
-    """Return None. For a running loop, `Recording.put` replaces this result by the counted steps."""
+    """Return None. For a running loop, its counted steps replace this result."""
     return None
 
 
 def benchmark(recording: Recording, options: Options) -> Loops:
-    """Return the view of the steps that a running `Profiler` has counted or, without one, of the kept spans.
-
-    `skip_first` leaves out the first steps of each loop. Their order is that of the recorded step numbers or, without
-    numbers, of the start times. `skip_first` does not apply to the steps of a running `Profiler`.
-    """
+    """Return the view of a running `Profiler`'s steps or, without one, of the kept spans. `skip_first` leaves out the
+    first steps of each loop, except for a running `Profiler`."""
     if (steps := recording.once(running_steps)) is not None:
         return show_benchmark(steps, options)
     loops = _measure_loops(recording.columns, recording.trace.coverage, options.skip_first)
@@ -452,7 +428,7 @@ def benchmark(recording: Recording, options: Options) -> Loops:
 
 
 class _Steps(NamedTuple):
-    """Steps as columns: row in the trace, start time, end time and wait for input in ns, and True for a cut step."""
+    """Steps as columns. Times and waits for input are in ns."""
 
     row: Int64s
     start_ns: Int64s
@@ -461,12 +437,11 @@ class _Steps(NamedTuple):
     is_cut: Bools
 
     def select_steps(self, places: Int64s) -> _Steps:
-        """Return the steps with the given indices."""
         return _Steps._make(column[places] for column in self)
 
 
 def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ...]:
-    """Return the times of each loop, by the name of its steps, in the order in which the names first occur."""
+    """Return the times of each loop, in the order of first steps."""
     rows = np.flatnonzero(trace.are_of_kind("step"))
     if not len(rows):
         return ()
@@ -481,7 +456,6 @@ def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopT
 
 
 def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
-    """Return the steps in the given rows. They wait for input in loader spans of their task or on their thread."""
     thread = rank_distinct(trace.thread_id)[1]
     line, firsts = number_combinations(thread, trace.task_id)
     line = np.where(trace.task_id == 0, len(firsts) + thread, line)
@@ -499,7 +473,6 @@ def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
 
 
 def _measure_loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
-    """Return the times of one loop, from its steps in order."""
     counts, timed = Benchmark(skip=0), list[int]()
     attributes = (trace.attributes.values(key, steps.row) for key in ("step", "samples"))
     columns = (column.tolist() for column in (steps.end_ns - steps.start_ns, steps.reader_ns, steps.is_cut))

@@ -36,22 +36,22 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 MOST_LINES = 57
-"""The maximum number of lines of the view. With the process and file named below, they fit a screen of 60 lines."""
+"""The maximum number of lines of the view. With the lines that name the process and file, they fit a screen of 60
+lines."""
 
 PLACES = 7
 """The maximum number of rows in the table of self times."""
 
 PARTS = 6
-"""The maximum number of rows for endpoints, and for parts of a request or step. One more row sums up the rest."""
+"""The maximum number of endpoints, and of the parts of a request or step. A last row sums up the rest."""
 
 DEVICES = 3
 LAUNCH_BOUND_FROM = 0.1
-"""The minimum launch-bound share of a device's busy time that is reported."""
+"""The smallest launch-bound share of a device's busy time that is reported."""
 
 LOSSES = 3
 NOTE_LINES, NOTE_LINES_BELOW_HEADLINES = 6, 4
-"""The maximum number of lines on what was not observed: the first without headlines, the second with headlines. The
-view `cost` has no such limit."""
+"""The maximum number of lines of notes on what was not observed: without headlines, and with headlines."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."
@@ -59,10 +59,8 @@ MORE = "More: `instrument report FILE --view {}`; `instrument help reports` expl
 
 @dataclass(frozen=True, slots=True)
 class Brief(View):
-    """The `brief` view. It has `requests` if there are any, else the `steps` and their `phases` if there are any.
-
-    `places` has the largest self times of all calls, None if no call was counted.
-    """
+    """The `brief` view. It shows requests or, without any, steps and their phases. `places` are the largest self times,
+    None if no call was counted."""
 
     headlines: tuple[Headline, ...]
     service: str
@@ -79,7 +77,6 @@ class Brief(View):
     _options: Options = field(repr=False)
 
     def sections(self) -> list[Section]:
-        """Return the tables: one of requests or steps, and one of the largest self times."""
         unit, times = self._options.unit, f"mean_ns=Mean, {self._options.unit}|p50_ns=p50|p99_ns=p99|max_ns=Max"
         served = []
         if self.requests.requests:
@@ -129,7 +126,6 @@ class Brief(View):
         return [*lines, ""]
 
     def _window_lines(self) -> list[str]:
-        """Return the lines on the window, on requests or steps in it, and on requests that the tables leave out."""
         window = f"{number_text(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
         cut = f", {self.requests.requests_cut} more open at an edge of the window" if has_more else ""
@@ -158,14 +154,14 @@ class Brief(View):
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The largest possible cost as a share of the window. It assumes that the processor's caches never contain the
-        probes' data."""
+        """The largest possible cost as a share of the window, if the processor's caches never contain the probes'
+        data."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
 
 def brief(recording: Recording, options: Options) -> Brief:
-    """Return the view. `rows` can lower the limits of the tables, not raise them. `sorted_by`, `least_ns`, `corrected`
-    and `skip_first` apply to the views that this view uses. `tracer_option`, `state` and `threads` have no effect."""
+    """Return the view. `rows` can lower the limits of the tables, not raise them. `tracer_option`, `state` and
+    `threads` have no effect."""
     places = ops(recording, _limit_rows(PLACES, options)).functions
     few = replace(_limit_rows(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
@@ -198,7 +194,7 @@ def _limit_rows(rows: int, options: Options) -> Options:
 
 
 class WorkRow(NamedTuple):
-    """A row of the table: an endpoint or a loop at `depth` 0, or one of its parts at `depth` 1."""
+    """A row of the table: at `depth` 0 an endpoint or a loop, at `depth` 1 one of its parts."""
 
     name: str
     count: Any = BLANK
@@ -213,7 +209,7 @@ class WorkRow(NamedTuple):
 
 
 def _request_rows(times: RequestTimes) -> list[WorkRow]:
-    """Return the rows of the endpoints, and of the parts of the busiest ones as far as they fit."""
+    """Return the rows of the endpoints, and as many rows of their parts as fit."""
     room = 2 * PARTS + 3 - len(times.endpoints) - len(times.groups)
     rows = []
     for endpoint in times.endpoints:
@@ -244,7 +240,6 @@ def _slowest_line(times: RequestTimes, unit: str) -> list[str]:
 
 
 def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
-    """Return the line on blocked event loops, [] if none was blocked."""
     blocked = times.blocked
     if blocked is None:
         return []
@@ -275,11 +270,7 @@ def _more_line(count: int, noun: str) -> list[str]:
 
 
 def _device_lines(view: DeviceView, why: str) -> list[str]:
-    """Return a line for each device.
-
-    Without a device, return the reason `why` or, if it is empty, the reason from the view `device`. Return no line if
-    `why` is empty, no span asked for device time, and no GPU is present.
-    """
+    """Return a line for each device. Without a device, return the reason, and [] if nothing uses a GPU."""
     if not view.devices:
         has_gpu = view.gauges is not None and bool(view.gauges.gpus)
         return wrap_text(f"Device: {safe(why) or view.why_none()}")[:2] if why or view.asked or has_gpu else []
@@ -296,7 +287,6 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
 
 
 def _process_line(view: DeviceView) -> list[str]:
-    """Return one line on the process's use of processors and memory, [] if no gauge was read."""
     rows = {row.gauge: row for row in view.gauges.rows if row.samples} if view.gauges is not None else {}
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []
@@ -326,7 +316,7 @@ def _loss_lines(losses: Mapping[str, int]) -> list[str]:
 
 
 def _note_lines(notes: Sequence[str], most_lines: int) -> Sequence[str]:
-    """Return the complete notes if they fit `most_lines`, else the first line of each."""
+    """Return the complete notes if they fit, else the first line of each."""
     blocks = [wrap_text(f"Not observed: {safe(note)}") for note in notes]
     if sum(map(len, blocks)) <= most_lines:
         return [line for block in blocks for line in block]
@@ -347,7 +337,7 @@ def _limit_to_two(text: str) -> list[str]:
 
 
 def _cut_line(line: str) -> str:
-    """Return a line cut after a word, with ` ...` added, in at most `LINE` columns."""
+    """Return a line of at most `LINE` columns, cut after a word and marked with ` ...`."""
     while column_width(line) > LINE - 4:
         line = line.rpartition(" ")[0]
     return f"{line} ..."

@@ -53,13 +53,13 @@ CAUSES: Mapping[str, str] = {
     TRANSPORTED: "the request was on its way between threads or processes",
     OWN: "calls of the request itself took longer",
 }
-"""All causes of slow requests that an explanation can name, each with its meaning."""
+"""The meaning of each cause that an explanation can name."""
 
 LOAD, UNKNOWN_REST = "expected load", "unknown"
 IN_QUEUE, IN_BATCH = "in the queue", "in batches"
 
 SPREAD = "all call paths alike"
-"""The text that replaces the call path if a cause slowed all call paths by similar amounts."""
+"""The text in place of a call path if a cause slowed all call paths alike."""
 
 Key = tuple[str, str]
 """A cause (or `LOAD`, `UNKNOWN_REST`), and the call path or part of the request in which it took time."""
@@ -70,14 +70,14 @@ STEP_CAUSES = (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY, LOCK)
 MOST_PROOFS = 3
 
 INPUT = re.compile("input|request|prompt")
-"""A pattern for names of attributes that give the size of a request's input."""
+"""The names of attributes that give the size of a request's input."""
 
 PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
-"""The gauge that proves each cause: the percentage of time in which threads waited for a processor, or for memory."""
+"""The gauge that proves each cause: the percentage of time in which threads waited for a processor or for memory."""
 
 
 class Proof(NamedTuple):
-    """A span that proves a cause: its name, its id, its start time in the trace, and its time in the request."""
+    """A span that proves a cause. `begin_ns` is a time of the trace, and `time_ns` the time within the request."""
 
     name: str
     span_id: int
@@ -117,7 +117,6 @@ class CauseTimes:
         self.first_rows = frozenset(self._rows_of_first_calls().tolist())
 
     def _number_processes(self, threads: Int64s) -> Int64s:
-        """Return the number of the process of each thread."""
         if not self._process_of:
             return np.zeros(len(threads), dtype=np.int64)
         return np.array([self._process_of.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
@@ -149,7 +148,7 @@ class CauseTimes:
         return Turns(self.names, *(column[order] for column in columns))
 
     def _find_blocks(self) -> Int64s:
-        """Return the rows of blocked event loops, except loops that an engine step blocked."""
+        """Return the rows of blocked event loops, except those that an engine step blocked."""
         trace, costs = self.trace, self.costs
         rows = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
         steps = union_by_group(trace.thread_id[costs.rows], costs.start_ns, costs.end_ns)
@@ -159,8 +158,8 @@ class CauseTimes:
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
     def _separate_causes(self) -> None:
-        """Subtract garbage collections, first calls, and device work for other spans from the excess time of engine
-        steps, because these are separate causes."""
+        """Subtract the other causes from the excess of engine steps: garbage collections, first calls, and device work
+        for other spans."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
         collected = self._collected.length_within(self._processes_of_rows(costs.rows), costs.start_ns, costs.end_ns)
@@ -177,7 +176,7 @@ class CauseTimes:
         self.excess_ns = excess_ns
 
     def _measure_other_device_work(self, timed: Int64s) -> Floats:
-        """Return the time in each step in which the device worked for spans that belong to no step."""
+        """Return the time in each step in which the device worked for spans outside of steps."""
         trace, costs = self.trace, self.costs
         device = trace.device
         step = costs.step_of[device.row[timed]]
@@ -188,11 +187,10 @@ class CauseTimes:
 
     @property
     def knows_first_calls(self) -> bool:
-        """True if the recording begins with the process and lost no row, so that first calls are known."""
+        """True if the recording begins with the process and lost no row."""
         return self.facts.startup is not None and not self.facts.held_from_ns
 
     def _rows_of_first_calls(self) -> Int64s:
-        """Return the row of each site's first call."""
         trace = self.trace
         if not self.knows_first_calls:
             return np.zeros(0, dtype=np.int64)
@@ -219,20 +217,19 @@ class CauseTimes:
         return int(self.trace.thread_id[self.costs.rows[step]])
 
     def threads_of(self, places: Int64s) -> set[int]:
-        """Return the threads of the given requests and of the engine steps that serve them."""
         engines = map(self.engine_thread, places.tolist())
         request_threads: list[int] = self.trace.thread_id[self.joined.rows[places]].tolist()
         return {*request_threads, *(thread for thread in engines if thread is not None)}
 
     def parts_of(self, place: int) -> dict[str, int]:
-        """Return the time of each part of a request, as in its ledger but with all batches as one part."""
+        """Return the time of each part of a request. All batches are one part."""
         turns, sums = self._turns[place], Counter[str]()
         for part, length in zip(turns.part.tolist(), turns.length_ns.tolist(), strict=True):
             sums[self.names[part]] += length
         return dict(sums)
 
     def overlapping_steps(self, place: int, part: str) -> tuple[Int64s, Floats]:
-        """Return the engine steps that overlap a part of a request, and the overlap with each step in ns."""
+        """Return the engine steps that overlap a part of a request, and each overlap in ns."""
         turns, thread = self._turns[place], self.engine_thread(place)
         chosen = np.flatnonzero(turns.part == self.names.index(part)) if part in self.names else np.zeros(0, np.int64)
         if thread is None or not len(chosen):
@@ -245,7 +242,7 @@ class CauseTimes:
         return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
 
     def serving_steps(self, place: int) -> tuple[Int64s, Floats]:
-        """Return the engine steps that served a request, and the request's time in each of them in ns."""
+        """Return the engine steps that served a request, and the request's time in each step in ns."""
         turns = self._turns[place]
         chosen = np.flatnonzero(turns.pair != NONE)
         steps = self.costs.step_of[self.joined.served.batch[turns.pair[chosen]]]
@@ -288,7 +285,7 @@ class CauseTimes:
         return times
 
     def _threads_of_turns(self, place: int, turns: Turns) -> Int64s:
-        """Return the thread that the request waits for in each of its turns."""
+        """Return the thread that a request waits for in each turn."""
         trace = self.trace
         root_thread = int(trace.thread_id[self.joined.rows[place]])
         engine = self.engine_thread(place)
@@ -299,7 +296,7 @@ class CauseTimes:
         return np.asarray(threads)
 
     def _measure_blocked(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
-        """Return the time that a blocked event loop made the request wait in each turn, at most `most_ns`."""
+        """Return the time in which a blocked event loop made the request wait, for each turn, at most `most_ns`."""
         trace = self.trace
         if not len(self.blocks):
             return np.zeros(len(turns.part), dtype=np.int64)
@@ -312,7 +309,7 @@ class CauseTimes:
         return np.where(waits, np.minimum(blocked, most_ns), 0)
 
     def _add_step_times(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
-        """Divide the time that a request spent in steps, or waiting for them, among causes. Return the sum."""
+        """Divide a request's time in steps, or its waits for steps, among causes. Return the sum in ns."""
         if not len(steps):
             return 0.0
         costs = self.costs
@@ -331,7 +328,6 @@ class CauseTimes:
         return float(spent_ns.sum())
 
     def _add_own_times(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
-        """Add the time of a request's own phases or calls to the times of their causes."""
         trace = self.trace
         for row, ns in zip(rows.tolist(), spent_ns.tolist(), strict=True):
             site = trace.sites[trace.site[row]]
@@ -343,7 +339,6 @@ class CauseTimes:
                 times[cause, self._names_of_sites[trace.site[row]]] += ns
 
     def _outermost_lock(self, row: int) -> int:
-        """Return the row of the outermost wait for a lock that contains the given wait."""
         parents = self.trace.parent
         while parents[row] != NONE and self._is_lock[parents[row]]:
             row = int(parents[row])
@@ -351,11 +346,11 @@ class CauseTimes:
 
     @staticmethod
     def _cause_of_work(site: Site, usual: str) -> str:
-        """Return the cause to which the time of a site's calls belongs: a copy, a wait for a lock, or else `usual`."""
+        """Return the cause of a site's time: a copy, a wait for a lock, or else `usual`."""
         return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
 
     def _add_call_times(self, times: dict[Key, float], place: int, most_ns: float) -> None:
-        """Add the running time of a request's own calls outside of phases to their causes, `most_ns` in all at most."""
+        """Add the running time of a request's calls outside of phases to their causes, up to `most_ns` in total."""
         trace, rows = self.trace, self._own_rows[place]
         waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
         ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
@@ -408,7 +403,7 @@ class CauseTimes:
         ]  # fmt: skip
 
     def describe_request(self, place: int) -> str:
-        """Return a text on a request's preemptions and cached tokens, "" if no rule recorded them."""
+        """Return a text on a request's preemptions and cached tokens, "" if none were recorded."""
         facts = self.trace.attributes[int(self.joined.rows[place])] if place != NONE else {}
         texts = []
         if isinstance(preemptions := facts.get(PREEMPTIONS), int):
@@ -437,11 +432,7 @@ class CauseTimes:
         return ", ".join(filter(None, texts))
 
     def _describe_holder(self, place: int, wait: int) -> str:
-        """Return a text on the request that had a lock of the same name for most of a wait, "" if no request had it.
-
-        A request has the lock from the end of its own wait to the end of the call that contains the wait. A plain
-        `Lock` passes to the next request when the wait of that request ends.
-        """
+        """Return a text on the request that had a lock for most of a wait, "" without such a request."""
         trace, joined = self.trace, self.joined
         site = trace.sites[trace.site[wait]]
         is_named = trace.are_of_sites([another.name == site.name for another in trace.sites])
@@ -463,7 +454,7 @@ class CauseTimes:
 
 
 def _subtract_amounts(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
-    """Subtract an amount from the largest excess of each step, at most down to 0. Return the remaining excesses and the
+    """Subtract an amount from the largest excess of each step, down to 0. Return the remaining excesses and the
     subtracted amounts in ns."""
     if not len(excess_ns):
         return excess_ns, amounts_ns
@@ -482,11 +473,8 @@ def _recorded_step_costs(recording: Recording) -> StepCosts:
 
 
 def weights_of_pairs(recording: Recording) -> Int64s:
-    """Return the weight of each pair of a batch and a request.
-
-    If no rule gives weights, a batch that serves one request at a time has the size of that request's input as its
-    weight.
-    """
+    """Return the weight of each pair of a batch and a request. Without recorded weights, batches of one request have
+    the size of its input as weight."""
     trace, joined = recording.columns, recording.once(joined_requests)
     served = joined.served
     names = sorted(filter(INPUT.search, size_names(trace)))
@@ -501,7 +489,7 @@ def weights_of_pairs(recording: Recording) -> Int64s:
 
 
 def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
-    """Return the host's gauge readings for each process, on the trace's clock. `threads` selects the processes."""
+    """Return the host's gauge readings of each process, on the trace's clock. `threads` selects the processes."""
     of_processes = [
         [replace(sample, at_ns=sample.at_ns + process.moved_ns) for sample in process.facts.samples]
         for process in facts.processes
@@ -514,10 +502,8 @@ def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[li
 def measure_pressure(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return how long threads waited in an interval, in ns, and the usual share of such waits, both from a gauge.
-
-    If several processes have the gauge, the one with the longest wait counts. Return None without readings.
-    """
+    """Return how long threads waited in an interval, in ns, and their usual share of waiting, from a gauge. Return None
+    without readings. If several processes have the gauge, the one with the longest wait counts."""
     results = []
     for samples in gauges:
         readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]

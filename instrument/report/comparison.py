@@ -49,13 +49,13 @@ FAMILY = 0.01
 """The maximum probability that any verdict of a comparison is wrong if nothing has changed."""
 
 LEAST_SHARE = 0.005
-"""A call path is compared only if it takes at least this share of the time, before or after the change."""
+"""The minimum share of the time, before or after the change, with which a call path is compared."""
 
 MAJOR_SHARE = 0.05
 """The minimum share of the time with which an unclear call path makes the gate inconclusive."""
 
 LEAST_CHANGE = 1e-4
-"""A relative change up to this value counts as no change, because clocks and rounding may have caused it."""
+"""A relative change up to this value counts as no change, because clocks and rounding may cause it."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
 DEVICE = " (device)"
@@ -64,22 +64,18 @@ NOTEWORTHY = 0.05
 """The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The report says whether the load caused a change only if like calls take at least this share of the time."""
+"""The minimum share of the time in like calls with which the report states whether the load caused a change."""
 
 CLEAR = 1.0
-"""The largest value of `detectable_ratio` with which a call path counts as unchanged. With a larger value it counts as
-inconclusive."""
+"""The largest `detectable_ratio` with which a call path may count as unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a call path, which is a tuple of names from the outermost call inwards.
-
-    The counts and the means are of all calls, not only of like ones. `ratio` is the change of like work as a share of
-    its time before, with the limits `low_ratio` and `high_ratio`. `cost_ns` is the time that the change adds to a
-    request, or to a call if there are no requests. `detectable_ratio` is the smallest change that the test detects, and
-    `matched_ratio` the share of the time with like work.
-    """
+    """The change of a call path, a tuple of names with the outermost call first. `ratio` is the change of like work,
+    with its limits `low_ratio` and `high_ratio`. `cost_ns` is the time added to a request, or to a call without
+    requests. `detectable_ratio` is the smallest change that the test detects, and `matched_ratio` the share of like
+    work."""
 
     path: tuple[str, ...]
     verdict: str
@@ -102,7 +98,7 @@ class Change:
         return " in ".join(reversed(self.path[-2:]))
 
     def summed_ns(self) -> float:
-        """Return the time of all calls of a path that exists only before or only after the change."""
+        """Return the total time of a path that exists only before or only after the change."""
         return self.calls_before * (self.mean_before_ns or 0) + self.calls_after * (self.mean_after_ns or 0)
 
     def change_text(self) -> str:
@@ -116,11 +112,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class LoadChange:
-    """The times of an endpoint's requests, or of one part of them that depends on load, before and after the change.
-
-    Means are over all requests of the endpoint. Percentiles of a part are over the requests with that part. They are
-    None if several runs were recorded before or after.
-    """
+    """The times of an endpoint's requests, or of one part of them, before and after the change. Percentiles are None if
+    several runs were recorded."""
 
     name: str
     requests_before: int
@@ -135,7 +128,7 @@ class LoadChange:
 
 @dataclass(frozen=True, slots=True)
 class SlowestRequests:
-    """The 99th percentiles of an endpoint's wall times before and after, with confidence limits (see `p99_limits`)."""
+    """The 99th percentiles of an endpoint's wall times before and after, with confidence limits."""
 
     name: str
     requests_before: int
@@ -147,7 +140,7 @@ class SlowestRequests:
 
     @property
     def differs(self) -> bool:
-        """True if the limits before and after do not overlap."""
+        """True if the confidence limits before and after do not overlap."""
         (low, high), (low_after, high_after) = self.limits_before_ns, self.limits_after_ns
         is_above = high is not None and low_after is not None and high < low_after
         return is_above or (low is not None and high_after is not None and high_after < low)
@@ -155,10 +148,8 @@ class SlowestRequests:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(View):
-    """The comparison: the changes of call paths, sorted by the cost of each change, and the load before and after.
-
-    `limit` is the largest slowdown that a gate allows, None without a gate.
-    """
+    """The changes of call paths, the largest cost first, and the load before and after. `limit` is the largest slowdown
+    that a gate allows, None without a gate."""
 
     changes: tuple[Change, ...]
     loads: tuple[LoadChange, ...]
@@ -177,17 +168,16 @@ class Comparison(View):
 
     @property
     def detectable_ratio(self) -> float | None:
-        """The mean over call paths of the smallest detectable change, weighted by time; None without call paths."""
+        """The smallest detectable change, as a mean over call paths weighted by time. None without call paths."""
         weighed = [(change.detectable_ratio, change.share_ratio) for change in self.changes if change.detectable_ratio]
         whole = sum(share for _, share in weighed)
         return sum(ratio * share for ratio, share in weighed) / whole if whole else None
 
     def slower_than(self, limit: float) -> list[Change]:
-        """Return the call paths that became slower by more than `limit`."""
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def unclear_beyond(self, limit: float) -> list[Change]:
-        """Return the call paths with a large share of the time whose change may be below or above `limit`."""
+        """Return the call paths with a large share of the time that may be slower by more than `limit`."""
         return [
             change
             for change in self.changes
@@ -235,7 +225,6 @@ class Comparison(View):
         return [*lines, *self._explain_load()]
 
     def _explain_load(self) -> list[str]:
-        """Return a sentence on the cause of the busiest endpoint's change, [] if its mean time changed little."""
         load = next(iter(self.loads), None)
         more = load.mean_after_ns / load.mean_before_ns - 1 if load is not None and load.mean_before_ns else 0.0
         if load is None or abs(more) < NOTEWORTHY:
@@ -323,7 +312,7 @@ class Comparison(View):
 
 @dataclass(frozen=True)
 class _Side:
-    """The runs before or after the change: the calls of each path, the number of requests, and the summed time."""
+    """The runs before or after the change. `calls` has the calls of each path."""
 
     work: Mapping[tuple[str, ...], CallSample]
     requests: int
@@ -332,10 +321,7 @@ class _Side:
 
 def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
     """Return the comparison of the runs before and after a change. With three or more runs each, runs are compared,
-    else blocks of calls.
-
-    `requests_by` groups the requests by an attribute instead of the endpoint. Raises `InstrumentError` without scipy.
-    """
+    else blocks of calls. Raises `InstrumentError` without scipy."""
     names = sorted({name for recording in (*before, *after) for name in size_names(recording.columns)})
     sides = _make_side(before, names), _make_side(after, names)
     paths = [
@@ -428,7 +414,8 @@ def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
 
 
 def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the amounts of work by which like calls are found: a row for each kind of amount, a column per span."""
+    """Return the amounts of work and load that like calls share, with a row for each kind and a column for each
+    span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))
@@ -446,7 +433,6 @@ def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) ->
 
 
 def _mean_batch_size(runs: Sequence[Recording]) -> float | None:
-    """Return the mean number of requests in a batch, None without batches."""
     served = [recording.once(joined_requests).served for recording in runs]
     batches = sum(len(find_distinct(pairs.batch)) for pairs in served)
     return sum(len(pairs.batch) for pairs in served) / batches if batches else None
@@ -456,7 +442,7 @@ PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT)
 
 
 def _load_changes(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
-    """Return a row for each group of requests, followed by a row for each part of their time that depends on load."""
+    """Return a row for each group of requests, followed by its parts that depend on load."""
     sides = _times_by_group(before, options), _times_by_group(after, options)
     seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
     names = dict.fromkeys(name for side in sides for name in side)
@@ -482,7 +468,7 @@ def _join_limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
 def _slowest_requests(
     before: Sequence[Recording], after: Sequence[Recording], options: Options
 ) -> list[SlowestRequests]:
-    """Return the 99th percentiles of the groups that exist before and after, the group with the most requests first."""
+    """Return the 99th percentiles of the groups that exist before and after, the largest group first."""
     sides = []
     for runs in (before, after):
         walls: dict[str, list[Int64s]] = defaultdict(list)
@@ -504,7 +490,6 @@ def _slowest_requests(
 
 
 def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, list[EndpointTimes]]:
-    """Return the times of each group of requests, one entry per run that has the group."""
     by_name: dict[str, list[EndpointTimes]] = defaultdict(list)
     all_rows = replace(options, rows=None, most=None)
     for recording in runs:
@@ -515,7 +500,7 @@ def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, li
 
 
 def _sum_and_p99(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
-    """Return the sum of an endpoint's wall times, or of one part of them, and the 99th percentile for a single run."""
+    """Return the sum of an endpoint's wall times or of one part, and the 99th percentile (None for several runs)."""
     times = [(times.wall_ns, times.p99_ns) for times in runs]
     if part:
         phases = [phase for times in runs for phase in times.phases if phase.name == part]
@@ -527,7 +512,6 @@ COLOURS = {SLOWER: "#e5776b", FASTER: "#6fa3d8", NEW: "#e5b567", GONE: "#b5bdc8"
 OTHER_COLOUR = "#dfe3e8"
 
 MOST_LEVELS = 200
-"""The maximum depth of a call path on the page."""
 
 STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem; color: #1b1f24; background: #fff; }

@@ -22,7 +22,7 @@ from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import Groups, number_by_first_sight
 
 ACROSS = ("h2d", "d2h")
-"""The directions to and from the host. A call waits for such a copy unless the copy is asynchronous."""
+"""The directions between host and device. A call waits for such a copy unless the copy is asynchronous."""
 
 ENDS = {
     "h2d": "host to device",
@@ -43,15 +43,9 @@ NO_COPY = (
 
 @dataclass(frozen=True, slots=True)
 class CopyUse:
-    """The copies of one call in one direction, or of all calls in that direction.
-
-    `direction` is "" if the span does not report it. `call` is the copying function, or else the name of the span.
-    `sync` is True if the call waits for the copy, and `pinned` if the host's memory is page-locked. Both are None if
-    unknown or if the copies differ. `device_ns` and `timed_bytes` are sums over the `timed` calls, those with device
-    time. `waited_ns` and `waited_bytes` are sums over the calls that wait for the copy. `staged` counts the
-    asynchronous copies whose call had to wait because the host's memory is pageable. If `remaining` is above 0, the row
-    sums up that many rows.
-    """
+    """The copies of one call in one direction, or all copies in that direction. `sync` and `pinned` are None if unknown
+    or mixed. `device_ns` and `timed_bytes` are sums over the `timed` calls, `waited_ns` and `waited_bytes` over calls
+    that waited. `staged` counts asynchronous copies whose call waited because the host's memory is pageable."""
 
     direction: str
     call: str
@@ -70,12 +64,11 @@ class CopyUse:
 
     @property
     def base(self) -> str:
-        """The kind of time from which the rate is computed: `device` or `host`, "" if there is no rate."""
+        """The time that the rate is based on: `device`, `host`, or "" without a rate."""
         return "device" if self.device_ns else "host" if self.waited_ns else ""
 
     @property
     def rate_gb_s(self) -> float | None:
-        """The rate in 10^9 bytes per second, None if no time is known."""
         if self.device_ns:
             return self.timed_bytes / self.device_ns
         return self.waited_bytes / self.waited_ns if self.waited_ns else None
@@ -84,16 +77,16 @@ class CopyUse:
         return self.moved_bytes / 1e6
 
     def memory(self) -> str:
-        """Return the kind of the host's memory, `pinned` or `pageable`, "" if unknown."""
+        """Return the kind of the host's memory: `pinned`, `pageable`, or "" if unknown."""
         return {True: "pinned", False: "pageable", None: ""}[self.pinned]
 
     def mode(self) -> str:
-        """Return `sync`, `async` or a dash, with a star if some of the copies were staged."""
+        """Return `sync`, `async` or a dash. A star means that some copies were staged."""
         return {True: "sync", False: "async", None: MISSING}[self.sync] + "*" * bool(self.staged and not self.remaining)
 
 
 def sum_copies(trace: Columns) -> list[CopyUse]:
-    """Return a row per direction, call, synchronicity and kind of memory, sorted by direction, then by bytes."""
+    """Return a row per direction, call, synchronicity and kind of memory, the most bytes first in each direction."""
     rows = np.flatnonzero(trace.are_of_kind("copy"))
     keys_of_sites, number_of = trace.numbered_sites(_copy_key)
     group_of_row, firsts = number_by_first_sight(number_of[trace.site[rows]])
@@ -114,7 +107,6 @@ def sum_copies(trace: Columns) -> list[CopyUse]:
 
 
 def sum_by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
-    """Return one row for each direction, which sums up its copies."""
     groups: dict[str, list[CopyUse]] = {}
     for use in uses:
         groups.setdefault(use.direction, []).append(use)
@@ -123,7 +115,7 @@ def sum_by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
 
 @dataclass(frozen=True, slots=True)
 class CopiesView(View):
-    """The `copies` view: the copies by direction, and by call."""
+    """The `copies` view: the copies by direction and by call."""
 
     coverage: Coverage
     directions: tuple[CopyUse, ...]
@@ -176,11 +168,8 @@ class CopiesView(View):
 
 
 def copies(recording: Recording, options: Options) -> CopiesView:
-    """Return the view of the kept spans.
-
-    `rows` and `least_ns` limit the table of calls. The table keeps the calls that copied the most bytes, and a last row
-    sums up the omitted ones. `least_ns` is compared with device time or, without it, host time.
-    """
+    """Return the view of the kept spans. `rows` and `least_ns` limit the table of calls to those with the most bytes or
+    time."""
     uses = sum_copies(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
     shown = bound_rows(heaviest, options, lambda use: use.device_ns or use.host_ns, row_adder(*SUMS))
@@ -207,13 +196,12 @@ def _copy_key(site: Site) -> tuple[str, str, bool | None, bool | None]:
 
 
 def sizes_of_copies(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the number of bytes that each call moved, 0 for an invalid size. A size above `LARGEST_COPY_BYTES` also
-    counts as 0, because the sum of a few such sizes would not fit into 64 bits."""
+    """Return the bytes that each call moved, 0 for an invalid size or one above `LARGEST_COPY_BYTES`."""
     return read_numbers(trace.attributes, "bytes", rows, LARGEST_COPY_BYTES + 1).clip(0)
 
 
 def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True if an asynchronous copy had to wait, because the host's memory is not page-locked."""
+    """Return True for an asynchronous copy that had to wait because the host's memory is not page-locked."""
     return direction in ACROSS and sync is False and pinned is False
 
 

@@ -42,11 +42,8 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True)
 class SiteCost:
-    """The cost of one site's probe: calls, cost per call, and their product. `ratio` is its share of all sites' cost.
-
-    `burden` is the cost as a share of the calls' host time. It exceeds 1 if a call is shorter than its probe. If
-    `remaining` is above 0, the row sums up that many sites and has their mean cost.
-    """
+    """The cost of one site's probe. `ratio` is its share of all sites' cost. `burden` is the cost as a share of the
+    calls' host time, above 1 if calls are shorter than the probe."""
 
     name: str
     kind: str
@@ -70,7 +67,7 @@ def _add_place(name: str, place: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MutedSite:
-    """A site muted to save cost: `calls` of it were counted and not recorded. `now` is True if it is still muted."""
+    """A site whose calls were counted but not recorded, to save cost. `now` is True if the site is still muted."""
 
     name: str
     kind: str
@@ -91,16 +88,13 @@ class RingUse:
     memory_bytes: int
 
     ratio = Ratio("held_rows", of="rows")
-    """The share of the rings' rows that contain spans. While memory is left, each new thread adds a ring."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstrumentationCost(View):
     """The `cost` view. Its parts add up to `cost.total_ns`. `muted` and `rings` are None for a saved trace.
-
-    `notes` name everything that was not observed, except the muted sites of a running process. `device_asked` counts
-    the kept spans that asked for device time, and `device_missing` those that got none, by reason.
-    """
+    `device_asked` counts the kept spans that requested device time, and `device_missing` those without it, by
+    reason."""
 
     recorder: str
     clock: str
@@ -126,8 +120,8 @@ class InstrumentationCost(View):
 
     @property
     def most_ratio(self) -> float | None:
-        """The largest possible cost as a share of the window. It assumes that the processor's caches never contain the
-        probes' data."""
+        """The largest possible cost as a share of the window, if the processor's caches never contain the probes'
+        data."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def header_lines(self) -> list[str]:
@@ -169,8 +163,8 @@ class InstrumentationCost(View):
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
-    """Return the view of the tally and the kept spans. `rows` limits the table of sites to the most expensive ones, and
-    `least_ns` to sites that cost at least that time."""
+    """Return the view of the tally and the kept spans. `rows` and `least_ns` limit the table of sites to the most
+    expensive ones."""
     spent, stats = recording.cost, recording.stats
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
     device_asked, untimed = find_unanswered(recording.columns)
@@ -196,7 +190,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
 
 
 def _cost_parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
-    """Return the parts of the total cost. The part of the probes is the total minus all other parts."""
+    """Return the parts of the total cost. The probes' part is the total minus all other parts."""
     pairs_ns = 0 if stats is None else round(stats.pairs_ns)
     parts, left_ns = {"pairs of events on devices": pairs_ns}, spent.thread_ns
     # The threads ran on between the two readings. The first one, which is of the whole, counts.

@@ -32,13 +32,12 @@ from instrument.report.utilisation import DeviceUse, EndpointUse, Unanswered, co
 from instrument.report.view import Options, Recording
 
 NOT_REPORTED = "n/a"
-"""The cell for a value that a device does not report."""
 
 NAME_WIDTH = 20
 WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
-"""The unit printed in place of a gauge's unit, and its size in the gauge's unit. Other units are not converted."""
+"""The printed unit of a gauge's unit, and its size in the gauge's unit. Other units are not converted."""
 
 _LABELS = dict.fromkeys(
     ("cores", "process_cpu", "process_memory", "process_memory_peak", "cpu_wait", "memory_pressure"), "CPU(Process)"
@@ -47,11 +46,8 @@ _LABELS = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """The readings of one gauge of one device, in the gauge's unit.
-
-    `samples` counts the readings with a value. `mean`, `least` and `most` are None without such readings, and for a
-    counter. A counter has a `total` instead, its growth from the first to the last reading.
-    """
+    """The readings of one gauge of one device, in the gauge's unit. A counter has no mean, minimum and maximum, but a
+    `total`: its growth from the first to the last reading."""
 
     device: int
     label: str
@@ -66,7 +62,6 @@ class DeviceRow:
         return printed_unit(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
 
     def in_printed_unit(self) -> DeviceRow:
-        """Return the row with its numbers in the printed unit."""
         scale = printed_unit(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
         numbers = (self.mean, self.least, self.most, self.total)
         mean, least, most, total = (None if value is None else value / scale for value in numbers)
@@ -78,8 +73,7 @@ def _gauge_cell(value: float | None, row: DeviceRow) -> str:
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
-    """Return a row for each gauge: first the gauges of the process, then those of the machine, then those of each
-    GPU."""
+    """Return a row for each gauge: those of the process, then of the machine, then of each GPU."""
     values_by_gauge: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
         values = values_by_gauge.setdefault((sample.device, sample.name), [])
@@ -111,7 +105,6 @@ class DeviceSummary:
     _options: Options
 
     def section(self) -> Section:
-        """Return the table. The lines below it name the base of each percentage."""
         unit = self._options.unit
         every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
         names = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
@@ -143,7 +136,7 @@ class DeviceSummary:
 
 
 def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
-    """Return the summary of a trace's gauge readings, which must be sorted by time, and of its GPUs."""
+    """Return the summary of gauge readings, which must be sorted by time."""
     return DeviceSummary(
         read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
         interval_ns=_interval_ns(samples),
@@ -154,7 +147,7 @@ def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Op
 
 
 def _interval_ns(samples: Sequence[Sample]) -> int | None:
-    """Return the median time between two readings of a gauge, None if no gauge has a second reading."""
+    """Return the median time between two readings of a gauge, None without a second reading."""
     before: dict[tuple[str, int], int] = {}
     gaps = []
     for sample in samples:
@@ -171,19 +164,15 @@ def printed_unit(gauge: Gauge) -> tuple[str, float]:
 
 
 SHORT_NS = 10_000
-"""The limit of short calls, in ns of mean device time. CUDA events may measure up to six times too much for shorter
-calls."""
+"""The mean device time in ns below which CUDA events may measure up to six times too much."""
 
 COLUMN_WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView(View):
-    """The `device` view: the gauges, and the use of each device as in `Utilisation`. It has no numbers on single
-    requests.
-
-    `reasons` counts the spans without device time by reason. `is_ours` is False for a trace of another profiler.
-    """
+    """The `device` view: the gauges, and the use of each device. `reasons` counts the spans without device time by
+    reason. `is_ours` is False for a trace of another profiler."""
 
     coverage: Coverage
     gauges: DeviceSummary | None
@@ -232,7 +221,6 @@ class DeviceView(View):
         ]
 
     def why_none(self) -> str:
-        """Return a sentence with the reason why no span has device time."""
         why = "no span asked for it; give its rule `device: true` in the profile"
         if self.asked:
             parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
@@ -243,11 +231,8 @@ class DeviceView(View):
 
 
 def device(recording: Recording, options: Options) -> DeviceView:
-    """Return the view of the kept spans.
-
-    `rows` limits each table to its largest rows. `least_ns` limits the table of device times to names with that much
-    time. In each table a last row sums up the omitted rows.
-    """
+    """Return the view of the kept spans. `rows` limits each table to its largest rows, and `least_ns` the table of
+    device times by name."""
     facts = recording.trace
     use = recording.once(measure_utilisation)
     return DeviceView(
@@ -274,7 +259,6 @@ def device(recording: Recording, options: Options) -> DeviceView:
 
 
 def bound_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
-    """Return the endpoints that the options allow, and one row that sums up the others."""
     make_rest = row_adder("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
     return bound_rows(uses, options, attrgetter("wall_ns"), make_rest)
 
@@ -295,7 +279,8 @@ DEVICE_PARTS = (
     ("Busy by launch-bound stretches alone", "launch_bound", "busy"),
     ("Copies during compute", "hidden_copy", "copies"),
 )  # fmt: skip
-"""The rows of a device's time: the name, the fields of the row in `DeviceUse`, and the base of the ratio."""
+"""The rows of a device's time: a label, the beginning of the names of fields in `DeviceUse`, and the base of the
+ratio."""
 
 
 def _device_parts(use: DeviceUse) -> list[DevicePart]:
@@ -311,7 +296,6 @@ def _device_parts(use: DeviceUse) -> list[DevicePart]:
 
 
 def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
-    """Return the tables of one device: its time, and its work by stream, label, name and endpoint."""
     kinds = Counter(name.name for name in use.names)
     mean = number_text(use.mean_streams)
     clock: tuple[str, ...] = ()
@@ -358,7 +342,6 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
 
 
 def endpoint_section(title: str, endpoints: Sequence[EndpointUse]) -> Section:
-    """Return the table of a device's work within requests, by endpoint: mean times, and shares of the wall time."""
     return Section(
         title, endpoints,
         "name=By request|requests=Requests|wall_mean_ns=Wall|own_mean_ns=Own|own_ratio=|others_mean_ns=Others|"
@@ -371,7 +354,6 @@ def endpoint_section(title: str, endpoints: Sequence[EndpointUse]) -> Section:
 
 
 def _explanatory_notes(view: DeviceView) -> list[str]:
-    """Return the notes that explain the numbers of the view."""
     names = [name for use in view.devices for name in use.names]
     lines = [
         "A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what",

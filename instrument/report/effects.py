@@ -25,18 +25,17 @@ from instrument.trace.indices import number_combinations, rank_distinct
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The minimum number of like calls in each sample to compare blocks of calls. With fewer calls the blocks would be so
-small that they correlate."""
+"""The minimum number of like calls in each sample to compare blocks of calls. Smaller blocks would be correlated."""
 
 LEAST_OF_STRATUM = 5
-"""The minimum number of calls in a stratum, in each of the two samples. A stratum with fewer is not used."""
+"""The minimum number of calls that a stratum must have in each sample to be used."""
 
 ROUNDING = 1e-9
 """The tolerance for rounding errors of logarithms at the edges of strata."""
 
 MOST_BLOCKS, LEAST_BLOCKS = 16, 8
 LEAST_RUNS = 3
-"""The minimum number of runs in each sample for a test that compares runs instead of blocks of calls."""
+"""The minimum number of runs in each sample to compare runs instead of blocks of calls."""
 
 CORRELATED = 0.3
 """The correlation of neighbouring blocks above which the blocks are joined in pairs."""
@@ -51,10 +50,8 @@ POWER = 0.9
 
 
 class CallSample(NamedTuple):
-    """The calls before or after a change, by start time: their times `values_ns`, their `covariates`, and their `run`.
-
-    `covariates` has a row for each covariate: `log1p` of a number that is not negative.
-    """
+    """The calls before or after a change, by start time. `covariates` has a row for each covariate, as `log1p` of a
+    number that is not negative."""
 
     values_ns: Floats
     covariates: Floats
@@ -79,7 +76,7 @@ class Effect:
         return math.expm1(self.difference)
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Return the two limits of the change. With the probability `level` the true change is outside of them (Welch's
+        """Return the limits of the change. The true change is outside of them with the probability `level` (Welch's
         t-test)."""
         width = -self.error * float(scipy_special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
@@ -100,17 +97,15 @@ def scipy_special() -> Any:
 
 
 def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
-    """Return the `ratio` quantile of the number of successes in `count` trials (a binomial distribution)."""
+    """Return the `ratio` quantile of the number of successes in `count` trials."""
     functions = scipy_special()
     number: int = math.ceil(functions.bdtrik(ratio, count, chance))
     return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
 
 
 def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
-    """Return the 95 % confidence limits of the 99th percentile, None for a limit beyond all values.
-
-    The limits are two of the values, which must be independent. With fewer than 370 values there is no upper limit.
-    """
+    """Return the 95 % confidence limits of the 99th percentile. Values must be independent. With fewer than 370 values,
+    the upper limit is None."""
     if not len(values):
         return None, None
     count, ordered = len(values), np.sort(values)
@@ -119,10 +114,8 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 
 
 class _LikeCalls:
-    """The calls before and after a change, in the strata that have calls of both.
-
-    `cells` is the stratum of each call. For a call after the change, it is the stratum plus the number of strata.
-    """
+    """The calls in strata that have calls before and after a change. `cells` is the stratum of each call, plus the
+    number of strata for calls after the change."""
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
         covariates = np.concatenate([before.covariates, after.covariates], axis=1)
@@ -143,16 +136,15 @@ class _LikeCalls:
         self.sides = slice(0, first), slice(first, None)
 
     def stratum_means(self, values: Floats) -> Floats:
-        """Return the mean of the values in each stratum of each sample, 0 for a stratum without calls."""
+        """Return the mean of each stratum in each sample, 0 for a stratum without calls."""
         sums = np.bincount(self.cells, values, minlength=2 * self.strata).reshape(2, -1)
         return np.asarray(sums / self.sizes)
 
     def subtract_means(self, values: Floats) -> Floats:
-        """Return the values minus the mean of their stratum and sample."""
         return np.asarray(values - self.stratum_means(values).ravel()[self.cells])
 
     def without_slopes(self, values: Floats) -> Floats:
-        """Return the values minus the part that the covariates explain within a stratum, by linear regression."""
+        """Return the values without their linear dependence on the covariates within each stratum."""
         centered = np.array([self.subtract_means(column) for column in self.covariates])
         squares = centered @ centered.T if len(centered) else centered
         some = np.flatnonzero(np.diagonal(squares) > 1e-6 * len(values)) if len(centered) else ()
@@ -202,8 +194,7 @@ def _variance(sums: Floats) -> tuple[float, float]:
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the variance of a sum over correlated calls, estimated from blocks of calls, and its degrees of
-    freedom."""
+    """Return the variance of a sum over correlated calls, estimated from blocks, and its degrees of freedom."""
     blocks = MOST_BLOCKS
     while True:
         edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]

@@ -41,11 +41,8 @@ from instrument.trace.stages import Stages
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """The times that one span or function blocked an event loop: their number, and their sum and maximum in ns.
-
-    `at` is the line of the service's code that took most of the time, "" if no line was recorded. If `remaining` is
-    above 0, the row sums up that many blockers.
-    """
+    """The times that one span or function blocked an event loop, in ns. `at` is the line of the service's code that
+    took most of the time, "" if no line was recorded."""
 
     name: str
     stretches: int
@@ -57,7 +54,7 @@ class Blocker:
 
 @dataclass(frozen=True, slots=True)
 class BlockedLoops:
-    """The times that event loops were blocked: their number, sum and maximum, and a row for each blocker."""
+    """The times that event loops were blocked, in total and for each blocker."""
 
     stretches: int
     summed_ns: int
@@ -71,8 +68,6 @@ class BlockedLoops:
 
 
 def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
-    """Return the times that event loops were blocked, None if none was blocked. `rows` and `least_ns` limit the
-    blockers."""
     durations, places = defaultdict[str, list[int]](list), defaultdict[str, Counter[str]](Counter)
     spans = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
     columns = (trace.attributes.values(name, spans) for name in (BLOCKED_BY, BLOCKED_AT))
@@ -108,8 +103,8 @@ ANSWER_FACTS = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswers:
-    """The streamed answers of an endpoint: their number, their items, and percentiles of the time to the first item and
-    of the time per item. A time is None if it is unknown for all streams."""
+    """The streamed answers of an endpoint, with percentiles of the time to the first item and of the time per item. A
+    time is None if all streams lack it."""
 
     count: int
     items: int
@@ -121,7 +116,7 @@ class StreamedAnswers:
 
 
 class Answers(NamedTuple):
-    """The answers of requests as columns, with one row for each request. Unknown values are `NONE`."""
+    """The answers of requests as columns. Unknown values are `NONE`."""
 
     status: Int64s
     first_ns: Int64s
@@ -131,11 +126,9 @@ class Answers(NamedTuple):
 
     @classmethod
     def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
-        """Return the answers of the requests in the given rows of the trace."""
         return cls(*(read_numbers(attributes, name, rows) for name in ANSWER_FACTS))
 
     def select_answers(self, places: Int64s) -> Answers:
-        """Return the answers of the requests with the given indices."""
         return Answers(*(column[places] for column in self))
 
     def count_statuses(self) -> dict[str, int]:
@@ -144,7 +137,7 @@ class Answers(NamedTuple):
         return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
     def measure_streams(self) -> StreamedAnswers | None:
-        """Return the numbers and times of the streamed answers, None if no answer was streamed."""
+        """Return the statistics of streamed answers, None without any."""
         streamed = self.select_answers(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
         if not len(streamed.items):
             return None
@@ -179,11 +172,8 @@ IN_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """The time of one phase: the number of requests with it, the sum of its times, and its share of all wall times.
-
-    The mean and the percentiles are over the requests with the phase. If `remaining` is above 0, the row sums up that
-    many phases. Its number of requests, mean and percentiles are unknown.
-    """
+    """The time of one phase in all requests. The mean and the percentiles are over the requests with the phase. `ratio`
+    is the share of all wall times."""
 
     name: str
     requests: int | None
@@ -197,15 +187,9 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True)
 class EndpointTimes:
-    """The requests of one endpoint. Their `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
-
-    The unknown time of a request may be 0. `errors` counts requests that failed by an exception or a fault of the
-    server. `cancelled` counts requests that ended early, for example because the client disconnected. They do not count
-    as errors. `statuses` counts answers by class, such as `2xx`. `streams` is None without streamed answers. `ratio` is
-    the share of the wall time of all requests in the view. `counted` is the number of all ended requests of the
-    endpoint, including those whose spans are no longer kept. If `remaining` is above 0, the row sums up that many
-    endpoints.
-    """
+    """The requests of one endpoint. `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
+    `cancelled` counts requests that ended early, for example because the client disconnected. These are not `errors`.
+    `counted` is the number of all ended requests, including those whose spans are no longer kept."""
 
     name: str
     requests: int
@@ -233,11 +217,9 @@ class EndpointTimes:
 
 @dataclass(frozen=True)
 class CompleteRequests:
-    """The requests of a report as columns: one row for each request, and one for each part of a request's time.
-
-    `place` is a request's index among all requests of the trace. `endpoint` is an index into `names`, and `part` one
-    into `parts`. The parts of a request are adjacent. They do not include `unknown_ns`, the time without a phase.
-    """
+    """The requests of a report as columns: one row for each request, and one for each part of its time. `place` is a
+    request's index among all requests of the trace. `endpoint` is an index into `names`, and `part` one into
+    `parts`."""
 
     names: tuple[str, ...]
     rows: Int64s
@@ -255,7 +237,6 @@ class CompleteRequests:
 
     @classmethod
     def of(cls, trace: Columns, joined: Joined, ledger: Ledger, rows: Int64s) -> CompleteRequests:
-        """Return the requests in the given rows of a trace."""
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
         request = index_rows(places, len(joined.rows))[ledger.request]
@@ -281,7 +262,7 @@ class CompleteRequests:
         )
 
     def times_of_endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
-        """Return a row for each endpoint, in no particular order. `counted` has the number of ended requests of each
+        """Return a row for each endpoint, in no particular order. `counted` is the number of ended requests by
         endpoint."""
         rows = self._times_of_groups(self.endpoint, self.names, options)
         return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
@@ -294,7 +275,6 @@ class CompleteRequests:
         return tuple(self._times_of_groups(groups, names, options))
 
     def sum_endpoints(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
-        """Return the row that sums up the requests of several endpoints."""
         left_out = {row.name for row in rows}
         is_other = np.array([name in left_out for name in self.names], dtype=np.bool_)
         groups = np.where(is_other[self.endpoint], 0, NONE)
@@ -304,7 +284,6 @@ class CompleteRequests:
     def _times_of_groups(
         self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0
     ) -> list[EndpointTimes]:  # fmt: skip
-        """Return a row for each group with requests."""
         all_ns, count = sum(self.wall_ns.tolist()), len(names)
         members, parts = Members(groups, count), Members(groups[self.request], count)
         rows = []
@@ -350,17 +329,14 @@ class CompleteRequests:
 
 
 TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50, 90)
-"""The lower bounds of the ranges in tables: numbers of tokens, and percentages of the prompt that were cached."""
+"""The lower bounds of the ranges in tables: numbers of tokens, and percentages of cached prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """An endpoint's requests in one `range` of the number that `by` names: tokens, or the cached percentage of prompts.
-
-    Prefill times are over the requests with that stage. A token's time is the time after the first output token,
-    divided by the number of tokens after it. The first token comes with the first item of a stream, else at the end of
-    the prefill. A time is None if it is unknown.
-    """
+    """An endpoint's requests in one `range` of `by`: a number of tokens, or the cached percentage of prompts. A time
+    per token is the time after the first output token, divided by the number of later tokens. A time is None if it is
+    unknown."""
 
     by: str
     name: str
@@ -380,7 +356,7 @@ class TokenTimes:
 def times_by_tokens(
     attributes: Attributes, table: CompleteRequests, all_stages: Iterable[Stages], names: Sequence[str]
 ) -> tuple[TokenTimes, ...]:
-    """Return the times of the given endpoints' requests, by ranges of output, input and cached tokens."""
+    """Return the times of the endpoints' requests, by ranges of output, input and cached tokens."""
     inputs, outputs, cached = (
         read_numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
     )
@@ -439,7 +415,7 @@ def describe_failure(trace: Columns, row: int) -> tuple[str, str]:
 
 
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
-    """Return a row for each phase in the order of `IN_ORDER`. The options may keep only phases with the most time."""
+    """Return a row for each phase in the order of `IN_ORDER`. The options may limit the rows."""
 
     def phase(name: str, times_ns: Sequence[int]) -> PhaseTime:
         summed_ns, (p50_ns, p99_ns) = sum(times_ns), percentiles_of(times_ns, (0.5, 0.99))

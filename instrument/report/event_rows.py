@@ -26,10 +26,10 @@ from instrument.trace.indices import NONE, Members, least_number_below, nearest_
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
-"""The kinds of span that have a row for each instance if the tracer option is `AllOpDetail`."""
+"""The kinds of span that have a row for each instance with the tracer option `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
-"""The field of the tally whose sum is the Total column, for each state."""
+"""The field of the tally that the Total column adds up, for each state."""
 
 ROOT = 0
 
@@ -39,12 +39,8 @@ ROLES = INSTANCE
 
 
 class NameTree:
-    """The tree of names of all tally lines, for one tracer option. Entries are numbers.
-
-    Entries are ordered by the first tally line that needs them, parents before children. Each entry has its parent, its
-    level, and the node that first needed it. Each node has its entry, `NONE` if no tally line needs it. A node that is
-    not visible has no entry. Its calls count for the entry of its caller.
-    """
+    """The tree of names of all tally lines, for one tracer option. Its entries are numbers, parents before children.
+    Calls of a node that is not visible count for its caller's entry."""
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
@@ -85,10 +81,8 @@ class NameTree:
         return self._children[entry]
 
     def sums(self, thread: int | None) -> tuple[Records, set[int]]:
-        """Return the sums of a thread, or of all threads (None), by entry.
-
-        Device time includes the calls below. The second result has the entries with device time of calls below.
-        """
+        """Return the sums of a thread, or of all threads (None), by entry. Also return the entries whose device time
+        includes calls below."""
         sums, below = self._add_hidden_phases(self._sum_entries(thread), thread), set[int]()
         for node, more_ns in self._tally.device_below(thread).items():
             entry = int(self._entry_of[node]) if self._visible[node] else NONE
@@ -99,7 +93,7 @@ class NameTree:
         return sums, below
 
     def _sum_entries(self, thread: int | None) -> Records:
-        """Return the sums by entry. The sums of an instance are also in the row of its type."""
+        """Return the sums by entry. An instance also counts in the row of its type."""
         sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
         if not len(self._instances):
             return sums
@@ -107,7 +101,7 @@ class NameTree:
         return sum_lines(np.concatenate([sums, sums[self._instances]]), entries, len(self))
 
     def _add_hidden_phases(self, sums: Records, thread: int | None) -> Records:
-        """Return the sums plus the self time of hidden phases. A row without calls starts with its first phase."""
+        """Add the self time of hidden phases to the sums."""
         lines = self._tally.of(thread)
         lines = lines[~self._visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._entry_of[lines["node"]]
@@ -121,11 +115,8 @@ class NameTree:
     def sort_values(
         self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
-        """Return the value of a field, or the value per call, for each entry.
-
-        Also return True for each entry with a call at or below it. An entry without calls has the largest value of the
-        entries below it, or the smallest if `least` is True.
-        """
+        """Return the value of a field for each entry, or the value per call, and a mask of entries with calls at or
+        below them. An entry without calls has the largest value below it, or the smallest if `least` is True."""
         calls = sums["calls"]
         has_own = (calls != 0) | (sums["first_ns"] != 0)
         values = -sums[field] if negative else sums[field].copy()
@@ -157,21 +148,20 @@ class NameTree:
         return f"{self.name(int(self.parents[entry]))}/{name}" if self._role(entry) == PHASE else name
 
     def instance_detail(self, entry: int) -> str:
-        """Return the path or code location by which an instance differs from its siblings, "" for other entries."""
+        """Return an instance's path in the model or its code location, "" for other entries."""
         if self._role(entry) != INSTANCE:
             return ""
         site = self.site(entry)
         return site.instance or where_of(site)
 
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
-        """Return the histogram of the calls of the given entries."""
         if len(self._instances):
             below = [child for entry in entries for child in self._instances_of(entry)]
             entries = [*entries, *below]
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, sums: Records, state: str) -> int | None:
-        """Return the sum of the topmost rows, None if a topmost row has no calls of its own, only calls below it."""
+        """Return the sum of the topmost rows, None if one of them has only calls below it."""
         topmost = self._without_interruptions(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
@@ -181,7 +171,7 @@ class NameTree:
         return total_ns
 
     def total_below_ns(self, sums: Records, state: str) -> int:
-        """Return the sum of the topmost calls. In the tree with phases it is equal for all tracer options."""
+        """Return the sum of the topmost calls, which may be below rows without calls."""
         total_ns, pending = 0, [ROOT]
         while pending:
             below = self._without_interruptions(self.children(pending.pop()))
@@ -205,7 +195,7 @@ class NameTree:
         return [child for child in self.children(entry).tolist() if self._role(child) == INSTANCE]
 
     def _number_of_instance(self, entry: int) -> int:
-        """Return the number of an instance among its siblings, from 0 in the order of first calls on any thread."""
+        """Return the index of an instance among its siblings, in the order of first calls."""
         above = int(self.parents[entry])
         if above not in self._numbers:
             first_ns = self._first_calls
@@ -228,7 +218,7 @@ class ShownEntries:
         self._kept = self._find_kept()
 
     def shown_children(self, entry: int) -> tuple[list[int], list[int]]:
-        """Return the children of an entry that the block prints, in order, and those that it omits."""
+        """Return the printed children of an entry in order, and the omitted ones."""
         children = self._tree.children(entry)
         children = children[self._known[children]]
         left_out: list[int] = []
@@ -240,7 +230,7 @@ class ShownEntries:
         return children[np.lexsort(keys)].tolist(), left_out
 
     def _find_kept(self) -> Bools | None:
-        """Return True for the entries with the most time that the options allow; None if they allow all."""
+        """Return a mask of the entries with the most time within the options' limits, None without limits."""
         enough, rows = self._large_entries(), self._options.row_limit
         if rows is None:
             return enough
@@ -261,7 +251,7 @@ class ShownEntries:
         return is_kept
 
     def _large_entries(self) -> Bools | None:
-        """Return True for entries of `least_ns` or more and for their parents; None without such a limit."""
+        """Return a mask of the entries of at least `least_ns` and of their parents, None without this limit."""
         if not self._options.least_ns:
             return None
         # A background task may be longer than its parent: then both remain.
@@ -273,18 +263,15 @@ class ShownEntries:
 
 
 def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
-    """Return the number of the first tally line at or below each node. Without any, it is the number of all lines."""
+    """Return the number of the first tally line at or below each node, or the number of all lines if there is none."""
     first_line = np.full(len(parents), len(nodes), dtype=np.int64)
     first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
     return np.array(least_number_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
 
 
 def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
-    """Return three levels for each site: two that it adds to the tree, and one that it adds if it is topmost.
-
-    `NONE` means no level. A hidden phase adds none, and a printed instance adds two. A phase without parents is a row
-    like any other, so that the Total time is equal for all tracer options.
-    """
+    """Return three levels for each site: two that it adds to the tree, and one that it adds instead if it is topmost.
+    `NONE` means no level."""
     tree, hides_phases = tally.tree, tracer_option == "Default"
     instantiated = INSTANTIATED if tracer_option == "AllOpDetail" else ()
     columns = zip(
@@ -316,16 +303,10 @@ def _copy_name(site: Site) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """One row of the view. Times are in ns and are sums over the row's calls.
-
-    `name` is complete and unescaped. `depth` is 0 for topmost rows. `thread` is the thread's id, None for all threads
-    merged. `total_ns` is `elapsed_ns`, `host_ns` or `device_ns`, depending on the state, and `ratio` is its share of
-    the block's Total time. Extremes and percentiles are of `elapsed` times. They are None if `total_ns` is another kind
-    of time, or if `remaining` is above 0. `instance` is, with `AllOpDetail`, the path of a layer or else the place in
-    the code. `self_ns` is host time outside the row's children. It includes the self time of hidden phases and, in the
-    row of a type, of its instances. `waiting_ns` is the part of `self_ns` in suspended calls. If `remaining` is above
-    0, the row sums up that many rows of its level.
-    """
+    """One row of the view. Times are sums over the row's calls, in ns. `thread` is None for all threads merged.
+    `total_ns` is the time that the state selects, and `ratio` its share of the block's Total time. Extremes and
+    percentiles are None unless the state is All. `self_ns` is host time outside the row's children. `waiting_ns` is the
+    part of `self_ns` in suspended calls."""
 
     name: str
     depth: int
@@ -354,10 +335,8 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class EventsBlock:
-    """The rows of one thread, or of all threads merged if `thread` is None.
-
-    `total_ns` is the Total time, the base of the rows' ratios. `number` counts the threads from 0, by their first call.
-    """
+    """The rows of one thread, or of all threads merged if `thread` is None. `total_ns` is the base of the rows' ratios.
+    `number` counts the threads from 0, by first call."""
 
     thread: int | None
     number: int | None
@@ -367,8 +346,7 @@ class EventsBlock:
 
 
 def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
-    """Return a block of all threads merged, if the options ask for it, and a block per thread, the newest thread
-    first."""
+    """Return a block of all threads merged, if the options want it, and a block for each thread, the newest first."""
     by_thread: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
     shown: list[int | None] = []
     if options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1):
@@ -396,7 +374,7 @@ def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
 def _event_rows(
     tree: NameTree, thread: int | None, sums: Records, with_calls_below: set[int], base_ns: int, options: Options
 ) -> list[EventRow]:
-    """Return the rows of a block. A row is an entry of the tree, or the sum of a level's omitted entries."""
+    """Return the rows of a block. The omitted entries of a level are added up in one row."""
     selection, state = ShownEntries(tree, sums, options), options.state
 
     def row(depth: int, entries: Sequence[int], *, is_rest: bool) -> EventRow:
@@ -447,13 +425,13 @@ def _event_rows(
 
 
 def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
-    """Return an array over the tally's nodes: True for nodes that `say` accepts and that are below no such node."""
+    """Return a mask of the topmost nodes among those that `say` accepts."""
     marked = np.array([*tally.tree.map_sites(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
 
 
 def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
-    """Return, by name, the totals of the topmost nodes whose site `say` accepts."""
+    """Return the totals of the topmost nodes that `say` accepts, by name."""
     numbers = np.array([*tally.tree.number_sites(NAME), NONE], dtype=np.int32)
     sums = tally.sum_by_group(np.where(mask_topmost(tally, say), numbers[tally.site_of], NONE), len(numbers))
     called = np.flatnonzero(sums["calls"]).tolist()
@@ -461,7 +439,6 @@ def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, 
 
 
 def sum_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
-    """Return the total of the topmost nodes whose site `say` accepts."""
     groups = np.where(mask_topmost(tally, say), 0, NONE)
     totals = Totals._make(tally.sum_by_group(groups, 1)[0].tolist())
     below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)

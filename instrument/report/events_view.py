@@ -52,8 +52,7 @@ COLUMNS = {
     "default": "first call", "calls": "number of calls", "total": "total time", "max": "maximum time",
     "min": "minimum time", "ave": "average time",
 }  # fmt: skip
-"""The printed name of each sort key's column. The keys of `max` and `min` sort by `elapsed` times, because only these
-have extremes."""
+"""The printed name of each sort key's column."""
 
 WIDE = 160
 """The width of fluid's lines, in columns."""
@@ -61,7 +60,7 @@ WIDE = 160
 NAME_LIMIT = 64
 """The maximum width of a name with its indent and thread, in columns. PaddlePaddle's longest names fit."""
 DETAIL_LEAST = 12
-"""The minimum number of free columns after an instance's name. With fewer, the instance's detail is not printed."""
+"""The minimum number of free columns after an instance's name to print the instance's detail."""
 INDENT_LIMIT = 12
 """The maximum number of levels that are indented. Deeper rows print their level as a number."""
 LABEL_WIDTH = 25
@@ -73,7 +72,6 @@ DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
 """Pairs of numbers of significant digits: for totals, and for other exact times. The first pair that leaves room for
 names is used."""
 EXPONENT = 3
-"""The maximum width of the exponent of a large time, in columns."""
 SAMPLE = 100
 """The number of rows, from the first, that are examined to choose the number of digits."""
 
@@ -88,14 +86,9 @@ _WAITING = frozenset({"queue", "wait"})
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """The Total time of all threads, split into computation and framework, and for a service also into waiting.
-
-    Computation is the time of topmost layers, of spans named `compute`, and of phases declared as `compute`, `forward`,
-    `backward` or `optimizer`. If torch.profiler recorded torch's operators, computation is their time instead.
-    `computation_ns` and `framework_ns` are None if no such span exists. `waiting_ns` is None without a service. The sum
-    of parallel computation may exceed the Total time. In this case `framework_ns` is None. In a service computation is
-    scaled down to the Total time instead.
-    """
+    """The Total time of all threads, split into computation, framework and, for a service, waiting. `computation_ns`
+    and `framework_ns` are None if no span computes. `framework_ns` is also None if parallel computation exceeds the
+    Total time."""
 
     total_ns: int
     computation_ns: int | None
@@ -115,7 +108,7 @@ class Overhead:
 
 
 def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
-    """Return the split of the Total time of a state. Only programs with requests or coroutines have waiting time."""
+    """Return the Total time of a state, split into computation, framework and waiting."""
     kinds = tally.tree.map_sites(KIND)
     # Most processes have no such site. Then no site is checked.
     may_compute = any(site.attributes for site in tally.tree.sites) or "layer" in kinds or "phase" in kinds
@@ -186,11 +179,8 @@ def _is_waiting(site: Site) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The sum of copies to, from or within devices at any depth. It covers all copies, or only asynchronous or
-    synchronous ones.
-
-    `ratio` is their share of the Total time of all threads.
-    """
+    """The sum of copies to, from or within devices: all, or only the asynchronous or synchronous ones. `ratio` is their
+    share of the Total time of all threads."""
 
     label: str
     calls: int
@@ -200,12 +190,8 @@ class CopySum:
 
 @dataclass(frozen=True, slots=True)
 class Events(View):
-    """The `events` view: a block of rows for all threads merged, if wanted, then a block for each thread.
-
-    Threads are listed from the newest to the oldest. `overhead` and `copies` are sums over all threads. A report
-    without the block of all threads has them only if there is one thread. `probes_ns` is the cost of probes that
-    `corrected` self times exclude. It is 0 if the cost is unknown, and None if times are not corrected.
-    """
+    """The `events` view: a block of rows for all threads merged, if wanted, and a block for each thread, the newest
+    first. `probes_ns` is the cost of probes that `corrected` self times exclude, None if times are not corrected."""
 
     window_ns: int | None
     blocks: tuple[EventsBlock, ...]
@@ -215,7 +201,6 @@ class Events(View):
     has_device_time: bool
     _options: Options
     _columns: int = LINE
-    """The maximum width of a line, in columns. Longer names are shortened."""
 
     def widened(self) -> Events:
         """Return the view with lines as wide as fluid's, so that fewer names are shortened."""
@@ -270,15 +255,10 @@ class Events(View):
 
 
 def events(recording: Recording, options: Options) -> Events:
-    """Return the `events` view of the tally, which is exact for all calls.
-
-    `tracer_option`: `Default` shows operators and copies but no phases. `OpDetail` adds phases. `AllOpDetail` adds a
-    row for each instance of an operator or layer, numbered from 0 in the order of first calls. `state` selects the time
-    of Total (see the module). `sorted_by` orders every level. `rows` limits a block to the rows with the largest value
-    of the sort key (with `default`, of Total) and their parents. `least_ns` leaves out rows with a smaller Total. The
-    omitted rows of a level are added up in one row. `threads`: `merged` reports all threads together, `apart` each
-    thread, `both` both. `corrected` adds a column of self times without the cost of the probes of the calls below.
-    """
+    """Return the `events` view of the tally, which is exact for all calls. `tracer_option: OpDetail` adds phases, and
+    `AllOpDetail` also instances of operators and layers. `state` selects the time of Total. `rows` and `least_ns` limit
+    the rows, and one row per level sums up the omitted ones. `threads` reports threads `merged`, `apart` or `both`.
+    `corrected` adds self times without the cost of probes."""
     probes_ns = None
     if options.corrected:
         tally = recording.tally.correct_self_times()
@@ -317,8 +297,7 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
 
 
 def _sync_of_copy(site: Site) -> tuple[object] | None:
-    """Return a tuple with the attribute `sync` of a site. Return None if the site does not copy to, from or within
-    devices."""
+    """Return a tuple with the attribute `sync` of a copy to, from or within devices, None for any other site."""
     if site.kind != "copy":
         return None
     attributes = dict(site.attributes)
@@ -329,7 +308,6 @@ def _sync_of_copy(site: Site) -> tuple[object] | None:
 
 
 def _heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
-    """Return the first lines: the unit of times, the order, the window, and the base of ratios."""
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
     lines = [
@@ -361,7 +339,6 @@ def _describe_order(options: Options) -> str:
 
 
 def _summary_lines(view: Events) -> list[str]:
-    """Return the Overhead Summary and the GpuMemCpy Summary."""
     split, unit = view.overhead, view._options.unit
     if split is None:
         return []
@@ -415,7 +392,7 @@ def _event_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
 
 
 def _select_device_rows(rows: Sequence[tuple[EventsBlock, EventRow]]) -> list[tuple[EventsBlock, EventRow]]:
-    """Return the rows with device time, and the rows above them in the tree."""
+    """Return the rows with device time and the rows above them."""
     timed_rows: list[tuple[EventsBlock, EventRow]] = []
     above = 0
     for block, row in reversed(rows):
@@ -431,7 +408,7 @@ def _tree_table(
     unit: str,
     line: int,
 ) -> list[str]:
-    """Return a table of at most `line` columns. Its first column has indented names, which are shortened to fit."""
+    """Return a table of at most `line` columns, whose first column has indented, shortened names."""
     names = _name_cells(rows, NAME_LIMIT)
     longest, every = max(map(column_width, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
@@ -452,7 +429,7 @@ def _name_cells(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list
 
 
 def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
-    """Return the number of columns that remain for the name in a line with the given other cells."""
+    """Return the number of columns that the other cells leave for the name."""
     widths = [max(column_width(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
 
@@ -474,10 +451,7 @@ def _device_text(part: str, row: EventRow, unit: str) -> str:
 
 
 def _name_cell(row: EventRow, tag: str, room: int) -> str:
-    """Return the cell of a name: indent, thread if the row is topmost, name, and an instance's detail if it fits.
-
-    Levels beyond the maximum indent are printed as a number, so that the name keeps its columns.
-    """
+    """Return the cell of a name: indent, thread if the row is topmost, name, and an instance's detail if it fits."""
     levels = min(INDENT_LIMIT, room // 4)
     before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
     before += tag if row.depth == 0 else ""
@@ -489,7 +463,6 @@ def _name_cell(row: EventRow, tag: str, room: int) -> str:
 
 
 def _reading_notes(view: Events) -> list[str]:
-    """Return notes that explain the special cells of the printed table."""
     lines = []
     if any(not row.calls for block in view.blocks for row in block.rows):
         lines.append("Calls 0: the span had not ended, or it ended on another thread.")

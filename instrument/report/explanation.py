@@ -44,21 +44,21 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The spread of a window's mean time is estimated from blocks with as many requests as the window, at least
-`LEAST_BLOCKS` blocks. A mean is usual up to `DEVIATIONS` standard deviations above their median. The standard deviation
-is a robust one, so that blocks of the same incident count little."""
+"""The minimum number of blocks of requests from which the usual spread is estimated, and the number of standard
+deviations in that spread."""
 
 MOSTLY = 0.5
 """The minimum share of the excess that a cause must account for to explain it."""
 
 LEAST_SHARE = 0.05
-"""The least excess that is explained, as a share of the typical time. A request with less always counts as typical."""
+"""The smallest excess that is explained, as a share of the typical time. A request with less counts as typical."""
 
 MORE_STEPS = "more steps"
-"""The text in place of a cause's call path if the request had more engine steps than is typical of its endpoint."""
+"""The text in place of a cause's call path if the request had more engine steps than typical ones."""
 
 NEARLY = 0.75
-"""The minimum share of a slowdown that waits for a processor or for memory must take to explain all of it."""
+"""The minimum share of a slowdown that waits for a processor or for memory must explain to count as the cause of all of
+it."""
 
 NOTABLE = 0.01
 """The minimum share of the excess that a cause needs for a row in the table of causes."""
@@ -69,7 +69,7 @@ TENANT = "tenant"
 TYPICAL, EXPLAINED, INCONCLUSIVE = "typical", "explained", "inconclusive"
 
 SLOWED = (listed.SLOW, listed.OWN, listed.COPY, listed.FILL, listed.TRANSPORTED)
-"""The causes that look the same as a lack of processors or memory, so that a gauge must decide."""
+"""The causes that look the same as a lack of processors or memory. Only a gauge can distinguish them."""
 
 STOPPED = (listed.SLOW, listed.OWN, listed.COPY)
 """The causes that look the same as a single long stop of a thread."""
@@ -78,11 +78,8 @@ KEY_LENGTH = 40
 
 
 class RequestChoice(NamedTuple):
-    """The requests to explain: the one with the given key, or the `slowest` ones that began between `since_ns` and
-    `until_ns`.
-
-    These times count from the start of the trace. Without `slowest` the mean of all requests in that time is explained.
-    """
+    """The requests to explain: the one with the key `request`, or the `slowest` ones that began between `since_ns` and
+    `until_ns` of the trace. Without `slowest`, the mean of all requests in that time is explained."""
 
     request: str | None = None
     slowest: int | None = None
@@ -93,11 +90,8 @@ class RequestChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CauseShare:
-    """A cause with its time in the request, its typical time, and the part of the excess that it accounts for.
-
-    `path` is a call path, "" for a cause without one. `proofs` are spans that show the cause. `note` describes the
-    proofs, or gives the reason why the cause does not explain the excess.
-    """
+    """A cause with its time in the request, its typical time, and the part of the excess that it accounts for. `proofs`
+    are spans that show the cause. `note` describes them, or gives the reason against the cause."""
 
     name: str
     path: str
@@ -114,7 +108,7 @@ class CauseShare:
 
 @dataclass(frozen=True, slots=True)
 class PartExcess:
-    """A part of the request's time, such as `queue`: its time in this request, and its typical time."""
+    """The time of one part of the request, such as `queue`, and its typical time."""
 
     name: str
     time_ns: int
@@ -127,13 +121,9 @@ class PartExcess:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(View):
-    """The explanation of one request, or of the mean of all `requests` that began in a window from `begin_ns` on.
-
-    `verdict` is `typical`, `explained` or `inconclusive`, and `doubt` is the reason for `inconclusive`. `alike` is the
-    number of requests that the explained ones are compared with. `is_like` is True if those have similar work. The
-    accounted times of `causes` and `unexplained_ns` add up to the excess. `rivals` are the causes that were examined
-    and account for nothing.
-    """
+    """The explanation of one request, or of the mean of all `requests` in a window. `doubt` is the reason for the
+    verdict `inconclusive`. `alike` is the number of requests that are compared, which have similar work if `is_like` is
+    True. `rivals` are examined causes that account for nothing."""
 
     name: str
     keys: tuple[str, ...]
@@ -193,7 +183,7 @@ class Explanation(View):
         return f"{typical}{more}.{because}"
 
     def headline(self) -> str:
-        """Return a verdict `explained` in one sentence."""
+        """Return the explanation in one sentence. The verdict must be `explained`."""
         unit, lead = self._options.unit, self.causes[0]
         took, typical, accounted = (in_unit(ns, unit) for ns in (self.wall_ns, self.typical_ns, lead.accounted_ns))
         return (
@@ -261,7 +251,7 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
 
 
 def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
-    """Return the explanation of one request, given by its index among the joined requests."""
+    """Return the explanation of one request. `place` is its index among the joined requests."""
     trace, joined = recording.columns, recording.once(joined_requests)
     places, is_like = similar_requests(recording, place)
     begin_ns, wall_ns = int(trace.start_ns[joined.rows[place]]), int(trace.total_ns[joined.rows[place]])
@@ -309,11 +299,8 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
 
 
 class _Evidence:
-    """The mean time of each cause in the explained requests and in typical ones, and the conclusions from the
-    difference.
-
-    `arrivals` is the interval whose new requests may have delayed the explained requests.
-    """
+    """The mean time of each cause in the explained requests and in typical ones. `arrivals` is the interval whose new
+    requests may have delayed the explained ones."""
 
     def __init__(
         self, recording: Recording, places: Int64s, typical: Int64s, arrivals: tuple[int, int], options: Options, *,
@@ -402,7 +389,7 @@ class _Evidence:
         return bool(self._arrived > self._usually_arrive + 3 * math.sqrt(self._usually_arrive) + 1)
 
     def _times_by_path(self, cause: str) -> dict[str, tuple[float, float]]:
-        """Return, for each call path of a cause, its time in the requests and its typical time."""
+        """Return the time of each call path of a cause, and its typical time."""
         keys = [key for key in {**self._of_requests, **self._usual} if key[0] == cause]
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
@@ -451,8 +438,8 @@ class _Evidence:
         return _make_claim(cause, path, spent_ns, usual_ns)
 
     def _assign_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
-        """Move time from slow calls to the causes processor contention or memory pressure, if gauges prove these. Also
-        return the reason for doubt about each doubtful cause."""
+        """Move time from slow calls to processor contention or memory pressure if gauges prove one of the two. Also
+        return the reasons for doubt by the name of the cause."""
         extra_ns = self._pressure_ns
         slowed = [claim for claim in claims if claim.name in SLOWED and _excess_of(claim) > 0]
         slowed_ns = sum(map(_excess_of, slowed))
@@ -511,8 +498,8 @@ def _excess_of(claim: CauseShare) -> float:
 
 
 def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    """Return a cause that accounts for nothing yet. If steps were faster than usual, the typical time is negative. Both
-    times are then raised until the typical time is 0."""
+    """Return a cause that accounts for nothing yet. A negative typical time is raised to 0, and the other time by as
+    much."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 
@@ -520,7 +507,7 @@ def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> Caus
 def _account_for_excess(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
-    """Return the causes that account for the excess (the largest first), all other causes, and the unexplained time in
+    """Return the causes that account for the excess, the largest first, all other causes, and the unexplained time in
     ns."""
     shares, rivals, remaining_ns = [], [], excess_ns
     for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
@@ -542,7 +529,7 @@ def _cause_sentence(lead: CauseShare, unit: str) -> str:
 
 
 def _list_unassessed(recording: Recording, times: CauseTimes) -> list[str]:
-    """Return the causes that this recording cannot show, each with the reason in brackets."""
+    """Return the causes that this recording cannot show, each with the reason."""
     trace, facts = recording.columns, recording.trace
     gauges = {sample.name for samples in host_gauges(facts) for sample in samples}
     steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)

@@ -41,22 +41,22 @@ SLOWEST = 5
 """The minimum number of slowest requests whose mean represents the p99."""
 
 NOTABLE = 0.2
-"""The minimum share of a part, in requests, steps or a device's time, that is worth a headline."""
+"""The minimum share of the time for which a part gets a headline."""
 
 NOTABLE_STOP = 0.05
-"""The minimum share of the window with blocked event loops, or with garbage collections, that is worth a headline."""
+"""The minimum share of the window for which blocked event loops or garbage collections get a headline."""
 
 SLOW = 1.2
-"""The minimum ratio of p99 to p50 that is worth a headline."""
+"""The minimum ratio of p99 to p50 for a headline."""
 
 FULL = 0.8
-"""Batches count as full if their mean size is at least this share of the largest size."""
+"""The minimum mean size of full batches, as a share of the largest size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A sentence on one `part` of the time, with the share of that part as `ratio`. `evidence` counts the requests,
-    steps, stops or device intervals that the sentence is based on. `view` names the view with more details."""
+    """A sentence on one `part` of the time. `ratio` is the share of that part. `evidence` counts the requests, steps,
+    stops or device intervals behind the sentence. `view` names the view with more details."""
 
     text: str
     part: str
@@ -66,7 +66,7 @@ class Headline:
 
 
 class PartMeaning(NamedTuple):
-    """The words for one part of a request's time: where the request was, advice if the part is large, and a view."""
+    """The words for one part of a request's time: a description, advice if the part is large, and a view."""
 
     place: str
     advice: str
@@ -96,7 +96,7 @@ MEANINGS: Mapping[str, PartMeaning] = {
     "load": PartMeaning("in the wait for input", "load it earlier, or with more workers", "benchmark"),
     "compute": PartMeaning("in layers of the model", "shorten the slowest layers", "ops"),
 }
-"""The words for each part of a request. A part without an entry is a phase of the service itself."""
+"""The words for each part of a request's time. Parts without an entry are phases of the service itself."""
 
 
 def find_headlines(
@@ -107,7 +107,6 @@ def find_headlines(
     phases: PhasesView | None,
     devices: DeviceView,
 ) -> tuple[Headline, ...]:
-    """Return the headlines of a recording, from the numbers of its views."""
     first: list[Headline] = []
     other_causes: list[Headline] = []
     endpoints = [endpoint for endpoint in times.endpoints if not endpoint.remaining]
@@ -130,7 +129,7 @@ def find_headlines(
 
 
 def _explain_slowest(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
-    """Return the headline on the cause of the slowest request, if the explanation is conclusive."""
+    """Return the headline on the cause of the slowest request, [] if the explanation is inconclusive."""
     if times.requests <= ENOUGH:
         return []
     from instrument.report.explanation import EXPLAINED, explain_request
@@ -145,7 +144,7 @@ def _explain_slowest(recording: Recording, options: Options, times: RequestTimes
 
 
 def _describe_parts(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
-    """Return a headline on each notable part of the time of an endpoint's requests, the largest first."""
+    """Return a headline on each notable part of an endpoint's time, the largest first."""
     if endpoint.requests < ENOUGH:
         return []
     parts = {phase.name: phase.summed_ns for phase in endpoint.phases if not phase.remaining}
@@ -170,7 +169,7 @@ def _meaning_of_part(part: str) -> PartMeaning:
 
 
 def _batch_advice(batch: NamedBatches, part: str) -> str:
-    """Return the advice for a long queue time or a long wait in batches. It depends on the sizes of the batches."""
+    """Return the advice on a long queue time or a long wait in batches, depending on the sizes of batches."""
     members = (
         f"batches of {_shorten_span_name(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
     )
@@ -182,7 +181,7 @@ def _batch_advice(batch: NamedBatches, part: str) -> str:
 
 
 def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
-    """Return the batches that serve an endpoint's requests most often, None if no batch does."""
+    """Return the batches that serve an endpoint's requests most often, None without any."""
     joined, trace = recording.once(joined_requests), recording.columns
     served = joined.served
     if not len(served.batch):
@@ -198,7 +197,7 @@ def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatc
 
 
 def _describe_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
-    """Return the headline on the part that makes an endpoint's slowest requests longer than the others."""
+    """Return the headline on the part that makes an endpoint's slowest requests slow."""
     if endpoint.requests < ENOUGH_FOR_P99 or endpoint.p99_ns < SLOW * endpoint.p50_ns:
         return []
     table = recording.once(request_table)
@@ -250,7 +249,6 @@ def _describe_steps(steps: Loops, phases: PhasesView | None, options: Options) -
 
 
 def _describe_blocked(blocked: BlockedLoops | None, window_ns: int, options: Options) -> Iterator[Headline]:
-    """Yield the headline on blocked event loops."""
     if blocked is None or not window_ns or (ratio := blocked.summed_ns / window_ns) < NOTABLE_STOP:
         return
     most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
@@ -281,7 +279,7 @@ def _describe_collections(recording: Recording, window_ns: int, options: Options
 
 
 def _describe_devices(view: DeviceView) -> Iterator[Headline]:
-    """Yield a headline for each state that costs a GPU much time: starved, launch-bound, or copying alone."""
+    """Yield a headline on each state that costs a GPU much time: starved, launch-bound, or only copying."""
     uses = [(use, sum(stream.intervals for stream in use.streams)) for use in view.devices]
     uses = [(use, intervals) for use, intervals in uses if intervals >= ENOUGH]
     for state, name, base, advice in (
@@ -297,11 +295,8 @@ def _describe_devices(view: DeviceView) -> Iterator[Headline]:
 
 
 def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
-    """Return a sentence on the span in which most requests in flight are. `places` has a pair for each request: the
-    name and the age in ns of its current span.
-
-    Return "" for fewer than three requests, or if less than half of them are in spans of the same name.
-    """
+    """Return a sentence on the span in which most requests in flight are, "" if no span has half of them. `places` has
+    the name and the age in ns of each request's current span."""
     counts = Counter(name for name, _ in places if name)
     if len(places) < SLOWEST - 2 or not counts:
         return ""

@@ -71,7 +71,7 @@ MOST_ROWS = 4000
 """The maximum number of rows of the call tree. In each level a last row sums up the omitted ones."""
 
 DETAIL = "OpDetail"
-"""The tracer option of the page's call tree: phases have rows, and all instances of a layer share one row."""
+"""The tracer option of the page's call tree. Phases have rows, and all instances of a layer share one row."""
 
 NEVER = -1
 """The number for a missing parent or row. Existing ones have numbers from 0."""
@@ -98,7 +98,7 @@ class CallsTree:
         return self._add_children([max(row.self_ns, 0) for row in self.rows])
 
     def device_widths(self) -> list[int]:
-        """Return the width of each row in device time. It is at least the sum of the widths of the row's children."""
+        """Return the width of each row in device time, at least the sum of its children's widths."""
         widths, below = [max(row.device_ns, 0) for row in self.rows], [0] * len(self.rows)
         for place in range(len(widths) - 1, -1, -1):
             widths[place] = max(widths[place], below[place])
@@ -113,7 +113,6 @@ class CallsTree:
         return widths_ns
 
     def document(self) -> dict[str, Any]:
-        """Return the rows as columns for the page's JSON."""
         numbers: dict[tuple[str, str], int] = {}
         for name, row in zip(self.names, self.rows, strict=True):
             numbers.setdefault((name, row.kind), len(numbers))
@@ -132,7 +131,6 @@ class CallsTree:
         }
 
     def describe_omitted(self) -> list[str]:
-        """Return a sentence on the omitted rows, [] if there are none."""
         together = sum(row.remaining for row in self.rows)
         if not together:
             return []
@@ -210,7 +208,6 @@ class DeviceLanes:
         return self._names.setdefault(shorten(safe(name), LANE_NAME) or "(no name)", len(self._names))
 
     def document(self) -> dict[str, Any]:
-        """Return the lanes, the device intervals as columns, and the gauges for the page's JSON."""
         stretches = self._kept
         order = sorted(self._lanes)
         place_of = {lane: place for place, lane in enumerate(order)}
@@ -231,7 +228,6 @@ class DeviceLanes:
         }
 
     def describe_omitted(self) -> list[str]:
-        """Return sentences on the device work and the readings that the page omits."""
         sentences = []
         short = self.count - len(self._kept["start"])
         if short:
@@ -245,7 +241,6 @@ class DeviceLanes:
         return sentences
 
     def _gauge_documents(self) -> list[dict[str, Any]]:
-        """Return the readings of each gauge of each device. Known gauges come first."""
         trace = self._recording.trace
         readings_of: dict[tuple[int, str, int], list[tuple[int, float]]] = {}
         for pid, sample in trace.iterate_samples():
@@ -278,19 +273,18 @@ NUMBER = "number"
 UNIT_OF = {SIZE: "MiB"}
 
 MOST_TABLE_ROWS = 200
-"""The maximum number of rows of a table."""
 
 MOST_COLUMNS = 160
 """The maximum width of a text in a table, in columns."""
 
 MOST_TABLES = 20
-"""The maximum number of tables of one view, such as those of functions in `ops`. The page counts the others."""
+"""The maximum number of tables of one view. The page counts the others."""
 
 ON_PAGE = (
     "requests", "batches", "neighbours", "events", "phases", "overview", "classes", "ops", "instances", "operators",
     "user", "kernels", "device", "copies", "memory", "distribution", "startup", "benchmark", "cost",
 )  # fmt: skip
-"""The views in the order of the page. There is no view `brief`, as its numbers are at the top of the page."""
+"""The views in the order of the page."""
 
 
 def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
@@ -340,7 +334,7 @@ def _column_document(label: str, kind: str, unit: str) -> dict[str, Any]:
 
 
 def _format_of_column(field: str, values: Sequence[Any]) -> str:
-    """Return the format of a column by its name, or `NUMBER` for a name without a format if the values are numbers."""
+    """Return the format of a column: the one that its name determines, else `NUMBER` for numbers."""
     kind = format_of_field(field)
     value = next((value for value in values if value is not None), "")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -348,7 +342,7 @@ def _format_of_column(field: str, values: Sequence[Any]) -> str:
 
 
 def _cell_document(value: Any, kind: str, unit: str) -> Any:
-    """Return the content of a cell: a text, or a number with its text as in the printed views."""
+    """Return a text, or a number with its text in the printed views."""
     if kind == DEVICE:
         return device_name(value)
     if kind == TEXT:
@@ -369,9 +363,8 @@ NAME = 300
 def page_document(
     recording: Recording, options: Options, request: str | None = None, header: str = "", part: int = 1
 ) -> dict[str, Any]:
-    """Return the JSON document of a recording's page. `request` is the request to show first, and `header` describes
-    the files. The maximum numbers of spans and device intervals are divided by `part`, because a complete page may be
-    too large. Raises `TraceError` for an unknown request."""
+    """Return the JSON document of a recording's page. `request` is shown first, and `header` describes the files. The
+    maximum numbers of spans and device intervals are divided by `part`. Raises `TraceError` for an unknown request."""
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
     kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
     tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept_spans.number_of, MOST_STRETCHES // part)
@@ -455,7 +448,6 @@ def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str
 
 
 def _endpoint_documents(shown: Brief, unit: str) -> list[dict[str, Any]]:
-    """Return the endpoints, each with the parts of its wall time."""
     rows = []
     for endpoint in shown.requests.endpoints:
         parts = []
@@ -490,7 +482,7 @@ MOST_BYTES = 5_000_000
 """The maximum number of bytes of a page. A larger page is made again with fewer spans."""
 
 PARTS = (1, 2, 4, 16, 64)
-"""Divisors of the maximum number of spans. They are tried in this order until the page fits `MOST_BYTES`."""
+"""The divisors of the maximum number of spans, tried in this order until the page fits `MOST_BYTES`."""
 
 LEVEL = 6
 
@@ -503,8 +495,8 @@ def write_page(
     request: str | None = None,
     header: str = "",
 ) -> Path:
-    """Write the page of a recording. `request` is shown first, `header` describes the files. The file appears complete
-    and with mode 0600, or not at all. Raises `TraceError` if writing fails, or for an unknown request."""
+    """Write the page of a recording. The file appears complete and with mode 0600, or not at all. Raises `TraceError`
+    if writing fails, or for an unknown `request`."""
     for part in PARTS:
         text = render_page(page_document(recording, options, request, header, part))
         if len(text) <= MOST_BYTES:
@@ -538,7 +530,7 @@ def render_page(document: Mapping[str, Any]) -> str:
 
 
 def pack_document(document: Any) -> str:
-    """Return a document as deflated JSON in base64, which has only letters, digits, `+`, `/` and `=`."""
+    """Return a document as deflated JSON in base64, which is safe inside HTML."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode("ascii"), LEVEL)).decode("ascii")
 
@@ -548,5 +540,5 @@ def _read_asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return a text's digest in the form that a content security policy needs."""
+    """Return a text's digest as a content security policy needs it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"

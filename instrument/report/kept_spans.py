@@ -28,7 +28,7 @@ from instrument.trace.ledger import SHARE, UNKNOWN
 
 
 def steps(numbers: Int64s) -> list[int]:
-    """Return the differences of successive numbers. In a sorted column these are small."""
+    """Return the differences of successive numbers, which are small in a sorted column."""
     differences: list[int] = np.diff(numbers, prepend=np.int64(0)).tolist()
     return differences
 
@@ -37,14 +37,13 @@ MOST_LISTED = 10_000
 """The maximum number of requests in the list."""
 
 MOST_SPANS = 200_000
-"""The maximum number of spans in a page. They take about 1.5 MB, and turns of requests may take as much again."""
+"""The maximum number of spans in a page. They take about 1.5 MB."""
 
 TURNS_OF_A_BATCH = 3
-"""The number of spans that take as much room in the page as one batch of a request. A batch is stored as a turn and a
-stall before it."""
+"""The number of spans that take as much room in the page as one batch of a request."""
 
 TEXT_BYTES = 2_000_000
-"""The maximum number of bytes that the attributes of all spans may take."""
+"""The maximum number of bytes for the attributes of all spans."""
 
 VALUE = 200
 """The maximum width of an attribute's value, in columns."""
@@ -130,8 +129,7 @@ class KeptSpans:
         return np.flatnonzero(is_taken)
 
     def _rows_of_batches(self) -> tuple[Members, Members]:
-        """Return the numbers of the batches of each request. Also return, for each batch number, the rows of the batch
-        and of all spans below it."""
+        """Return the numbers of each request's batches, and the rows of each batch with all spans below it."""
         served, trace = self.listed.served, self._trace
         rows, number = np.unique(served.batch, return_inverse=True)
         batch_of = index_rows(rows, len(trace))[nearest(trace.parent, mask_of(rows, len(trace)))]
@@ -140,7 +138,7 @@ class KeptSpans:
     # The document of the page
 
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
-        """Return the list and the spans as columns for the page's JSON. `slowest` has the causes of slow requests."""
+        """Return the JSON of the page's list and spans. `slowest` has the causes of slow requests."""
         return {
             "what": self.what,
             "listed": self._list_document(slowest),
@@ -157,7 +155,6 @@ class KeptSpans:
         }
 
     def describe_omitted(self) -> list[str]:
-        """Return sentences on the requests, spans and attributes that the page omits."""
         listed, noun = self.listed, self.what
         sentences = []
         if len(self.shown) < len(listed.rows):
@@ -231,13 +228,12 @@ class KeptSpans:
         return np.searchsorted(self._sites, self._trace.site[rows]).astype(np.int64)
 
     def _number_errors(self, rows: Int64s) -> dict[int, int]:
-        """Return the number of the error for each failed row. The keys are the indices of the rows."""
+        """Return the number of the error of each failed span, by index in `rows`."""
         errors = self._trace.error[rows]
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
     def _site_texts(self) -> list[list[str]]:
-        """Return the name, kind, instance and code location of each site."""
         rows = []
         for site in map(self._trace.sites.__getitem__, self._sites.tolist()):
             name, instance, place = (shorten(safe(text), NAME) for text in (site.name, site.instance, where_of(site)))
@@ -246,7 +242,7 @@ class KeptSpans:
 
     @cached_property
     def _lanes_and_spans(self) -> tuple[list[tuple[int, int]], Int64s]:
-        """The lanes as pairs of a thread and a task, and for each span the number of its lane."""
+        """The lanes as pairs of a thread and a task, and the number of each span's lane."""
         threads, tasks = self._trace.thread_id[self.rows], self._trace.task_id[self.rows]
         number, firsts = number_combinations(threads, tasks)
         order = np.argsort(-np.bincount(number), kind="stable")  # so that most have a small number
@@ -255,7 +251,8 @@ class KeptSpans:
         return pairs, index_rows(order, len(order))[number]
 
     def _lane_document(self) -> dict[str, Any]:
-        """Return the names of threads, and for each lane its thread and the number of its task, 0 without a task."""
+        """Return the names of threads, and the thread and task number of each lane. A task number is 0 without a
+        task."""
         names, tasks, threads = self._recording.trace.threads, Counter[int](), dict[int, int]()
         lanes: dict[str, list[int]] = {"thread": [], "task": []}
         for thread, task in self._lanes_and_spans[0]:
@@ -266,7 +263,7 @@ class KeptSpans:
         return {"threads": thread_names, **lanes}
 
     def _turn_columns(self) -> dict[str, Any]:
-        """Return the turns of the requests whose spans are all in the page. The time between two turns is unknown."""
+        """Return the turns of the requests whose spans are all in the page."""
         listed = self.listed
         if self.what != "request" or not self._whole.any():
             return {}
@@ -288,8 +285,8 @@ class KeptSpans:
         }
 
     def _batch_columns(self) -> dict[str, Any]:
-        """Return the batches of each request whose spans are all in the page. Each batch has its size, and the
-        request's share of its time."""
+        """Return the batches of the requests whose spans are all in the page, with sizes and the requests' shares of
+        the time."""
         served = self.listed.served
         if self.what != "request" or not self._whole.any():
             return {}
@@ -336,5 +333,5 @@ def sort_parts(parts: Iterable[str]) -> list[str]:
 
 
 def _value_text(value: object) -> str:
-    """Return an attribute's value as text. Of a long value, only the part that the page shows is converted."""
+    """Return an attribute's value as text. Only the shown part of a long value is converted."""
     return str(value[:VALUE]) if isinstance(value, (str, tuple, list)) else str(value)

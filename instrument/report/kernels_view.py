@@ -41,27 +41,25 @@ UNKNOWN = "(not known)"
 """The place of an event whose launching call is not in the file."""
 
 NOWHERE = "(no span was open)"
-"""The place of an event at a time when no span was open on its thread."""
+"""The place of an event outside of all spans of its thread."""
 
 SHARED = "(several tasks were open)"
-"""The place of an event at a time when several tasks of its thread had open spans."""
+"""The place of an event while several tasks of its thread had open spans."""
 
 UNKNOWN_NUMBER = 0
-"""The index of `UNKNOWN` among the names of places, which is the smallest index."""
+"""The index of `UNKNOWN` among the names of places."""
 
 
 class NumberedPlaces(NamedTuple):
-    """The innermost open span of each event: `number` is an index into `names`, pairs of a site's name and kind."""
+    """The innermost open span of each event. `number` is an index into `names`, which are pairs of a site's name and
+    kind."""
 
     number: Int64s
     names: tuple[tuple[str, str], ...]
 
 
 def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
-    """Return the row of the innermost span that is open at each time on each thread (see `find_innermost`).
-
-    Only rows of the `mask` count. In a trace from another profiler, calls that launch device work do not count.
-    """
+    """Return the row of the innermost span that is open at each time on each thread. Only rows of the `mask` count."""
     trace = recording.columns
     mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
     if recording.trace.origin.recorder == "other":
@@ -72,7 +70,7 @@ def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, m
 def find_places(
     recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None
 ) -> NumberedPlaces:
-    """Return the place (the innermost open span) of each event, given by its thread and time, in any order."""
+    """Return the place of each event: the innermost span that is open at its time on its thread."""
     trace = recording.columns
     names = {(UNKNOWN, ""): UNKNOWN_NUMBER, (NOWHERE, ""): 1, (SHARED, ""): 2}
     of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
@@ -112,12 +110,8 @@ NO_HOST_TIME = "total time, for a kernel has no host time"
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """The calls of one kernel: the sum of their times, and the time in which at least one of them ran (`busy_ns`).
-
-    `ratio` is this sum as a share of the sum over all kernels. `name` is complete. If the view's `source` is
-    `STRETCHES`, it is the name of the span with this device time. If `remaining` is above 0, the row sums up that many
-    kernels, and `busy_ns` is None.
-    """
+    """The calls of one kernel. `busy_ns` is the time in which at least one call ran, None for a sum of kernels. `ratio`
+    is the share of the time of all kernels. If the `source` is `STRETCHES`, `name` is the name of a span."""
 
     name: str
     calls: int
@@ -133,11 +127,8 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlace:
-    """The kernels that the spans of one site launched directly. Kernels launched in inner spans do not count.
-
-    `ratio` is the share of the sum of all kernels, and `heaviest` is the kernel with the largest sum. If `remaining` is
-    above 0, the row sums up that many sites, and `busy_ns` is None.
-    """
+    """The kernels that the spans of one site launched directly, not in inner spans. `ratio` is the share of the time of
+    all kernels. `heaviest` is the kernel with the most time."""
 
     name: str
     kind: str
@@ -151,8 +142,7 @@ class KernelPlace:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKernels:
-    """The kernels of one device: their number, their summed time, the time in which at least one ran, and the share of
-    that time in the window."""
+    """The kernels of one device: their number, their summed time, and the time in which at least one ran."""
 
     device: int
     calls: int
@@ -163,7 +153,8 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True)
 class OtherWork:
-    """Copies or fills (see `kind`) on all devices: their number, their summed time, and the time in which any ran."""
+    """The copies or fills (see `kind`) on all devices: their number, their summed time, and the time in which any
+    ran."""
 
     kind: str
     calls: int
@@ -173,11 +164,8 @@ class OtherWork:
 
 @dataclass(frozen=True, slots=True)
 class Kernels(View):
-    """The `kernels` view. `source` is `KERNELS` or `STRETCHES`. Ratios are shares of the watched time, `window`.
-
-    `total_ns` is the sum over all kernels. `places` is empty if no kernel's launch is known. `outside` is the number of
-    calls outside of the window.
-    """
+    """The `kernels` view. Ratios are shares of the watched time, `window`. `total_ns` is the sum over all kernels.
+    `outside` is the number of calls outside of the window."""
 
     source: str
     window: Interval
@@ -250,11 +238,8 @@ class Kernels(View):
 
 
 def kernels(recording: Recording, options: Options) -> Kernels:
-    """Return the view of the part of the window that torch.profiler watched.
-
-    `sorted_by` may be any key of `SortKey`. Keys of host time sort by the total. `rows` and `least_ns` (of a row's
-    total) limit the tables. `unit` is the unit of times. The view uses no other option.
-    """
+    """Return the view of the part of the window that torch.profiler watched. `sorted_by` may be any key of `SortKey`.
+    `rows` and `least_ns` limit the tables. The view uses no other option, except `unit`."""
     facts = recording.trace
     # torch.profiler may have watched memory alone.
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
@@ -306,7 +291,7 @@ def _describe_order(options: Options) -> str:
 
 
 class _Work(NamedTuple):
-    """Device work as columns: `name` is an index into names, and times are clipped to the window."""
+    """Device work as columns. `name` is an index into names, and times are clipped to the window."""
 
     name: NDArray[Any]
     device: Int64s
@@ -322,7 +307,7 @@ class _Work(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The number of calls in each group, and the sums and extremes of their times. `calls` is 0 for an empty group."""
+    """The number of calls in each group, and the sums and extremes of their times."""
 
     calls: list[int]
     total_ns: list[int]
@@ -348,8 +333,8 @@ class _Sums(NamedTuple):
 
 
 class _DeviceWork(NamedTuple):
-    """The device work of a window: kernels, copies and fills by kind, and the spans that launched the kernels. The
-    spans are None if unknown. `outside` is the number of calls outside of the window."""
+    """The device work of a window: kernels, and copies and fills by kind. `places` are the spans that launched the
+    kernels, None if unknown."""
 
     source: str
     window: Interval
@@ -421,7 +406,7 @@ def _read_torch_work(recording: Recording) -> _DeviceWork:
 
 
 def _read_span_work(recording: Recording) -> _DeviceWork:
-    """Return the device work from the innermost device intervals of spans, so that no time of a stream counts twice."""
+    """Return the innermost device intervals of spans as device work, so that no time of a stream counts twice."""
     trace, window = recording.columns, recording.trace.coverage
     timed = trace.device.select(trace.device.timed)
     inner = timed.select(
@@ -461,8 +446,8 @@ def _window_lines(view: Kernels) -> list[str]:
 
 
 def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
-    """Return shortened names of kernels: without parameters and, if still too long, without namespaces, then without
-    their middle. Equal results are numbered."""
+    """Return shortened names of kernels, without parameters. Names that are still too long lose namespaces, then their
+    middle. Equal results are numbered."""
     labels: dict[str, str] = {}
     uses: Counter[str] = Counter()
     for name in names:

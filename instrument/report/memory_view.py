@@ -25,11 +25,9 @@ from instrument.trace.trace import Allocations
 
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
-    """The memory that the spans of one site allocated and freed directly. Memory of inner spans does not count.
-
-    `held_bytes` is the part of `allocated_bytes` that was still in use at the end. `thread` is "" for all threads
-    together, and `device` is None for several devices. If `remaining` is above 0, the row sums up that many sites.
-    """
+    """The memory that the spans of one site allocated and freed directly, not in inner spans. `held_bytes` is the part
+    of `allocated_bytes` that was still in use at the end. `thread` is "" for all threads together, and `device` None
+    for several devices."""
 
     device: int | None
     name: str
@@ -58,7 +56,7 @@ PEAK_OF: Mapping[str, str] = {
     "torch_allocated": "torch_allocated_peak",
     "torch_reserved": "torch_reserved_peak",
 }
-"""The gauges of memory in use, each with the gauge that has its peak between two readings ("" without one)."""
+"""The gauges of memory in use, each with the gauge of its peak between two readings, "" without one."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -80,11 +78,8 @@ NO_GAUGES = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The maximum memory of an allocator in the watched time, and the span in which it was reached.
-
-    `device` is `HOST` for the host. `what` is `allocated` or `reserved`. `since_ns` is the time from the trace's start
-    to the peak. A peak from before the record has no place and no thread.
-    """
+    """The maximum memory of an allocator in the watched time, and the span in which it was reached. `device` is `HOST`
+    for the host. `what` is `allocated` or `reserved`."""
 
     device: int
     what: str
@@ -118,8 +113,8 @@ class DeviceMemory:
 
 
 class CountedAllocations(NamedTuple):
-    """The sums of all allocations. `uses` has a row per place and thread, by first allocation, and `devices` a row per
-    device, by number. `outside` is the number of allocations outside of the watched time."""
+    """The sums of all allocations. `uses` has a row per place and thread, and `devices` a row per device. `outside` is
+    the number of allocations outside of the watched time."""
 
     uses: list[PlaceMemory]
     peaks: list[Peak]
@@ -129,9 +124,8 @@ class CountedAllocations(NamedTuple):
 
 
 def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Return the allocations of the watched time by device, place and, if `by_thread`, thread. The places are the spans
-    in the mask `is_wanted`. `state` selects all allocations (All), those of the host (CPU), or those of devices
-    (GPU)."""
+    """Return the allocations of the watched time by device, place and, if `by_thread`, thread. Places are the spans in
+    the mask `is_wanted`. `state` selects the host (CPU), devices (GPU), or both (All)."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     allocations = Allocations.of(facts.allocations)
@@ -191,10 +185,8 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
 
 
 def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Return for each event True if an allocation precedes it at its address, and True if any event follows there.
-
-    The event after an allocation is the free of its memory or, if the record lacks that, the next allocation.
-    """
+    """Return two masks of events: those that follow an allocation at the same address, and those that another event
+    follows there."""
     order = np.lexsort((address, device))
     address, device = address[order], device[order]
     is_next = np.zeros(len(order) + 1, dtype=np.bool_)
@@ -207,8 +199,8 @@ def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tup
 
 @dataclass(frozen=True, slots=True)
 class GaugedMemory:
-    """The first, the last and the largest reading of a gauge. The largest was read `most_ns` after the trace's start.
-    `peak_bytes` also covers the time between readings. It is None if no gauge reports it."""
+    """The first, the last and the largest reading of a gauge. `most_ns` is the time of the largest. `peak_bytes` also
+    covers the time between readings, None if no gauge reports it."""
 
     device: int
     gauge: str
@@ -230,10 +222,7 @@ class GaugedMemory:
 @dataclass(frozen=True, slots=True)
 class MemoryView(View):
     """The `memory` view. The watched time is from `since_ns` to `until_ns` of the trace, both None without a record.
-
-    `spans` is the number of spans that count as places. From `places_since_ns` on, no such span is missing. `outside`
-    is the number of allocations outside of the watched time.
-    """
+    From `places_since_ns` on, no span that counts as a place is missing."""
 
     since_ns: int | None
     until_ns: int | None
@@ -317,10 +306,9 @@ class MemoryView(View):
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
-    """Return the view of the time that torch.profiler watched, and of all readings of gauges. `sorted_by` is `calls`
-    (for allocations), `total` (for allocated bytes), else the increase; the largest comes first. `rows` limits the
-    places. With `threads: apart` they are split by thread. `state` is CPU for the memory of the host, GPU for that of
-    devices. `unit` is the unit of times. The view uses no other option."""
+    """Return the view of the time that torch.profiler watched, and of all gauge readings. `sorted_by` is `calls`,
+    `total` (allocated bytes), else the increase. `threads: apart` splits the places by thread. `state` is CPU for the
+    host's memory, GPU for that of devices."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.are_of_sites([not is_operator(site) for site in trace.sites])

@@ -25,7 +25,7 @@ from instrument.trace.indices import NONE, Groups, Members, find_distinct, neare
 @dataclass(frozen=True, slots=True)
 class CallTimes:
     """The sum, maximum and minimum of the known times of a row's calls. `ave_ns` is the sum divided by the number of
-    all calls of the row."""
+    all calls."""
 
     total_ns: int
     ave_ns: float | None
@@ -35,11 +35,9 @@ class CallTimes:
 
 @dataclass(frozen=True)
 class CallTable:
-    """The call tree as columns: each node has the calls of one site below the same callers on one track.
-
-    `name` is an index into `names`, pairs of a name and a kind. `around` is the node's caller on the same track.
-    `inside` is True if a caller has one of the chosen kinds, `again` if one has the same name and kind.
-    """
+    """The call tree as columns, with a node for each call path on a track. `name` is an index into `names`, and
+    `around` the node's caller on the same track. `inside` is True if a caller has one of the chosen kinds, `again` if
+    one has the same name and kind."""
 
     paths: CallPaths
     names: Sequence[tuple[str, str]]
@@ -52,10 +50,8 @@ class CallTable:
     def of(
         cls, trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
     ) -> CallTable:
-        """Return the call tree of all spans, or of the spans that `among` selects.
-
-        Calls of `kinds` and their direct children have device times. With a `window`, only the time within it counts.
-        """
+        """Return the call tree of the spans that `among` selects, by default of all. Only calls of `kinds` and their
+        direct children have device times. With a `window`, only the time within it counts."""
         paths = call_tree(trace, kinds, window, among)
         names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
         name, around = of_site[paths.site], np.where(paths.is_elsewhere, NONE, paths.parent).astype(np.int32)
@@ -64,31 +60,27 @@ class CallTable:
         return cls(paths, names, name, around, inside, again)
 
     def calls_of(self, kinds: Collection[str]) -> Int64s:
-        """Return the nodes of the given kinds that have calls."""
         is_of = np.array([kind in kinds for _, kind in self.names], dtype=np.bool_)
         return np.flatnonzero((self.paths.host.calls > 0) & is_of[self.name])
 
     @cached_property
     def below(self) -> Members:
-        """The direct children of each node on the same track, without nodes that have no calls."""
+        """The direct children of each node on the same track that have calls."""
         return Members(np.where(self.paths.host.calls > 0, self.around, NONE), len(self.name))
 
     @cached_property
     def streams(self) -> dict[int, list[StreamTimes]]:
-        """The times on each stream, by node."""
         by_node = defaultdict[int, list[StreamTimes]](list)
         for times in self.paths.streams:
             by_node[times.node].append(times)
         return by_node
 
     def by_name(self, nodes: Int64s) -> dict[tuple[str, str], Int64s]:
-        """Return the given nodes by name and kind."""
         groups = Groups(self.name[nodes], len(self.names)).members()
         return {self.names[self.name[nodes[places[0]]]]: nodes[places] for places in groups}
 
     def sum_times(self, nodes: Int64s, on: str) -> CallTimes | None:
-        """Return the times of all calls on `host` or `device`, None if no call has a time. A missing time counts as
-        0."""
+        """Return the times of all calls on `host` or `device`, None if no call has a time."""
         times: NodeTimes = getattr(self.paths, on)
         calls, timed = (int(counts[nodes].sum()) for counts in (self.paths.host.calls, times.calls))
         if not timed:
@@ -105,7 +97,7 @@ class CallTable:
 
 
 def find_outermost(around: Int32s, name: Int64s) -> Int64s:
-    """Return the outermost node of the same name at or above each node. `around` has each node's parent."""
+    """Return the outermost node of the same name at or above each node. `around` has the parents."""
     outermost, up = np.arange(len(name)), around.copy()
     inner = np.flatnonzero(up != NONE)
     while len(inner):
@@ -118,10 +110,7 @@ def find_outermost(around: Int32s, name: Int64s) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """The calls of one name. `gpu` is None if no call had device time. Each view's head names the base of ratios.
-
-    If `remaining` is above 0, the row sums up that many rows of its level, and its ratios count only outermost calls.
-    """
+    """The calls of one name. `gpu` is None if no call had device time."""
 
     name: str
     kind: str
@@ -152,7 +141,7 @@ def make_blocks(
     options: Options,
     block: Callable[[int | None, str, Int64s], CallBlock],
 ) -> tuple[CallBlock, ...]:
-    """Return a block of all threads, if the options ask for it and there are several, and a block for each thread."""
+    """Return a block for each thread, and before them one for all threads if the options want it."""
     thread_id = calls.paths.thread_id[nodes]
     threads, blocks = find_distinct(thread_id).tolist(), list[CallBlock]()
     if threads and (options.threads == "merged" or (options.threads == "both" and len(threads) > 1)):
@@ -167,8 +156,8 @@ def make_blocks(
 def call_rows(
     calls: CallTable, nodes: Int64s, depth: int, cpu_base_ns: int, gpu_base_ns: int, options: Options
 ) -> tuple[CallRow, ...]:
-    """Return a row for each name and kind of a level, sorted and limited by the options. A last row sums up the omitted
-    ones. In the topmost level, nested calls of a row count once in its ratio."""
+    """Return a row for each name and kind of a level, sorted and limited by the options. At the topmost level, nested
+    calls of a row count once in its ratio."""
     groups = calls.by_name(nodes)
 
     def row(name: str, kind: str, nodes: Int64s, once: Int64s) -> CallRow:
@@ -225,12 +214,11 @@ REMAINING = "Ratio of the remaining rows: without calls that are inside each oth
 
 
 def remaining_note(blocks: Iterable[CallBlock]) -> list[str]:
-    """Return a note on the ratio of rows that sum up others. Return [] if no topmost row is such a row."""
+    """Return the note on ratios of rows that sum up others, [] without such a topmost row."""
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
 def describe_order(options: Options) -> str:
-    """Return the order of the rows in words."""
     key = SortKey.of(options)
     column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)
     column_text = column if key.column == "calls" else f"{key.part.upper()} {column}"
@@ -239,7 +227,7 @@ def describe_order(options: Options) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the table: the host times (`CPU`) or the device times (`GPU`) of a row. Only a row's `first` has its
+    """A line of the table: the host times (`CPU`) or the device times (`GPU`) of a row. Only its `first` line has the
     name."""
 
     row: CallRow
@@ -255,7 +243,7 @@ class _Line:
 
 
 def block_section(block: CallBlock, options: Options, noun: str) -> Section:
-    """Return the table of a block. Each row has a line of host times, and one of device times if it has any."""
+    """Return the table of a block. Each row has a line of host times, and one of device times if there are any."""
     bases = [] if options.state == "GPU" else [f"CPU {in_unit(block.cpu_base_ns, options.unit)}"]
     if options.state != "CPU" and any(row.gpu for row in block.rows):
         bases.append(f"GPU {in_unit(block.gpu_base_ns, options.unit)}")

@@ -67,12 +67,9 @@ from instrument.trace.self_times import Clock
 
 @dataclass(frozen=True, slots=True)
 class FlopRow:
-    """The floating-point operations of one operator's calls, with those of spans below them on the same track.
-
-    `calls` counts the outermost calls with operations. `time_ns` is their device time if all calls have one (`on` is
-    `GPU`), their host time if none has (`CPU`), else None. `ratio` is the share of all counted operations. If
-    `remaining` is above 0, the row sums up that many operators.
-    """
+    """The floating-point operations in one operator's calls, including inner calls. `calls` counts the outermost calls.
+    `time_ns` is their time on the device (`on` is `GPU`) or on the host (`CPU`), None for a mixture. `ratio` is the
+    share of all counted operations."""
 
     name: str
     kind: str
@@ -90,8 +87,8 @@ class FlopRow:
 
 @dataclass(frozen=True, slots=True)
 class FlopTable:
-    """All counted floating-point operations, and a row per operator, the most operations first. The `elsewhere`
-    operations are in no row, because they ran without an open span or while several tasks had open spans."""
+    """All counted floating-point operations, and a row per operator, the most operations first. No row contains the
+    `elsewhere` operations, which ran without an open span or with several open tasks."""
 
     flops: int
     elsewhere: int
@@ -118,11 +115,8 @@ class FlopTable:
 
 
 def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
-    """Return the floating-point operations of spans of the given kinds, None if no operation was counted.
-
-    Spans of other kinds that have operations of their own also have rows. `rows` and `least_ns` (of a row's time) limit
-    the table. The computation takes about 1 us for each span with operations.
-    """
+    """Return the floating-point operations of spans of the given kinds, and of other spans with operations of their
+    own. Return None if no operation was counted. It takes about 1 us for each span with operations."""
     trace = recording.columns
     first, last = recording.trace.coverage
     having = trace.attributes.having(FLOPS)
@@ -160,11 +154,8 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
 
 
 class _Tree:
-    """The spans with operations and all their callers on the same track, each once.
-
-    `calls` has the outermost calls by name and kind. `flops` has their operations, including those of all calls below.
-    A span of a kind that was not requested counts only its own operations.
-    """
+    """The spans with operations and all their callers on the same track. `calls` has the outermost calls by name and
+    kind, and `flops` their operations. Only spans of the requested kinds also count operations of inner calls."""
 
     def __init__(self, trace: Columns, flops_of_rows: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
         rows, self._around = _add_callers(trace, [row for row, _ in flops_of_rows])
@@ -190,7 +181,8 @@ class _Tree:
         self.calls = {name: rows[list(calls[at])].tolist() for at, name in enumerate(names) if calls[at]}
 
     def sum_flops(self, names: Collection[tuple[str, str]]) -> int:
-        """Return the operations of all spans of the given names and kinds, including the spans below them."""
+        """Return the operations of all spans of the given names and kinds. An operation counts once, even if such spans
+        are nested."""
         is_wanted = np.array([name in names for name in self._names], dtype=np.bool_)
         is_inside = nearest(self._around, (is_wanted & self._is_asked)[self._name]) != NONE
         counted = np.flatnonzero(is_wanted[self._name] | is_inside)
@@ -198,16 +190,16 @@ class _Tree:
 
 
 def _add_callers(trace: Columns, some: Sequence[int]) -> tuple[Int64s, Int32s]:
-    """Return the given rows and all their callers on the same track, parents first, and the index of each one's parent
-    (`NONE` without one)."""
+    """Return the given rows and all their callers on the same track, parents first, with the index of each row's parent
+    or `NONE`."""
     rows = np.flatnonzero(are_at_or_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
     return rows, index_rows(rows, len(trace))[trace.around[rows]].astype(np.int32)
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """Return the device ns of each call, by row. If torch.profiler recorded kernels that the call launched, it is their
-    time. Otherwise it is the time of the device intervals at or below the call on its track, or 0 if there are none."""
+    """Return the device time of each call in ns, by row. It is the time of the kernels that the call launched or,
+    without recorded kernels, of the device intervals at or below the call."""
     trace, columns = recording.columns, KernelColumns.of(recording.trace.kernels)
     rows = find_distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
@@ -231,16 +223,15 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
 
 
 def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
-    """Return the calls with device intervals, and the device time of each call. Intervals of calls below it on the same
-    track count, too."""
+    """Return the calls with device intervals at or below them, and their device times."""
     intervals = trace.device
     intervals = intervals.select(intervals.timed & (intervals.start_ns < intervals.end_ns))
     return device_lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
 
 
 def _sum_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return `GPU` and the sum of device times if all calls have one. Return `CPU` and the sum of host times if none
-    has. Otherwise return "" and None."""
+    """Return `GPU` and the sum of device times if all calls have one, or `CPU` and the sum of host times if none has.
+    Otherwise return "" and None."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):
@@ -249,13 +240,12 @@ def _sum_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tup
 
 
 OPERATORS = ("op", "layer", "comm")
-"""The kinds of span that are operators."""
 
 IN_ORDER = (*OPERATORS, "copy")
-"""The kinds of span that the list in the order of execution contains."""
+"""The kinds of span in the list of operators in the order of execution."""
 
 ITERATIONS = ("step", "request")
-"""The kinds of span that may be an iteration. The first kind that the trace contains is used."""
+"""The kinds of span that may be an iteration. The first kind in the trace is used."""
 
 
 NO_OPERATOR = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
@@ -264,11 +254,8 @@ NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step')
 
 @dataclass(frozen=True, slots=True)
 class OrderedOperator:
-    """One operator in the order of execution. `number` counts the operators from 0 by their first call.
-
-    `total_ns` is the time of its calls in all timed iterations: device time if the calls have it, else host time.
-    `mean_ns` is the time per timed iteration.
-    """
+    """One operator in the order of execution. `number` counts the operators from 0 by first call. `total_ns` is the
+    device time of its calls in timed iterations, or else the host time. `mean_ns` is the time per timed iteration."""
 
     number: int
     name: str
@@ -283,12 +270,9 @@ class OrderedOperator:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOrder:
-    """The operators of the iterations in the order of execution.
-
-    An iteration is a topmost span of the kind `iteration`, which is "" without iterations. `timed` counts the
-    iterations in the averages, `skipped` the first iterations, which are left out on request, and `cut` the iterations
-    with missing spans. The list omits `remaining` operators, which took `remaining_ns` per timed iteration.
-    """
+    """The operators of the iterations in the order of execution. `iteration` is the kind of span, "" without
+    iterations. `timed` counts the iterations in the averages, `skipped` those left out on request, and `cut` those with
+    missing spans. `remaining_ns` is the time of omitted operators per iteration."""
 
     iteration: str
     timed: int
@@ -336,10 +320,8 @@ class Operators(View):
 
 
 def operators(recording: Recording, options: Options) -> Operators:
-    """Return the view of the kept spans. It uses every option but `corrected`.
-
-    `rows` and `least_ns` bound the operators, and the rows below each of them.
-    """
+    """Return the view of the kept spans. It uses every option except `corrected`. `rows` and `least_ns` limit the
+    operators, and the rows below each of them."""
     facts = recording.trace
     calls = CallTable.of(recording.columns, OPERATORS, facts.coverage)
 
@@ -360,8 +342,7 @@ def operators(recording: Recording, options: Options) -> Operators:
 
 
 def _child_rows(calls: CallTable, row: CallRow, nodes: Int64s, options: Options) -> Iterator[CallRow]:
-    """Yield the rows below an operator, each followed by rows for its streams. Rows for the operator's own streams come
-    last."""
+    """Yield the rows below an operator, each followed by rows for its streams. The operator's own streams come last."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     below = np.concatenate([calls.below[node] for node in nodes.tolist()])
     children = calls.by_name(below)
@@ -423,7 +404,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
     below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
-        """Return the given nodes, grouped by site. The group with the latest first call comes first."""
+        """Return the nodes of each site. The site with the latest first call comes first."""
         groups = [nodes[places] for places in Groups(number_by_first_sight(key[nodes])[0], len(nodes)).members()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
 
@@ -474,10 +455,8 @@ NO_SPAN = "No span of kind user was recorded: open one with scope(name), or give
 
 @dataclass(frozen=True, slots=True)
 class User(View):
-    """The `user` view: a block of rows for all threads, or for each thread. Ratios are shares of `window_ns`.
-
-    The window is the time without missing spans. Only the part of a call that is in the window counts.
-    """
+    """The `user` view: a block of rows for all threads, or for each thread. Ratios are shares of `window_ns`, the time
+    without missing spans. Only the part of a call within the window counts."""
 
     coverage: Coverage
     window_ns: int
@@ -502,7 +481,7 @@ class User(View):
 
 
 def user(recording: Recording, options: Options) -> User:
-    """Return the view of the kept spans. It does not use `tracer_option`, `corrected` and `skip_first`."""
+    """Return the view of the kept spans. It uses every option except `tracer_option`, `corrected` and `skip_first`."""
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
 

@@ -54,11 +54,8 @@ NO_SPAN = "No span was recorded in it: name functions or layers in the profile, 
 
 @dataclass(frozen=True, slots=True)
 class KindUse:
-    """The spans of one kind in the window: their number, the time in which any was open, and the part of this time in
-    steps.
-
-    `ratio` is the share of the window. `step_ratio` is the share of the time of steps, None without steps.
-    """
+    """The spans of one kind in the window, and the time in which at least one was open. `ratio` is the share of the
+    window, and `step_ratio` that of the time of steps, None without steps."""
 
     kind: str
     calls: int
@@ -83,7 +80,8 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class Overview(View):
-    """The `overview` view. `window_ns` is the time without missing spans, `steps_ns` the time of steps or None."""
+    """The `overview` view. `window_ns` is the time without missing spans. `steps_ns` is the time of steps, None without
+    steps."""
 
     coverage: Coverage
     window_ns: int
@@ -136,10 +134,8 @@ class Overview(View):
 
 
 def overview(recording: Recording, options: Options) -> Overview:
-    """Return the view of the kept spans. The option `state` selects host or device rows.
-
-    Kinds are sorted by time, or by calls if `sorted_by` is `calls`. The view uses no other option.
-    """
+    """Return the view of the kept spans. `state` selects host or device rows. Kinds are sorted by time, or by calls if
+    `sorted_by` is `calls`. The view uses no other option."""
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
     kinds_of_work = _intervals_of_kinds(recording.columns, window)
@@ -207,12 +203,12 @@ def _intervals_of_devices(trace: Columns, window: Interval) -> Iterator[tuple[in
 
 
 def are_in_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
-    """Return True for each device interval of a span of kind `comm`, or of a span below one."""
+    """Return a mask of the device intervals of spans of kind `comm` and of the spans below them."""
     return np.asarray(trace.topmost_wanted_rows(trace.are_of_kind("comm"))[intervals.row] != NONE)
 
 
 def divide_by_device(intervals: DeviceIntervals, works: Mapping[str, Bools]) -> dict[tuple[int, str], _Stretches]:
-    """Return the intervals of each device and kind of work. Kinds of work that a device does not have are left out."""
+    """Return the intervals of each device and kind of work. Absent kinds are left out."""
     return {
         (device, work): _Stretches(len(chosen), chosen.union())
         for device in find_distinct(intervals.device).tolist()
@@ -228,7 +224,7 @@ PAUSES = frozenset({"comm", "copy", "loader"})
 """The kinds of span during which their thread does not compute."""
 
 KERNELS = ("nccl", "xccl")
-"""The communication libraries by whose names kernels are recognised in traces of other profilers."""
+"""The communication libraries whose kernels are recognised by name in traces of other profilers."""
 
 HOST, TOGETHER = "host", "together"
 
@@ -240,8 +236,8 @@ NO_COMMUNICATION = (
 
 @dataclass(frozen=True, slots=True)
 class DistributionView(View):
-    """The `distribution` view. `base_ns` is the time of the steps or of the window, as `of` says (`step` or `window`).
-    Ratios are shares of `base_ns`."""
+    """The `distribution` view. `base_ns`, the base of all ratios, is the time of the steps or of the window (see
+    `of`)."""
 
     coverage: Coverage
     of: str
@@ -290,24 +286,21 @@ class DistributionUse:
 
     @property
     def exposed_ns(self) -> int:
-        """The time of communication during which nothing computes."""
+        """The time of communication without simultaneous computation."""
         return self.communication_ns - self.overlap_ns
 
     communication_ratio = Ratio("communication_ns", of="base_ns")
-    """The share of the base time with communication, None if the base time is zero."""
     computation_ratio = Ratio("computation_ns", of="base_ns")
     overlap_ratio = Ratio("overlap_ns", of="base_ns")
-    """The share of the base time with communication and computation at the same time."""
+    """The share of the base time with simultaneous communication and computation."""
     exposed_ratio = Ratio("exposed_ns", of="base_ns")
     """The share of the base time with communication alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationUse:
-    """The calls of one operation in one process group. The sums contain the calls and the waits for asynchronous calls.
-
-    `device_ns` is None if no call has device time.
-    """
+    """The calls of one operation in one process group, including waits for asynchronous calls. `device_ns` is None if
+    no call has device time."""
 
     name: str
     calls: int
@@ -395,8 +388,8 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
 
 
 def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the start and end times of each communication. A wait with the attribute `in_flight_ns` starts when the
-    awaited communication was called."""
+    """Return the start and end times of each communication. An asynchronous one starts when it was called and ends with
+    the wait for it."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
         if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
@@ -405,7 +398,6 @@ def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
-    """Return the operations, the longest in calls and waits first. A last row sums up the omitted ones."""
     names, of_site = trace.numbered_sites(lambda site: _describe_operation(site)[0])
     is_wait, total_ns = (
         trace.are_of_sites([_describe_operation(site)[1] for site in trace.sites])[calls],
@@ -432,7 +424,7 @@ def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[Ope
 
 
 def _describe_operation(site: Site) -> tuple[str, bool]:
-    """Return a site's operation with its process group, and True if the site is only the wait for that operation."""
+    """Return a site's operation with its process group, and True if the site only waits for the operation."""
     operation = dict(site.attributes).get("op")
     if not isinstance(operation, str):
         return site.name, False

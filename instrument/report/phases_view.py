@@ -36,12 +36,9 @@ OWN, OWN_OPTIMIZER, OTHER = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of phases within units (such as steps): the index of each call's phase in `names`, and the time of each
-    call.
-
-    `whole_ns` is the time of each phase in complete units. `pieces` are the intervals of the calls, sorted by track,
-    and `of_piece` is the index of each interval's call. `outside_ns` are the durations of the calls outside of units.
-    """
+    """The calls of phases within units, such as steps. `phase` is an index into `names`. `whole_ns` is the time of each
+    phase in complete units. `pieces` are the intervals of the calls, and `of_piece` the index of each interval's call.
+    `outside_ns` are the durations of calls outside of units."""
 
     names: Sequence[str]
     phase: Int64s
@@ -53,13 +50,12 @@ class Calls:
 
 
 def _group_by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
-    """Return a list of times for each phase with calls."""
     groups = Groups(phase, len(names)).members()
     return {names[phase[indexes[0]]]: times_ns[indexes].tolist() for indexes in groups}
 
 
 def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
-    """Return the calls of phases within units. Phases inside a communication or a copy do not count."""
+    """Return the calls of phases within units, except phases inside a communication or a copy."""
     of_sites = list(map(phase_of, trace.sites))
     names = list(dict.fromkeys(name for name in of_sites if name is not None))
     number_of = np.array([*(NONE if name is None else names.index(name) for name in of_sites), NONE])
@@ -102,10 +98,8 @@ def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
 
 
 def _place_calls(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
-    """Return the track and the end of each call. Calls outside of steps, or in skipped steps, have the track `NONE`.
-
-    A suspended generator counts up to the end of the step in which it began.
-    """
+    """Return the track and the end of each call, with the track `NONE` outside of kept steps. A suspended generator
+    ends at the latest with the step in which it began."""
     line, starts, ends = units.line_of[rows], trace.start_ns[rows], trace.end_ns[rows].copy()
     if units.steps is None:
         return line, ends
@@ -123,10 +117,8 @@ def _place_calls(trace: Columns, units: Units, rows: Int64s, stood_still: Bools)
 def _divide_units(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Divide the time of units among calls. Return the intervals, each with the index of its call and of its unit.
-
-    Of simultaneous calls the first gets the time. A call of length 0 has an interval if no call of its rank is open.
-    """
+    """Divide the time of units among calls. Return the intervals, each with the index of its call and of its unit. Of
+    simultaneous calls the first gets the time."""
     call, since, until = compute_turns(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
     if len(empty):
@@ -147,12 +139,9 @@ def _divide_units(
 
 @dataclass(frozen=True, slots=True)
 class StreamUses:
-    """The device time of units and of the calls in them.
-
-    The times of several streams are added up. Parallel work on one stream counts once. `units` and `calls` have the
-    times of the units and calls with work on a stream. `calls` is grouped by phase. `phases` has the sum of each phase,
-    `base_ns` is the sum of all units, and `covered_ns` the sum of all calls.
-    """
+    """The device time of units and of the calls in them, in ns. `units` and `calls` have the time of each unit and call
+    with work on a stream, `calls` by phase. `base_ns` is the sum of all units, and `covered_ns` the sum of all
+    calls."""
 
     units: Sequence[int]
     calls: Mapping[str, Sequence[int]]
@@ -162,7 +151,7 @@ class StreamUses:
 
 
 def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
-    """Return the device time of spans that began in a unit, and of spans that began in a call."""
+    """Return the device time of the spans that began in a unit or in a call."""
     device = trace.device
     rows = find_distinct(device.row)
     rows = rows[units.line_of[rows] != NONE]
@@ -190,8 +179,7 @@ def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
 
 
 def _sum_by_key(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
-    """Return the device time of each distinct key, and the distinct keys. Overlapping times on one stream count
-    once."""
+    """Return the distinct keys, and the device time of each. Overlapping times on one stream count once."""
     parts, firsts = number_combinations(keys, streams)
     lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
     distinct_keys = find_distinct(keys)
@@ -219,11 +207,8 @@ NO_PHASE = (
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """The host or device times of a row: the sum, and the mean, maximum and minimum over its calls.
-
-    `ratio` is the share of the time in the table's first row. A value that does not exist, such as the mean of the row
-    `others`, is None.
-    """
+    """The host or device times of a row: the sum, and the mean, maximum and minimum over its calls. `ratio` is the
+    share of the time in the table's first row. A missing value is None."""
 
     total_ns: int
     mean_ns: float | None
@@ -234,7 +219,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """A row: the units themselves, one phase within them, or `others`. `device` is None without device time."""
+    """A row: all units, one phase within them, or `others`. `device` is None without device time."""
 
     name: str
     calls: int | None
@@ -244,13 +229,9 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class PhasesView(View):
-    """The `phases` view. `of` is the unit: `step`, `request` or `window`.
-
-    `timed` is the number of complete units, and `cut` the number of units with lost spans. `skipped` is the number of
-    steps that were left out on request, and `overwritten` the number of earlier steps whose spans are lost. `mean_ns`
-    is the mean time of each phase in complete units. `outside` is the number of calls of phases that ran outside of all
-    units, and `outside_ns` is their time.
-    """
+    """The `phases` view. `of` is the unit: `step`, `request` or `window`. `timed` counts the complete units, `cut`
+    those with lost spans, `skipped` the steps left out on request, and `overwritten` the earlier steps with lost spans.
+    `mean_ns` is the mean time of each phase in complete units. `outside` counts calls outside of all units."""
 
     coverage: Coverage
     of: str
@@ -311,7 +292,7 @@ class PhasesView(View):
         ]  # fmt: skip
 
     def _singa_lines(self) -> list[str]:
-        """Return the lines as SINGA prints them. Phases that SINGA adds to backward have lines of their own."""
+        """Return the lines as SINGA prints them."""
         if self.of != "step" or not self.timed or not {"forward", "backward"} & self.mean_ns.keys():
             return []
         counts = [f"{self.timed} iteration{'s' * (self.timed > 1)} timed", f"{self.skipped} skipped"]
@@ -325,7 +306,7 @@ class PhasesView(View):
 
 
 def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
-    """Return the two lines that SINGA prints, made from the mean time of each phase."""
+    """Return the two lines on forward and backward that SINGA prints, from the mean time of each phase."""
     return [
         f"{name.capitalize()} Propagation Time : {six_digits(mean_ns.get(name))} sec"
         for name in ("forward", "backward")
@@ -333,12 +314,8 @@ def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
 
 
 def phases(recording: Recording, options: Options) -> PhasesView:
-    """Return the view of the kept spans. It uses `state`, `rows`, `least_ns`, `skip_first` and `unit`.
-
-    `rows` and `least_ns` limit the rows to the phases with the most time. `skip_first` leaves out the first steps of
-    each thread. Their order is that of the recorded step numbers or, without numbers, of the start times. The
-    computation takes O(n log n) time for n phases.
-    """
+    """Return the view of the kept spans. `rows` and `least_ns` limit the rows to the phases with the most time.
+    `skip_first` leaves out the first steps of each thread. The view also uses `state` and `unit`."""
     trace, facts = recording.columns, recording.trace
     units = find_units(trace, facts.coverage, options.skip_first)
     calls = find_calls(trace, units, facts.coverage)

@@ -30,7 +30,7 @@ from instrument.trace.ledger import DeviceLedger, Ledger, Turns, compute_device_
 from instrument.trace.request_trees import INPUT_TOKENS, OUTPUT_TOKENS
 
 ENDPOINT = "endpoint"
-"""The value of `requests_by` that groups requests by endpoint. It is the default of views that need groups."""
+"""The value of `requests_by` that groups requests by endpoint."""
 
 
 def joined_requests(recording: Recording) -> Joined:
@@ -57,15 +57,15 @@ def request_device_ledger(recording: Recording) -> DeviceLedger:
 
 @dataclass(frozen=True)
 class RequestGroups:
-    """The names of the groups of requests, and for each request the number of its group."""
+    """The names of the groups of requests. `group` is the number of each request's group."""
 
     names: tuple[str, ...]
     group: Int64s
 
 
 def request_groups(recording: Recording, options: Options) -> RequestGroups:
-    """Return all requests, grouped by the option `requests_by`. The last group contains the requests without the
-    attribute."""
+    """Return all requests, grouped by the option `requests_by`. Requests without the attribute are in the last
+    group."""
     trace, rows = recording.columns, recording.once(joined_requests).rows
     if options.requests_by in ("", ENDPOINT):
         names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -78,8 +78,8 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
 
 
 def attribute_values(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
-    """Return each request's value of an attribute. The end of the attribute's name suffices: `tenant` for the header
-    `x-tenant`."""
+    """Return each request's value of an attribute, whose name may be shortened to its last part: `tenant` for the
+    header `x-tenant`."""
     if not len(trace.attributes.having(attribute)):
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
         attribute = next((name for name in _attribute_names(trace, rows) if name.endswith(ends)), attribute)
@@ -91,7 +91,7 @@ def _attribute_names(trace: Columns, rows: Int64s) -> Iterable[str]:
 
 
 def refuse_unknown_group(recording: Recording, options: Options) -> None:
-    """Raise `InstrumentError` with the attributes that exist if no request has the attribute `requests_by`."""
+    """Raise `InstrumentError` with the existing attributes if no request has the attribute `requests_by`."""
     trace, rows, attribute = recording.columns, recording.once(joined_requests).rows, options.requests_by
     if attribute in ("", ENDPOINT) or not len(rows) or any(attribute_values(trace, rows, attribute)):
         return
@@ -106,12 +106,12 @@ MOST_NAMES = 20
 """The maximum number of attributes that the message on an unknown attribute lists."""
 
 ROWS_WITH_NAMES = 1_000
-"""The maximum number of requests that are searched for an attribute by the end of its name."""
+"""The maximum number of requests in which an attribute is searched for by the end of its name."""
 
 
 def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
-    """Return the names of groups: the most frequent values, and a name for all other values. Also return the number of
-    each value's group, `NONE` for None."""
+    """Return the names of groups, one for each frequent value and one for all others. Also return the group's number
+    for each value, `NONE` for None."""
     values = list(values)
     counts = Counter(value for value in values if value is not None)
     largest = [value for value, _ in counts.most_common(at_most)]
@@ -183,7 +183,6 @@ def _sum_tokens(trace: Columns, rows: Int64s, groups: Groups, name: str, count: 
 
 
 def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:
-    """Return the table of each group's shares."""
     columns = ["name=Value", "requests=Requests"]
     for name, heading in (("batches", "Batches"), ("device", "Device")):
         if any(getattr(row, f"{name}_ns") for row in shares):
@@ -196,18 +195,16 @@ def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:
 
 
 SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
-"""A pattern for names of attributes that give the amount of work of a call or request."""
+"""The names of attributes that give the amount of work of a call or request."""
 
 SEARCHED_ROWS = 2_000
-"""The number of rows that are searched for names of sizes. They are spread evenly over the recording."""
+"""The number of rows, evenly spread, that are searched for names of sizes."""
 
 NEAREST = 100
-"""The maximum number of requests with which a request is compared. It also limits the number of a window's requests
-that are compared."""
+"""The maximum number of requests that a request is compared with. It also limits the compared requests of a window."""
 
 TRIALS = 5
-"""The number of similar requests that are searched for outside of a window for each request in it. The one with the
-median wall time is used."""
+"""The number of similar requests from which the one with the median wall time is chosen."""
 
 POOL = 5_000
 """The maximum number of requests outside of a window that are searched for similar ones."""
@@ -216,15 +213,15 @@ ENOUGH = 10
 """The minimum number of similar requests. If fewer exist, all requests of the endpoint are compared."""
 
 LIKE = 0.5
-"""The exponent of two that limits how much the work of similar requests differs: 0.5 is a factor of 1.4."""
+"""The largest difference between the base-2 logarithms of similar amounts of work: 0.5 is a factor of 1.4."""
 
 CHANCE = 0.01
 """The expected number of typical requests per recording that are called slow by chance."""
 
 
 def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the indices of requests with similar work and True. With too few, return any requests of the endpoint and
-    False."""
+    """Return the indices of requests with similar work. With too few, return requests of the endpoint instead. The
+    second result is False if their work may differ."""
     trace, joined = recording.columns, recording.once(joined_requests)
     is_same = have_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
     is_same[place] = False
@@ -240,13 +237,12 @@ def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
 
 
 def have_name(recording: Recording, name: str) -> Bools:
-    """Return True for each request with the name of an endpoint."""
     trace = recording.columns
     return trace.are_of_sites([site.name == name for site in trace.sites])[recording.once(joined_requests).rows]
 
 
 def mask_endpoint(recording: Recording, name: str) -> Bools:
-    """Return True for each request of an endpoint. Raises `TraceError` for an unknown endpoint."""
+    """Return a mask of the requests of an endpoint. Raises `TraceError` for an unknown endpoint."""
     is_named = have_name(recording, name)
     if not is_named.any():
         trace, rows = recording.columns, recording.once(joined_requests).rows
@@ -258,7 +254,6 @@ def mask_endpoint(recording: Recording, name: str) -> Bools:
 
 
 def choose_evenly(places: Int64s, most: int) -> Int64s:
-    """Return up to `most` of the given indices, evenly spread."""
     chosen = np.unique(np.linspace(0, max(len(places) - 1, 0), min(len(places), most)).astype(np.int64))
     return places[chosen]
 
@@ -277,7 +272,8 @@ def median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> I
 
 
 def _measure_work(recording: Recording) -> NDArray[np.float64]:
-    """Return the base-2 logarithm of each measure of work: a row for each measure, a column for each request."""
+    """Return the base-2 logarithms of the amounts of work, with a row for each measure and a column for each
+    request."""
     trace, joined = recording.columns, recording.once(joined_requests)
     served, count = joined.served, len(joined.rows)
     columns = [size_numbers(trace, name, joined.rows)[joined.rows] for name in sorted(size_names(trace))]
@@ -291,10 +287,8 @@ def _measure_work(recording: Recording) -> NDArray[np.float64]:
 
 
 def slow_from_ns(walls: Int64s, requests: int) -> float:
-    """Return the wall time above which a request is slow. By chance, `CHANCE` typical requests per recording exceed it.
-
-    The distribution of long wall times is assumed to be exponential, as in a queue.
-    """
+    """Return the wall time above which a request is slow, if long wall times have an exponential distribution. `CHANCE`
+    typical requests per recording exceed it."""
     middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
     return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))
 

@@ -39,14 +39,13 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, list_moments
 
 FEW = 40
-"""The maximum number of turns (waits and batches) of a request for which each turn has its own line."""
+"""The maximum number of turns of a request for which each turn has its own line."""
 
 SMALL = 200
 """A turn of a long list has its own line if it is longer than the request's wall time divided by this number."""
 
 OUTSTANDING = 4
-"""A batch of a long list has its own line if it takes this many times as long as the median batch of its name. A stall
-is compared with the largest such median."""
+"""A batch of a long list has its own line if it takes this many times as long as the median batch of its name."""
 
 MOST_DIGITS = 19
 """The number of digits from which on an integer may not fit into 64 bits."""
@@ -57,11 +56,8 @@ BAR = 32
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A line of the list: one turn, or the sum of `times` short turns.
-
-    `begin_ns` counts from the start of the request. `name` is the span's name, "" for the time between spans.
-    `in_batches_ns` is the time in batches of up to `size` requests, and `own_ns` is the request's share of it.
-    """
+    """A line of the list: one turn, or the sum of `times` short turns. `begin_ns` counts from the start of the request.
+    `in_batches_ns` is the time in batches of up to `size` requests, and `own_ns` the request's share of it."""
 
     part: str
     name: str
@@ -76,11 +72,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """The life of a request: its turns, the `parts` that add up to its wall time, and what made it slow (`blame`).
-
-    `namesakes` are the span numbers of other requests with the same key. `device_own_ns` is the device time of the
-    request's own work, and `device_shared_ns` its shares of the device time of batches.
-    """
+    """The life of a request: its turns, the `parts` that add up to its wall time, and the cause of its slowness
+    (`blame`). `namesakes` are the span numbers of other requests with the same key. `device_shared_ns` is its share of
+    the device time of batches."""
 
     name: str
     keys: tuple[str, ...]
@@ -156,10 +150,8 @@ class RequestLife:
 
 
 def request_life(recording: Recording, name: str, options: Options) -> RequestLife:
-    """Return the life of the request with a key or span number. If several requests have the key, the longest is used.
-
-    Raises `TraceError` if no request matches.
-    """
+    """Return the life of the request with a key or span number, the longest if several have the key. Raises
+    `TraceError` if no request matches."""
     trace, joined, ledger = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
     place, *namesakes = find_request(trace, joined, name)
     row = int(joined.rows[place])
@@ -188,10 +180,8 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
 
 
 def find_request(trace: Columns, joined: Joined, name: str) -> list[int]:
-    """Return the indices of the requests with a key or span number, the longest request first.
-
-    Raises `TraceError` if no request matches.
-    """
+    """Return the indices of the requests with a key or span number, the longest first. Raises `TraceError` if there is
+    none."""
     by_key = [place for place, keys in joined.keys.items() if name in keys or key_text(name) in keys]
     if not by_key and name.isdecimal() and len(name) < MOST_DIGITS:
         rows = np.flatnonzero(trace.span_id[joined.rows] == int(name))
@@ -258,8 +248,8 @@ def _make_turns(
 
 
 def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Return the request's share of each of its turns in a batch, in ns. The request's share of the whole batch is
-    divided among its turns in proportion to their lengths."""
+    """Return the request's share of each of its turns in a batch, in ns. Turns in the same batch divide its share in
+    proportion to their lengths."""
     of_pairs: dict[int, list[Moment]] = {}
     for moment in moments:
         if moment.pair != NONE:

@@ -76,17 +76,17 @@ A_REQUEST = (
 )
 
 ENOUGH = 3
-"""The minimum number of requests of an endpoint. With fewer, no typical times are computed."""
+"""The minimum number of an endpoint's requests from which typical times are computed."""
 
 NOTABLE = 20
 """The list gives the cause of a slow request only if its excess is larger than its wall time divided by this number."""
 
 SLOWEST = 5
-"""The number of slowest requests that are listed if the option `rows` is not set."""
+"""The default number of slowest requests in the list."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 YEARS_NS = 200 * 366 * 86_400 * 10**9
-"""The largest time since 1970 that is accepted as a date. A larger one comes from a damaged file or a wrong clock."""
+"""The largest accepted time since 1970. A later time means a damaged file or a wrong clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ DEVICE_SHARES = (
 
 @dataclass(frozen=True, slots=True)
 class EndpointShare:
-    """The device time of an endpoint's requests. If `remaining` is above 0, the row sums up that many endpoints."""
+    """The device time of an endpoint's requests: that of their own work, and their shares of batches."""
 
     name: str
     requests: int
@@ -129,13 +129,9 @@ def device_share_section(rows: Sequence[EndpointShare]) -> Section:
 
 @dataclass(frozen=True, slots=True)
 class SlowRequest:
-    """A slow request. It began `begin_ns` after the start of the trace, at the date `began` in UTC ("" if unknown).
-
-    `span_id` is its id in the Chrome trace. `trace_id` and `collector_span_id` are its hexadecimal ids at the
-    collector, "" if unknown. The collector has the request only if the profile's `capture` kept it. `outcome` is the
-    reason why the request ended early, "" if it did not. `keys` identify the request in other processes. `blame` is the
-    cause of its excess over typical requests of its endpoint (see `ENOUGH` and `NOTABLE`).
-    """
+    """A slow request. `began` is its date in UTC, "" if unknown. `span_id` is its id in the Chrome trace, and
+    `trace_id` and `collector_span_id` are its ids at the collector, "" if unknown. `outcome` is the reason why it ended
+    early, "" if it did not. `blame` is the cause of its excess over typical requests."""
 
     name: str
     begin_ns: int
@@ -155,14 +151,9 @@ class SlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes(View):
-    """The `requests` view: the requests within the window whose spans are all kept, by endpoint.
-
-    `counted` is the number of all requests that ended, and `errors` the number that failed. Both include requests whose
-    spans are no longer kept, so they may exceed `requests`. `requests_cut` is the number of requests that cross an edge
-    of the window or had not ended. No other field counts these. `late_failures` is the number of requests that failed
-    after their answer. They do not count as errors. `blocked` is None if no event loop was blocked. `groups` has a row
-    for each value of an attribute. `device_shares` has each endpoint's share of the device time of batches.
-    """
+    """The `requests` view: the requests within the window whose spans are all kept, by endpoint. `counted` and `errors`
+    cover all ended requests, also those without kept spans. `requests_cut` counts the requests that cross an edge of
+    the window, which no other field includes. `late_failures` counts requests that failed after their answer."""
 
     coverage: Coverage
     requests: int
@@ -238,7 +229,6 @@ class RequestTimes(View):
         ]  # fmt: skip
 
     def _answers_section(self) -> Section:
-        """Return the table of the numbers of answers by class of status, such as `2xx`."""
         shown = [name for name in CLASSES if any(name in row.statuses for row in self.endpoints)]
         rates = [share(row.requests * 1e9, self._served_ns) for row in self.endpoints]
         return Section(
@@ -254,7 +244,6 @@ class RequestTimes(View):
         )
 
     def _token_sections(self) -> list[Section]:
-        """Return the tables of times by output tokens, by input tokens, and by the cached part of the prompt."""
         notes = (
             "A token: the time after the first output token / the output tokens after it. The first one is the first",
             "item of a stream, else the end of the prefill. Prefill: from the first batch to the first token.",
@@ -306,12 +295,9 @@ class RequestTimes(View):
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:
-    """Return the view of the kept spans.
-
-    `sorted_by` orders the endpoints by wall times (see `SortKey`), by default by their sum. `rows` limits the
-    endpoints, the phases of each endpoint, and the slowest requests (five by default). Endpoints and phases with a sum
-    below `least_ns` are added up in the last row.
-    """
+    """Return the view of the kept spans. `sorted_by` orders the endpoints by wall times, by default by their sum.
+    `rows` and `least_ns` limit the endpoints and their phases. `rows` also limits the slowest requests (five by
+    default)."""
     trace = recording.columns
     joined = recording.once(joined_requests)
     whole, cut = recording.once(complete_requests)
@@ -354,10 +340,8 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 
 def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
-    """Return the numbers of calls and errors of topmost requests by name, from the tally.
-
-    A request may be part of another one with the same key. Its name is left out, because the tally does not know keys.
-    """
+    """Return the numbers of calls and errors of topmost requests by name, from the tally. Names of requests that are
+    part of another request are left out."""
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.numbered_sites(attrgetter("name"))
     name_of = of_site[trace.site]
@@ -428,7 +412,7 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
-    """Return the slowest requests, each with its cause compared with typical requests of its endpoint."""
+    """Return the slowest requests, each with the cause of its excess over typical requests of its endpoint."""
     trace, joined, parts = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
     typical: dict[int, Mapping[str, int]] = {}
     slowest = []
@@ -506,7 +490,7 @@ def list_parts(row: EndpointTimes) -> list[PhaseTime]:
 
 
 class RequestPart(NamedTuple):
-    """A row of the table of an endpoint's time: the whole time at `depth` 0, or at 1 the part with this `name`."""
+    """A row of the table of an endpoint's time: at `depth` 0 the whole time, at `depth` 1 one part."""
 
     endpoint: str
     name: str
@@ -543,7 +527,6 @@ def _slow_lines(place: int, request: SlowRequest, unit: str) -> list[str]:
 
 
 def blame_text(slow_by: Blame, unit: str) -> str:
-    """Return the cause of a slow request as one line."""
     cause = ""
     if slow_by.cause is not None:
         of_request = f" of {shorten(safe(slow_by.cause.request), LINE // 3)}" if slow_by.cause.request else ""

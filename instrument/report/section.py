@@ -77,7 +77,7 @@ class Coverage:
 
 
 def explain_empty(noun: str, otherwise: str, *, complete: bool) -> list[str]:
-    """Return the text of an empty view: `otherwise` if all spans were kept, else a note that spans were overwritten."""
+    """Return the text of an empty view: `otherwise` if all spans were kept, else a note on overwritten spans."""
     if complete:
         return wrap_text(otherwise)
     return wrap_text(
@@ -92,7 +92,7 @@ BLANK = object()
 """A value that is printed as an empty cell."""
 
 RATIOS = ("ratio", "fill", "uneven", "running", "burden")
-"""Fields that are printed as percentages although their names do not end in `ratio`."""
+"""The fields that are printed as percentages although their names do not end in `ratio`."""
 
 MIB = 1 << 20
 
@@ -100,17 +100,14 @@ SIZE_ROOM = 8
 """The width of a printed size, in columns."""
 
 Text = Callable[[Any, str], str]
-"""A function from a value (or a whole row) and a unit of time to the text of a cell."""
+"""A function that returns the text of a cell from a value (or a whole row) and a unit of time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table of a view, with the lines `lead` above it and `notes` below it. Without rows it prints `empty`.
-
-    `texts` maps a field to the function that prints it, if the default is not right. `widths` are the minimum widths of
-    the columns. A single number is the minimum of every column except the first. `paragraph` is for rows that are too
-    long for a table. It returns the lines of a row from the row's number (from 1), the row and the unit.
-    """
+    """A table of a view, with the lines `lead` above it and `notes` below it. `texts` maps a field to the function that
+    prints it in place of the default. `widths` are the minimum widths of the columns; a single number is for all
+    columns except the first. `paragraph` returns the lines of a row that is too long for a table."""
 
     title: str
     rows: Sequence[Any]
@@ -160,7 +157,6 @@ class Section:
             yield name.removeprefix("+"), heading, name.startswith("+")
 
     def _text_function(self, name: str) -> Text:
-        """Return the function that prints a field of a row."""
         if name in self.texts:
             return self.texts[name]
         text = TEXTS[format_of_field(name)]
@@ -180,7 +176,7 @@ class View:
         return self.TITLE
 
     def header_lines(self) -> list[str]:
-        """Return the lines below the title: the number of spans, the unit of times, and the bases of the ratios."""
+        """Return the lines below the title, such as the unit of times and the bases of the ratios."""
         return []
 
     def reasons_if_empty(self) -> list[str]:
@@ -206,7 +202,7 @@ class View:
         return f"<h4>{escape(self.heading())}</h4><p>{text}</p>{''.join(tables)}"
 
     def lines(self) -> list[str]:
-        """Return the view as lines of text, with escaped names and with times in the unit of the options."""
+        """Return the view as lines of text."""
         head = self.header_lines()
         lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
         return lines + (self.reasons_if_empty() or [*self.table_lines(), *self.footnotes()])
@@ -226,7 +222,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: st
 
 
 def special_name(row: Any, name: str) -> str:
-    """Return the printed name of a row that sums up other rows or whose name is empty. Return "" for any other row."""
+    """Return the printed name of a row that sums up others or has an empty name, "" for any other row."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
@@ -234,7 +230,8 @@ def special_name(row: Any, name: str) -> str:
 
 
 def field_value(row: Any, name: str) -> Any:
-    """Return the value of a row's field, which may be a path such as `time.mean_ns`, None if a part of it is None."""
+    """Return the value of a row's field, which may be a path such as `time.mean_ns`. Return None if a part of the path
+    is None."""
     value = row
     for part in name.split("."):
         if value is None:
@@ -245,7 +242,7 @@ def field_value(row: Any, name: str) -> Any:
 
 
 def format_of_field(name: str) -> str:
-    """Return the format of a field. The end of its name determines the format."""
+    """Return the format of a field, which depends on the end of its name."""
     last = name.rpartition(".")[2]
     if last.endswith("_ns"):
         return TIME
@@ -289,7 +286,8 @@ COST = "Cost of "
 
 
 def instrumentation_lines(recording: Recording) -> list[str]:
-    """Return the last section of a report: the cost, the losses, and notes on what was not observed; [] without any."""
+    """Return the last section of a report: the cost, the losses, and notes on what was not observed. Return [] without
+    any."""
     cost = recording.cost
     lines = [] if cost is None else [_cost_line(cost, recording.window_ns, recording.recorder)]
     lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in recording.losses.items() if count]
@@ -311,7 +309,7 @@ def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
 
 
 def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
-    """Return a text on the higher cost of calls for which the recorder's data is not in the processor's caches."""
+    """Return a text on the cost of calls that find the recorder's data outside of the processor's caches."""
     if cost.most_ns <= cost.total_ns:
         return ""
     return (
@@ -324,11 +322,11 @@ MODULES = {
     **dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators", "distribution": "overview",
     "neighbours": "batches",
 }  # fmt: skip
-"""The module of each view whose module does not have the view's name."""
+"""The module of each view whose module has a different name."""
 
 
 def _import_view(name: str) -> ModuleType:
-    """Import the module of a view. The module imports numpy, so a service imports it only to print the view."""
+    """Import the module of a view. A service imports it only to print the view, because it imports numpy."""
     return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
@@ -341,10 +339,10 @@ def _view_maker(name: str) -> Callable[[Recording, Options], View]:
 
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _view_maker(name) for name in VIEWS}
-"""The function that computes each view, by the view's name."""
+"""The function that computes each view."""
 
 TABLE_OPTIONS = ("tracer_option", "threads")
-"""The options that only views with tables use. The one-screen view `brief` does not use them."""
+"""The options that only views with tables use, not the one-screen view `brief`."""
 
 
 def import_views(views: Sequence[str]) -> None:
@@ -356,7 +354,7 @@ def import_views(views: Sequence[str]) -> None:
 
 
 def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the default views for some options: `events` if an option for tables is set, else `brief`."""
+    """Return the default views: `events` if an option for tables is set, else `brief`."""
     return ("events",) if any(options.get(option) is not None for option in TABLE_OPTIONS) else ("brief",)
 
 
@@ -378,9 +376,8 @@ def make_views(views: Sequence[str], recording: Recording, options: Options) -> 
 
 
 def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
-    """Return the views as one text in the given order, then the cost and losses of the instrumentation. If `brief` or
-    `cost` is among the views, cost and losses do not follow, because these views contain them. Raises `ValueError` for
-    an unknown view."""
+    """Return the views as one text, followed by the cost and losses of the instrumentation unless a view contains
+    these. Raises `ValueError` for an unknown view."""
     parts = [view.lines() for view in make_views(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
         parts.append(instrumentation_lines(recording))

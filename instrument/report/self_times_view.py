@@ -61,19 +61,14 @@ WORKING = ("op", "layer", "comm", "copy")
 """The kinds of span that count as work."""
 
 WITH_CLASS = ("op", "layer", "comm")
-"""The kinds of span whose code belongs to a class. Scopes are not among them, as their code is their caller's."""
+"""The kinds of span whose code belongs to a class. A scope's code is that of its caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfRow:
-    """A class, op or instance in a function.
-
-    `time_ns` is self time, and `running` the sum of ratios down to this row. The last of `names` is the name of the
-    row. The names of an instance start with those of the calls that contain it within the function. `p50_ns`, `p99_ns`
-    and `max_ns` are of complete calls, None if none has ended. `where` is `device` if all calls have device time,
-    `host` if none has, else `both`. It is `waiting` for the time in which coroutines were suspended; their running time
-    has another row. Only an instance has a `number`.
-    """
+    """A class, op or instance in a function. `time_ns` is self time, and `running` the sum of ratios down to this row.
+    The last of `names` is that of the row. `where` is `device` if all calls have device time, `host` if none has, else
+    `both`, and `waiting` for suspended coroutines. Only an instance has a `number`."""
 
     names: tuple[str, ...]
     time_ns: int
@@ -114,13 +109,9 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTimes:
-    """A function, or the sum of all functions if `name` is empty: its calls, their times, and its rows.
-
-    `outer_ns` is the time of the calls. `inner_ns` is the part of that time in inner spans on the same thread and task.
-    It is None if the function calls itself in parallel on other tasks. `work_ns` is the self time of operators, layers,
-    copies and communication below it, on any thread. Ratios of rows are shares of `time_ns`, the sum of their self
-    times.
-    """
+    """A function, or the sum of all functions if `name` is empty. `outer_ns` is the time of its calls, and `inner_ns`
+    the part in inner spans, None if calls run in parallel. `work_ns` is the self time of work below it, on any thread.
+    Ratios of rows are shares of `time_ns`."""
 
     name: str
     kind: str
@@ -139,10 +130,8 @@ class FunctionTimes:
 
 @dataclass(frozen=True, slots=True)
 class SelfTimes(View):
-    """The view: the sum of functions, if there are several, then each function with calls inside, the longest first.
-
-    The `remaining` functions have no table of their own. Their self times add up to `remaining_ns`.
-    """
+    """The view: the sum of all functions, if there are several, then each function with calls inside, the longest
+    first. The `remaining` functions have no table."""
 
     of: str
     functions: tuple[FunctionTimes, ...]
@@ -198,7 +187,6 @@ class SelfTimes(View):
         ]  # fmt: skip
 
     def _call_lines(self, function: FunctionTimes) -> list[str]:
-        """Return lines on the time of a function's calls, and on the part of that time in inner spans."""
         unit = self._options.unit
         name = safe(function.name) or ("(no name)" if function.kind else "")
         called = f" to {shorten(name, LINE // 2)} ({function.kind})" if function.kind else ""
@@ -231,7 +219,7 @@ class SelfTimes(View):
 
 
 def path_text(names: Sequence[str]) -> str:
-    """Return the names of a call path as one text. A name that repeats is printed once, with its count."""
+    """Return a call path as text. A name that repeats is printed once, with its count."""
     if all(map(ne, names, names[1:])):
         return " > ".join(names)
     runs = ((name, sum(1 for _ in run)) for name, run in groupby(names))
@@ -242,11 +230,9 @@ _SINGULAR = {"classes": "class", "ops": "op", "instances": "instance"}
 
 
 def classes(recording: Recording, options: Options) -> SelfTimes:
-    """Return self times by type of layer, class of a method, or kind.
-
-    `rows` limits the functions, and the rows of each. `sorted_by` may be calls or averages. With any other value rows
-    are sorted by time. The view does not use `tracer_option`, `state`, `threads` and `skip_first`.
-    """
+    """Return self times by type of layer, class of a method, or kind. `rows` limits the functions and the rows of each.
+    Rows are sorted by time unless `sorted_by` is calls or averages. The view does not use `tracer_option`, `state`,
+    `threads` and `skip_first`."""
     return _make_view("classes", recording, options)
 
 
@@ -302,11 +288,8 @@ def _site_label(site: Site) -> str:
 
 
 class Group(NamedTuple):
-    """A row of a function: the sums of `lines` tally lines. `first` is the number of the first line.
-
-    Waiting time is a row of its own, in which `waiting` equals `lines`; in other rows it is 0. `number` is the row's
-    index before the rows are sorted.
-    """
+    """A row of a function: the sums of `lines` tally lines. `first` is the number of the first line. Waiting time is a
+    row of its own, in which `waiting` equals `lines`."""
 
     first: int
     lines: int
@@ -318,12 +301,9 @@ class Group(NamedTuple):
 
 
 class FunctionSums(NamedTuple):
-    """The sums of one function. `node` is its topmost call node, `NONE` for the sum of all functions.
-
-    `outer_ns` is the time of its `calls`, and `own_ns` the part of it outside of inner spans. `work_ns` is the self
-    time of the work inside it, and `time_ns` the self time of all its lines. `first` is the index of its first group,
-    and `rows` the number of its groups.
-    """
+    """The sums of one function. `node` is its topmost call node, `NONE` for the sum of all functions. `own_ns` is the
+    part of `outer_ns` outside of inner spans. `work_ns` is the self time of inner work. `first` is the index of its
+    first group, and `rows` the number of groups."""
 
     node: int
     lines: int
@@ -337,8 +317,8 @@ class FunctionSums(NamedTuple):
 
 
 class _FunctionTable:
-    """The functions of a merged tally, by number. Number 0 is the sum of all others, which are in the order of their
-    first calls. `functions` has the fields of `FunctionSums` as columns."""
+    """The functions of a merged tally, by first call. Number 0 is the sum of all others. `functions` has the fields of
+    `FunctionSums` as columns."""
 
     def __init__(self, of: str, tally: Tally, options: Options) -> None:
         self._of, self._options, self._histogram = of, options, tally.histogram
@@ -388,7 +368,7 @@ class _FunctionTable:
         self.functions: Int64s = np.concatenate([node, sums, edges], axis=1)
 
     def _label_of_node(self, node: int) -> str:
-        """Return a node's name and instance. If another site has the same label, add the node's place in the code."""
+        """Return a node's name and instance, with the place in the code if another site has the same label."""
         number = self._site_of[node]
         label = self._names.get(number)
         if label is None:
@@ -401,8 +381,8 @@ class _FunctionTable:
         return self._every[self._site_of[node]]
 
     def _nodes_down_to(self, node: int, *, whole: bool) -> list[int]:
-        """Return the nodes of the call path down to a node. Unless `whole` is True, return only the nodes inside the
-        node's function."""
+        """Return the nodes of the call path down to a node. Unless `whole` is True, the path begins inside the node's
+        function."""
         parents, site_of, is_request = self._parents, self._site_of, self._is_request
         path, inside = [node], 0
         while True:
@@ -449,8 +429,7 @@ class _FunctionTable:
         return p50_ns, p99_ns, total.max_ns
 
     def _make_rows(self, sums: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
-        """Return the first rows, up to the limit of the options, and the sum of the omitted rows. The sum is None if no
-        row is omitted."""
+        """Return the first rows, up to the limit of the options, and the sum of the omitted rows, None without any."""
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0
         groups = self._groups[sums.first : sums.first + sums.rows]
@@ -489,11 +468,8 @@ class _FunctionTable:
 
 
 def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Group tally lines into table rows: for each function one row of running time and one of waiting time.
-
-    Return the rows, the index of each row's function, and for each tally line with time the index of its row and of the
-    line.
-    """
+    """Group tally lines into table rows, with running and waiting time apart. Return the rows, the function of each
+    row, and for each line with time the numbers of its row and of the line."""
     waited, self_ns = lines["waiting_ns"], lines["self_ns"]
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)
     own_ns = np.concatenate([self_ns[runs] - waited[runs], waited[waits]])
@@ -517,7 +493,6 @@ def _find_functions(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]
 
 
 def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
-    """Return the sums of columns for each group."""
     sums = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
     if len(groups):
         order = np.argsort(groups, kind="stable")
@@ -527,10 +502,8 @@ def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
 
 
 def _order_rows(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """Return the order of rows: by function, then the largest row first. Among equal rows the latest comes first.
-
-    `order` is `calls`, or `ave` for the self time per call. Any other order is by self time.
-    """
+    """Return the indices that sort rows by function, then the largest first. `order` is `calls`, `ave` for the self
+    time per call, else by self time."""
     first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
     return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

@@ -50,13 +50,9 @@ COLUMN_WIDTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The calls of one site that load or compile (see `phase`).
-
-    `total_ns` is the sum of their times without nested calls of the same site. `self_ns` is the sum of their self
-    times, without the recorded calls below. `in_requests_ns` is the part of the total within requests, for which a
-    client waited. If `remaining` is above 0, the row sums up that many sites. It has no total, because the calls of
-    these sites may be nested.
-    """
+    """The calls of one site that load or compile (see `phase`). `total_ns` leaves out nested calls of the same site.
+    `in_requests_ns` is the part of the total within requests, for which a client waited. A sum of several sites has no
+    total."""
 
     phase: str
     name: str
@@ -70,10 +66,8 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class Imports:
-    """The imports of one package, as in `ImportTime`. `ratio` is the share of the package's own modules in all imports.
-
-    If `remaining` is above 0, the row sums up that many packages. It has no total, because packages may import others.
-    """
+    """The imports of one package. `ratio` is the share of the package's own modules in the time of all imports. A sum
+    of several packages has no total."""
 
     package: str
     entries: int
@@ -87,11 +81,8 @@ class Imports:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The first call of one site, compared with the later ones. `median_ns` is the median of their times.
-
-    `extra_ns` is the time of the first call beyond that median, at least 0. If `remaining` is above 0, the row sums up
-    that many sites.
-    """
+    """The first call of one site, compared with the later ones. `median_ns` is the median of the later times.
+    `extra_ns` is the time of the first call beyond that median, at least 0."""
 
     name: str
     kind: str
@@ -108,11 +99,8 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the time from the session's start to the first request, with its share `ratio`.
-
-    `ratio` is None for a part after that time, or if there was no request. Both numbers are None if the part was not
-    watched.
-    """
+    """A part of the time from the session's start to the first request. `ratio` is its share, None for a later part.
+    Both numbers are None if the part was not watched."""
 
     name: str
     total_ns: int | None
@@ -121,11 +109,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class FirstRequestTimes:
-    """The first request: its start time, its duration, and the median duration of later requests.
-
-    The start time `after_ns` counts from the start of the process or, if that is unknown, from the start of the
-    session. `first_ns` is None if only calls below the request are known. `why` is one of `FIRSTS`.
-    """
+    """The first request and the median duration of later ones. `after_ns` counts from the start of the process or, if
+    that is unknown, of the session. `first_ns` is None if only calls below the request are known. `why` is one of
+    `FIRSTS`."""
 
     name: str
     after_ns: int
@@ -141,16 +127,9 @@ class FirstRequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class StartupView(View):
-    """The `startup` view.
-
-    `before_ns` is the time from the start of the process to the start of the session, None if unknown. `way_ns` is the
-    time from the session's start to the first request, None without a request. `way` has the parts of that time, summed
-    over threads, and the remaining time. `late` has the same parts for the time after the first request began, outside
-    of requests. If `is_late_partial`, calls whose spans are overwritten may count in `way` instead. `ran_ns` is the
-    time from the start of the process until each called site had run once, and `ran_last` is the site that was last.
-    `imports` is None if imports were not timed, and `imports_ns` is the sum over all packages. `preparations` are
-    loading and compiling. `warm_ups` are sites with a longer first call.
-    """
+    """The `startup` view. `before_ns` is the time from the start of the process to that of the session, None if
+    unknown. `way_ns` is the time from there to the first request, None without one. `way` has the parts of that time,
+    and `late` the same parts after it. `ran_ns` is the time until each called site had run once."""
 
     is_known: bool
     before_ns: int | None
@@ -251,8 +230,8 @@ class StartupView(View):
 
 
 def startup(recording: Recording, options: Options) -> StartupView:
-    """Return the view of the start-up. `rows` and `least_ns` (of a table's sort key) limit the tables. `unit` is the
-    unit of times. The view uses no other option."""
+    """Return the view of the start-up. `rows` and `least_ns` limit the tables. The view uses no other option, except
+    `unit`."""
     facts = recording.startup or Startup(0)
     tally = recording.tally if recording.startup is not None else Tally()
     rows = list(tally.rows())
@@ -336,7 +315,6 @@ def _preparing_phase(site: Site) -> str | None:
 
 
 def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
-    """Return the parts of the start-up without recorded calls. They need `startup: auto` or a rule with their phase."""
     phases = {_preparing_phase(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
@@ -368,7 +346,7 @@ def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
 
 
 def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
-    """Return the rows of packages that the options allow, the package whose own modules took the longest first."""
+    """Return the rows of packages that the options allow, the longest imports of own modules first."""
 
     def sum_omitted(rows: Sequence[Imports]) -> Imports:
         ratio, sums = share(sum(row.self_ns for row in rows), all_ns), ("entries", "self_ns", "in_spans_ns", "late_ns")
@@ -391,11 +369,8 @@ def _sum_preparations(rows: Sequence[Preparation]) -> Preparation:
 def _preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
-    """Return the times of loading and compiling outside of requests: of calls before the first request began, and of
-    later calls.
-
-    Also return True if the division is uncertain. Calls whose spans are overwritten count as before the request.
-    """
+    """Return the times of loading and compiling outside of requests: before the first request began, and later. Also
+    return True if overwritten spans make the division uncertain."""
     before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
     on_both_sides = False
     for row in rows:
@@ -415,7 +390,7 @@ def _preparation_times(
 
 
 def _late_times(trace: Columns, request_ns: int) -> dict[str, int]:
-    """Return the time of the kept spans of loading and compiling that began after the first request."""
+    """Return the time of kept spans of loading and compiling that began after the first request."""
     phases = [_preparing_phase(site) for site in trace.sites]
     # Spans in a request, or in a loading or compiling span that counts itself.
     around = trace.are_of_sites(

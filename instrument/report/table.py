@@ -34,10 +34,10 @@ DASHES = 25
 """The number of dashes on each side of a section's title."""
 
 NAME_LEAST = 12
-"""The minimum width in columns of the names in a table. Wide numbers may shorten names down to it."""
+"""The minimum width of the names in a table, in columns. Wide numbers may shorten names down to it."""
 
 TEXT_LEAST = 32
-"""The width in columns to which texts other than names may be shortened. Numbers are narrower, so they stay whole."""
+"""The minimum width of shortened texts other than names, in columns. It exceeds the width of all numbers."""
 
 WHOLE_DIGITS = 14
 """The maximum number of digits of a time that is printed without rounding: 27 hours in ns."""
@@ -67,7 +67,7 @@ def row_name(row: Any) -> str:
 
 
 def where_of(site: Site) -> str:
-    """Return the place of a site in the code: its function, if unknown its file and line, "" if both are unknown."""
+    """Return the function of a site, if unknown its file and line, "" if both are unknown."""
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
@@ -99,10 +99,8 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
-    """Return each text in at most `limit` columns. Texts that would become equal lose their common beginning instead.
-
-    Texts that are then still equal get numbers, if there is room.
-    """
+    """Return each text in at most `limit` columns. Texts that would become equal lose their common beginning instead,
+    and then get numbers."""
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         alike.setdefault(shorten(text, limit), []).append(text)
@@ -119,10 +117,7 @@ def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
-    """Shorten texts that begin alike to a few first characters, `...`, and the text from the first difference on.
-
-    If results are still equal, the text after `...` begins where it differs from the most similar text.
-    """
+    """Shorten texts that begin alike to a few first characters, `...`, and the text from the first difference on."""
     shown = _shorten_to_indices(texts, [_common_length(min(texts), max(texts))] * len(texts), limit)
     alike: dict[str, list[str]] = {}
     for text, short in shown.items():
@@ -136,13 +131,12 @@ def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
 
 
 def _common_length(first: str, second: str) -> int:
-    """Return the number of characters in the common beginning of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (char, twin) in pairs if char != twin), min(len(first), len(second)))
 
 
 def _shorten_to_indices(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
-    """Shorten each text to a few first characters, `...`, and the rest of the text from its index in `partings` on."""
+    """Shorten each text to a few first characters, `...`, and the rest from its index in `partings` on."""
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
         while 0 < parting < len(text) and not _columns_of(text[parting]):
@@ -198,10 +192,7 @@ def in_unit(value_ns: float | None, unit: str) -> str:
 
 
 def compact_number(value: float | None, room: int = 7, digits: int = 4) -> str:
-    """Return a number with `digits` significant digits in at most `room` columns. Integers keep all digits that fit.
-
-    With `room` at least `digits + 3`, any value from 1e-99 to 1e99 fits.
-    """
+    """Return a number with `digits` significant digits in at most `room` columns. Integers keep all digits that fit."""
     if value is None:
         return MISSING
     whole = abs(value) >= 10 ** (digits - 1) or value == int(value)
@@ -251,7 +242,7 @@ def tenths(part: float | None, base: float) -> str:
 
 
 def rough_percent(ratio: float | None) -> str:
-    """Return an estimated ratio as a percentage with two digits."""
+    """Return a ratio as a percentage with two digits."""
     return MISSING if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%"
 
 
@@ -293,7 +284,7 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
 def bound_rows(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
-    """Return the rows that the options allow, in the given order, followed by a row that sums up the omitted ones."""
+    """Return the rows that the options allow, in the given order, followed by one that sums up the omitted rows."""
     heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.row_limit]
     if len(heavy) == len(lines):
         return tuple(lines)
@@ -302,13 +293,12 @@ def bound_rows(
 
 
 def row_adder(*sums: str) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that adds up some fields of the omitted rows and returns them as one row."""
+    """Return a function that sums up omitted rows as one row. Only the fields `sums` are added up."""
     return partial(remaining_row, sums=sums)
 
 
 def remaining_row(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
-    """Return one row that sums up the omitted `rows`. It has the sums of the fields `sums` and the values in `facts`.
-    All other fields are empty."""
+    """Return one row that sums up the omitted `rows`: the sums of the fields `sums`, and the values in `facts`."""
     values = {field.name: "" if isinstance(getattr(rows[0], field.name), str) else None for field in fields(rows[0])}
     added = {name: sum(getattr(row, name) for row in rows) for name in sums}
     return type(rows[0])(**{**values, **added, "remaining": len(rows), **facts})

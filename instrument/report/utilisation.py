@@ -60,13 +60,9 @@ class LabelUse:
 
 @dataclass(frozen=True, slots=True)
 class NameUse:
-    """The device time of the spans of one name and kind on one device.
-
-    `calls` counts the calls with device time. `summed_ns` adds up the device time of each call, in which overlapping
-    intervals count once. `busy_ns` is the time with at least one call, and `busy_ratio` its share of the device's busy
-    time. The time of a call includes the calls below it. If `remaining` is above 0, the row sums up that many names and
-    has only sums.
-    """
+    """The device time of the spans of one name and kind on one device, including the calls below them. `calls` counts
+    the calls with device time. `summed_ns` adds up the time of each call. `busy_ns` is the time with at least one call,
+    and `busy_ratio` its share of the device's busy time."""
 
     name: str
     kind: str
@@ -83,12 +79,8 @@ class NameUse:
 
 @dataclass(frozen=True, slots=True)
 class EndpointUse:
-    """The requests of one endpoint with device time on one device. If `remaining` is above 0, the row sums up that many
-    endpoints.
-
-    `wall_ns` is the sum of their wall times. The wall time has three parts: the device worked for the request, it
-    worked only for other spans, or it was idle.
-    """
+    """The requests of one endpoint with device time on one device. `wall_ns` has three parts: the device worked for the
+    request (`own_ns`), only for other spans (`others_ns`), or was idle (`starved_ns`)."""
 
     name: str
     requests: int
@@ -109,17 +101,10 @@ class EndpointUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """The use of one device. `compute_ns`, `copy_ns`, `starved_ns` and `unasked_ns` add up to the window.
-
-    `compute_ns` is the time with work other than copies, and `copy_ns` the time with copies alone. `starved_ns` is the
-    idle time with a request in flight, `unasked_ns` the idle time without one. Their ratios are shares of the window.
-    `starved_in_flight_ratio` is a share of the time with a request in flight. `hidden_copy_ns` is the time of copies
-    during compute, and its ratio is a share of all time with copies. `overlap_ns` is the time with at least two busy
-    streams, and `most_streams` the largest number at once. `launch_bound_ns` is the busy time with launch-bound
-    intervals only, in which the device may have waited for the host. `overlap_ratio` and `launch_bound_ratio` are
-    shares of the busy time. `uncertainty_ns` is the smallest and the largest error of the intervals' times on the
-    host's clock. `outside` counts timed intervals outside of the window.
-    """
+    """The use of one device. Compute, copies alone, and idle time with a request in flight (`starved_ns`) or without
+    one (`unasked_ns`) add up to the window. `overlap_ns` is the time with at least two busy streams. `launch_bound_ns`
+    is the busy time in which the device may have waited for the host. `uncertainty_ns` is the smallest and the largest
+    error of times on the host's clock."""
 
     device: int
     window_ns: int
@@ -165,8 +150,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The spans of one name that asked for device time and got none, and the reason: a label, or `NO_EVENTS`. If
-    `remaining` is above 0, the row sums up that many names."""
+    """The spans of one name that asked for device time and got none. The reason is a label, or `NO_EVENTS`."""
 
     reason: str
     name: str
@@ -180,12 +164,9 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """The use of all devices in one window. `asking` is the number of spans that asked for device time.
-
-    `unanswered` has those that got none. `in_flight_ns` is the time with at least one request in flight. `requests_cut`
-    is the number of requests that cross an edge of the window. `requests_without` is the number of requests in the
-    window without device time.
-    """
+    """The use of all devices in one window. `asking` counts the spans that asked for device time, and `unanswered` has
+    those without it. `in_flight_ns` is the time with a request in flight. `requests_cut` counts the requests that cross
+    an edge of the window, and `requests_without` those without device time."""
 
     window: Interval
     devices: tuple[DeviceUse, ...]
@@ -261,7 +242,6 @@ def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
 
 
 def count_reasons(unanswered: Iterable[Unanswered]) -> Counter[str]:
-    """Return the number of spans without device time by reason."""
     reasons = Counter[str]()
     for row in unanswered:
         reasons[row.reason] += row.spans

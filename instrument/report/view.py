@@ -30,15 +30,11 @@ UNITS = TIME_UNITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of all views. Each view documents the options that it uses.
-
-    `rows` is the maximum number of rows in each table. `most` is used instead if `rows` is None. The remaining rows,
-    and those with less time than `least_ns`, are added up in one last row. `sorted_by` names a column (see `SortKey`).
-    `threads` is `merged`, `apart` or `both`. `corrected` subtracts the cost of probes from self times. `skip_first`
-    leaves that many first iterations out of averages. `unit` is the unit of times in text. `requests_by` groups
-    requests by an attribute or by `endpoint`. The `at_most` largest groups are shown, and all others as one group.
-    Raises `ValueError` for an invalid value.
-    """
+    """The options of all views. Each view documents the options that it uses. `rows` is the maximum number of rows in
+    each table, by default `most`. The omitted rows, and those below `least_ns`, are added up in one last row.
+    `corrected` subtracts the cost of probes from self times. `skip_first` leaves out that many first iterations.
+    `requests_by` groups requests by an attribute into the `at_most` largest groups. Raises `ValueError` for an invalid
+    value."""
 
     tracer_option: str = "Default"
     state: str = "All"
@@ -84,13 +80,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class SortKey:
-    """The order of rows: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`.
-
-    `part` selects host times (`cpu`) or device times (`gpu`) if a view has both. Without it the state decides: device
-    times for `GPU`, else host times. A view that lacks the column sorts by its total. `default` is the usual order of
-    the view. The largest value comes first, except for `cpu_min` and `gpu_min`, which ascend as in `paddle.profiler`. A
-    plain `min` descends as in fluid's profiler.
-    """
+    """The order of rows: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`. `part` selects host times
+    (`cpu`) or device times (`gpu`). The largest value comes first, except for `cpu_min` and `gpu_min`, which ascend as
+    in `paddle.profiler`."""
 
     part: str
     column: str
@@ -104,14 +96,10 @@ class SortKey:
 
 @dataclass(frozen=True, slots=True)
 class InstrumentationStats:
-    """Numbers on the instrumentation that only the running process knows. A saved trace does not contain them.
-
-    `added_ns` returns the cost per call of each site's probe. `pairs_ns` is the cost of recording the pairs of device
-    events. `threads_ns` is the processor time of the SDK's own threads, by kind of work. `passed` counts, by site, the
-    calls that were left out to stay within the budget. `muted` contains the sites whose calls are not recorded now.
-    `notes` describe everything else that was not observed. The rings have `ring_rows` rows and take `ring_bytes`. Of
-    their rows, `held_rows` are in use.
-    """
+    """Numbers on the instrumentation that only the running process knows. `added_ns` returns the cost per call of each
+    site's probe. `pairs_ns` is the cost of recording device events. `threads_ns` is the processor time of the SDK's own
+    threads. `passed` counts, by site, the calls left out to stay within the budget. `muted` sites are not recorded
+    now."""
 
     clock: str
     added_ns: Callable[[Sequence[Site]], Sequence[float]]
@@ -127,14 +115,10 @@ class InstrumentationStats:
 
 @dataclass(eq=False)
 class Recording:
-    """The tally of all calls, the trace of the kept spans, and further data of a recording, computed when first read.
-
-    `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_stats` and `make_cost` are called once, when their
-    result is first read. `make_totals` returns the tally at a lower cost, summed over all threads if its argument is
-    True. `window_ns` is the elapsed time that the tally covers. `recorder` is `native` or `other`. `collector_ids`
-    returns the trace id and span id that a request has at the collector, from its span and its first key. `died`
-    describes how a process ended abnormally.
-    """
+    """The tally of all calls, the trace of the kept spans, and further data. Each function `make_...` is called once,
+    when its result is first read. `make_totals` returns the tally at a lower cost, summed over all threads if its
+    argument is True. `window_ns` is the elapsed time of the tally. `collector_ids` returns a request's trace id and
+    span id at the collector."""
 
     make_tally: Callable[[], Tally]
     make_trace: Callable[[], Trace]
@@ -190,7 +174,7 @@ class Recording:
         return result
 
     def put(self, make: Callable[[Recording], Made | None], result: Made) -> None:
-        """Set the result that `once` returns for `make`."""
+        """Set the result of `make` for this recording."""
         self._results[make] = result
 
     @cached_property
@@ -205,10 +189,8 @@ class Recording:
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
-        """Return the recording of a trace.
-
-        `make_tally` returns the tally that the file contains. Without it the tally is made from the spans.
-        """
+        """Return the recording of a trace. `make_tally` returns the file's tally. Without it the tally is made from the
+        spans."""
 
         def count_spans(recording: Recording) -> Tally:
             from instrument.trace.call_tree import tally_of
@@ -235,7 +217,7 @@ class Recording:
 
 
 def document(value: Any) -> Any:
-    """Return the numbers as JSON values: dataclasses with their public properties, sites with their known fields."""
+    """Return a value as JSON values: dataclasses with their public properties, and sites with their known fields."""
     if isinstance(value, Site):
         facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         facts["attributes"] = dict(value.attributes)

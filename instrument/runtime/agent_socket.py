@@ -1,9 +1,8 @@
 """The agent's socket: the folder of a run that contains it, the packets on it, and the start of an agent.
 
-The folder has the name of the run. The parent folder `instrument-UID` is in `XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`, and
-is open to this user only. Processes get the socket's path from the variable `INSTRUMENT_AGENT`.
-
-A packet is a JSON object, with file descriptors if needed. Senders are not trusted, so the receiver checks each packet.
+The folder has the name of the run. It is below `instrument-UID`, a folder of this user alone, in `XDG_RUNTIME_DIR`,
+`TMPDIR` or `/tmp`. A packet is a JSON object, with file descriptors if needed. Senders are not trusted, so the receiver
+checks each packet.
 """
 
 from __future__ import annotations
@@ -30,45 +29,44 @@ from instrument.runtime.cheap_start import late_pattern
 from instrument.runtime.unpatched import sleep
 
 VARIABLE = "INSTRUMENT_AGENT"
-"""The environment variable with the path of the agent's socket, for the processes of a run."""
+"""The environment variable with the path of the agent's socket."""
 
 SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
 UNSEEN_SUFFIX = ".unseen"
-"""The suffix that names the file of notes on unrecorded processes after the socket. `sitecustomize` has a copy."""
+"""The suffix that makes the socket's name that of a file, with notes on unrecorded processes. `sitecustomize` has a
+copy."""
 
 ADDRESS_BYTES = 107
 """The maximum length in bytes of a Unix socket's path."""
 
 MOST_WAITING = 512
-"""The maximum number of processes that can wait to join while the agent is busy (the backlog of its socket)."""
+"""The maximum number of processes that wait to join while the agent is busy (its socket's backlog)."""
 
 ANSWER_S = 5.0
-"""Seconds after which an agent that has not answered counts as hanging. The agent may be suspended."""
+"""The seconds after which an agent without an answer counts as hanging."""
 
 _RUN_NAME = late_pattern(r"[\w.-]{1,64}")
 
 
 def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the path of a file for results that the processes of a run share, None without a run.
-
-    Each version of Python has its own file. It is in the folder of this one run, not in one that several runs use.
-    """
+    """Return the path of a file that the processes of a run share, None without a run. Each version of Python has its
+    own."""
     folder = Path(environ.get(VARIABLE, "")).parent
     is_own = folder.name == environ.get("INSTRUMENT_RUN") and folder.is_dir()
     return folder / f"{name}-{sys.implementation.cache_tag}" if is_own else None
 
 
 def run_parents() -> list[Path]:
-    """Return the folders in which this user's runs may be. New runs go into the first usable one."""
+    """Return the folders that may contain this user's runs. New runs go into the first usable one."""
     paths = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
     folders = [Path(name) for name in [*paths, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
     return list(dict.fromkeys(folder / f"instrument-{os.geteuid()}" for folder in folders))
 
 
 def make(run: str) -> Path:
-    """Create the folder of a run, which only its owner may enter. Raises `OSError`."""
+    """Create a run's folder, which only its owner may enter. Raises `OSError`."""
     problem: OSError = FileNotFoundError("no folder for runs")
     for home in run_parents():
         if len(os.fsencode(home / run / SOCKET)) > ADDRESS_BYTES:
@@ -86,7 +84,7 @@ def make(run: str) -> Path:
 
 
 def refuse_shared(folder: Path) -> None:
-    """Raise `PermissionError` if a folder belongs to another user, or other users may enter it."""
+    """Raise `PermissionError` if a folder belongs to another user, or if others may enter it."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise PermissionError(
@@ -96,7 +94,7 @@ def refuse_shared(folder: Path) -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listen on a new socket at a path, in place of a socket without a listener. Raises `OSError`."""
+    """Listen on a new socket at a path. A socket without a listener there is replaced. Raises `OSError`."""
     holder = listener_pid(path)
     if holder is not None:
         raise FileExistsError(
@@ -120,7 +118,7 @@ def has_listener(path: Path) -> bool:
 
 
 def listener_pid(path: Path) -> int | None:
-    """Return the id of the process that listens on a socket, 0 if its id is unknown, None if no process listens."""
+    """Return the id of the process that listens on a socket, 0 if unknown, None without a listener."""
     with socket.socket(FAMILY, KIND) as caller:
         caller.setblocking(False)
         try:
@@ -133,7 +131,7 @@ def listener_pid(path: Path) -> int | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and the inode of the socket at a path, None if there is none."""
+    """Return the device and inode of the socket at a path, None without one."""
     try:
         facts = path.stat()
     except OSError:
@@ -147,13 +145,12 @@ def agent_name(holder: int) -> str:
 
 
 def no_answer_text(holder: int) -> str:
-    """Return the end of a sentence on an agent that listens but does not answer."""
+    """Return the end of a sentence on an agent that does not answer."""
     advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
     return f", and does not answer{advice}"
 
 
 def _answers(path: Path) -> bool:
-    """Return True if the agent that listens on a socket answers."""
     with suppress(OSError, PacketError), connect_to_agent(path, ANSWER_S) as caller:
         send(caller, {"ask": "processes"})
         return receive(caller)[0] is not None
@@ -161,7 +158,7 @@ def _answers(path: Path) -> bool:
 
 
 def list_runs() -> list[Path]:
-    """Return the folders of this user's runs, the oldest first, including runs without an agent."""
+    """Return the folders of this user's runs, the oldest first. Runs without an agent are included."""
     folders = []
     for home in run_parents():
         with suppress(OSError):
@@ -171,25 +168,25 @@ def list_runs() -> list[Path]:
 
 
 def first_process(run: str) -> int:
-    """Return the id of the process that began a run, which is part of the run's name, 0 if the name has none."""
+    """Return the id of a run's first process from the run's name, 0 if the name has none."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def paths_in(folder: Path, pattern: str) -> list[Path]:
-    """Return the sorted paths in a folder that match a pattern. Return no paths if the folder cannot be read."""
+    """Return a folder's paths that match a pattern, sorted, none if the folder cannot be read."""
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []
 
 
 def note_file(folder: Path, pid: int, started: int) -> Path:
-    """Return the path of the file by which later agents know a recording process of the run."""
+    """Return the path of the file that later agents read to learn of a process."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
 def find_unreported(folder: Path) -> list[int]:
-    """Return the ids of ended processes of the run whose end no agent has reported."""
+    """Return the ids of a run's ended processes whose end no agent has reported."""
     pids = []
     for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
         pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
@@ -199,7 +196,7 @@ def find_unreported(folder: Path) -> list[int]:
 
 
 def read_unsent(folder: Path) -> int:
-    """Return how many spans of ended processes may be unsent, from a file that the agent writes."""
+    """Return the number of spans of ended processes that may be unsent, from the agent's file."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -207,8 +204,7 @@ def read_unsent(folder: Path) -> int:
 
 @contextmanager
 def register_socket(path: Path) -> Iterator[None]:
-    """Link to an agent's socket from the folder of runs while the `with` block runs, so that commands find the
-    agent."""
+    """Link to an agent's socket from the folder of runs during the block, so that commands find the agent."""
     link = None
     with suppress(OSError):
         link = make(f"by-hand-{os.getpid()}") / SOCKET
@@ -241,7 +237,7 @@ def remove_abandoned() -> None:
 
 @contextmanager
 def connect_to_agent(path: Path, timeout_s: float) -> Iterator[socket.socket]:
-    """Connect to an agent for the block. `timeout_s` limits each send and receive. Raises `OSError`."""
+    """Connect to an agent during the block. `timeout_s` limits each send and receive. Raises `OSError`."""
     with socket.socket(FAMILY, KIND) as caller:
         caller.settimeout(timeout_s)
         caller.connect(os.fspath(path))
@@ -265,7 +261,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class PacketError(ValueError):
-    """An error that says why received data is no valid packet."""
+    """An error that received data is no valid packet."""
 
 
 def send(connection: _socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -276,9 +272,9 @@ def send(connection: _socket.socket, message: Message, descriptors: Sequence[int
 
 
 def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the next message, None if the peer has closed, and its descriptors, which the caller must close.
+    """Return the next message, None if the peer has closed, and its descriptors. The caller must close them.
 
-    Raises `BlockingIOError` if no packet has arrived, another `OSError` for a broken connection, and `PacketError`.
+    Raises `PacketError`, `BlockingIOError` if no packet has arrived, or another `OSError` for a broken connection.
     """
     room = _socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
     data, rights, flags, _ = connection.recvmsg(PACKET_BYTES, room, _socket.MSG_CMSG_CLOEXEC)
@@ -309,10 +305,7 @@ def _parse(data: bytes, flags: int) -> Message:
 
 
 def peer_of(connection: _socket.socket) -> tuple[int, int]:
-    """Return the process id and the user id of the peer.
-
-    The process id is 0 if the peer is in another process namespace. The user id is -1 if unknown.
-    """
+    """Return the peer's process id, 0 in another process namespace, and its user id, -1 if unknown."""
     try:
         credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(credentials)
@@ -327,22 +320,20 @@ def peer_of(connection: _socket.socket) -> tuple[int, int]:
 AGENT_SCRIPT = Path(__file__).parents[1] / "agent" / "entry.py"
 
 FIRST = "INSTRUMENT_RUN_PID"
-"""The environment variable with the process id of the command that `instrument run` runs."""
+"""The environment variable with the process id of the command under `instrument run`."""
 
 INTERPRETER, BEGINNINGS = "python", "agents"
-"""The names of two files in a run's folder: a link to the interpreter for agents, and the list of the agents' start
-times."""
+"""The names of files in a run's folder: a link to the agents' interpreter, and the agents' start times."""
 
 MOST_AGENTS, AGENTS_WINDOW_S = 10, 600.0
-"""The maximum number of agents that start for a run within a window of this many seconds. Further starts are
-refused."""
+"""The maximum number of agents that start for a run within this many seconds. Further starts are refused."""
 
 LOCK_RETRY_S, LOCK_TRIES = 0.01, 50
-"""Seconds between two attempts to lock the start of an agent, and the maximum number of attempts."""
+"""The seconds between two attempts to lock the start of an agent, and the maximum number of attempts."""
 
 
 def prepare_run(run: str) -> socket.socket:
-    """Create the folder of a run, and its agent's socket, so that processes can join. Raises `OSError`."""
+    """Create a run's folder and its agent's socket, so that processes can join. Raises `OSError`."""
     path = socket_of(run)
     try:
         return listen(path)
@@ -352,7 +343,7 @@ def prepare_run(run: str) -> socket.socket:
 
 
 def socket_of(run: str) -> Path:
-    """Create the folder of a run. Return the path for its agent's socket, which is not made yet. Raises `OSError`."""
+    """Create a run's folder. Return the path for its agent's socket, which does not exist yet. Raises `OSError`."""
     remove_abandoned()
     folder = make(run)
     (folder / INTERPRETER).symlink_to(sys.executable)
@@ -361,7 +352,7 @@ def socket_of(run: str) -> Path:
 
 
 def start_agent(listener: socket.socket, run: str, first: int) -> None:
-    """Start the agent of a run whose first process is `first`, without waiting until it is ready.
+    """Start the agent of a run whose first process is `first`. Does not wait until it is ready.
 
     This forks, so the process must have only one thread. Raises `OSError`.
     """
@@ -377,10 +368,10 @@ def start_agent(listener: socket.socket, run: str, first: int) -> None:
 
 
 def can_replace(path: Path) -> bool:
-    """Return True if a process of the run may start another agent at a socket after the end of the current one.
+    """Return True if a process of the run may start another agent after the current one ends.
 
-    A process may not replace an agent that a user started by hand. Nor may it if `instrument run` is a container's
-    first process, which restarts the agent itself.
+    It may not replace an agent that a user started by hand. If `instrument run` is a container's first process, it
+    restarts the agent itself.
     """
     folder = path.parent
     is_of_container = first_process(folder.name) == 1 and FIRST in os.environ
@@ -391,8 +382,8 @@ def can_replace(path: Path) -> bool:
 def replace_ended_agent(path: Path) -> bool:
     """Start an agent in place of an ended one, unless another process does. Return True if an agent listens.
 
-    It takes some 20 ms, and runs no fork hooks. No other thread may fork meanwhile, because the child would inherit the
-    agent's socket.
+    It takes some 20 ms, and runs no fork hooks. Another thread must not fork meanwhile, as the child would inherit the
+    socket.
     """
     folder = path.parent
     with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
@@ -416,7 +407,7 @@ def replace_ended_agent(path: Path) -> bool:
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """Lock a file for this process, but not for its forked children. Return False after `LOCK_TRIES` attempts."""
+    """Lock a file for this process, without its forked children. Return False after `LOCK_TRIES` attempts."""
     for _ in range(LOCK_TRIES):
         with suppress(BlockingIOError, PermissionError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -428,7 +419,7 @@ def _try_lock(file: IO[str]) -> bool:
 def spawn_agent(
     interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
 ) -> int:
-    """Start an agent on a listening socket, as a child of this process or with `is_apart` as an orphan.
+    """Start an agent on a listening socket, as a child of this process, or as an orphan if `is_apart`.
 
     Return the child's process id. This runs no fork hooks. Raises `OSError`.
     """

@@ -1,7 +1,6 @@
 """Substitutes for modules, patterns and dataclasses that keep the start of a process short.
 
-A substitute does its costly part only at first use. `dataclass` makes a class like that of `dataclasses.dataclass`, but
-compiles `__init__` later.
+A substitute does its costly part only at first use.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ __all__ = [
 
 
 CALLS_BEFORE_COMPILING = 32
-"""The number of calls after which a class's `__init__` or `__new__` is compiled, which takes as long as ten calls."""
+"""The number of calls after which a class's `__init__` or `__new__` is compiled. Compiling takes as long as ten
+calls."""
 
 
 class LazyModule:
-    """A proxy that imports its module at first use. It is not for hot paths, because each access looks the module
-    up."""
+    """A proxy that imports its module at first use. Each access looks the module up, so it is not for hot paths."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -48,8 +47,8 @@ class LazyModule:
 
 @contextmanager
 def late_patterns() -> Iterator[None]:
-    """Let modules that are imported in the `with` block compile their regular expressions at first use. The process
-    must have only one thread."""
+    """Let modules that are imported in the block compile their regular expressions at first use. Needs a single
+    thread."""
     compile_now = re.compile
     re.compile = late_pattern
     try:
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
 else:
 
     class _NamedTupleType(type):
-        """Makes a class body with annotations a tuple with named items, of the type `type`."""
+        """Makes a class with annotated names a tuple with these names for its items."""
 
         def __new__(kind, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
             cls = type.__new__(type, name, (_Named,), {**namespace, "__slots__": ()})
@@ -119,7 +118,7 @@ else:
     NamedTuple = type.__new__(_NamedTupleType, "NamedTuple", (), {})
 
     class late_pattern:  # noqa: N801 - called as `re.compile`
-        """A regular expression that is compiled for its first use."""
+        """A regular expression that is compiled at its first use."""
 
         def __init__(self, *arguments: Any) -> None:
             self._arguments = arguments
@@ -175,12 +174,10 @@ else:
         return result
 
     def replace(thing: Any, /, **changes: Any) -> Any:
-        """Return a copy of a dataclass with other values."""
         same = {name: getattr(thing, name) for name, fact in fields_of(thing) if fact.init and name not in changes}
         return type(thing)(**same, **changes)
 
     def asdict(thing: Any) -> Any:
-        """Return a dataclass, and the dataclasses in it, as plain dictionaries."""
         if isinstance(thing, Mapping):
             return {name: asdict(value) for name, value in thing.items()}
         if type(thing) in (tuple, list):
@@ -189,7 +186,7 @@ else:
 
 
 def fields_of(thing: Any) -> list[tuple[str, Field[Any]]]:
-    """Return the names and fields of a dataclass or of its instance, an empty list for anything else."""
+    """Return the names and fields of a dataclass or its instance, an empty list for anything else."""
     cls: Any = thing if isinstance(thing, type) else type(thing)
     facts: Any = vars(cls).get("_all_members")
     if facts is None:
@@ -201,8 +198,7 @@ def fields_of(thing: Any) -> list[tuple[str, Field[Any]]]:
 
 
 class _LateFields:
-    """A class attribute with the class's fields, as `dataclasses` stores them. They are made when the attribute is
-    first read."""
+    """A class attribute for the fields as `dataclasses` stores them, which are made when it is first read."""
 
     def __init__(self, cls: Any, name: str, frozen: bool, kw_only: bool) -> None:
         self._cls, self._name = cls, name
@@ -227,7 +223,7 @@ class _LateFields:
 
 
 def _first_init(cls: Any, kw_only: bool) -> Any:
-    """Return an uncompiled `__init__`. A compiled one replaces it after some calls, or after an invalid call."""
+    """Return an uncompiled `__init__`. After some calls, or after an invalid one, a compiled one replaces it."""
     calls = 0
 
     def fill(self: Any, *values: Any, **options: Any) -> None:
@@ -250,7 +246,7 @@ def _first_init(cls: Any, kw_only: bool) -> Any:
 
 
 def _set_fields(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Set all fields of an object, even of a frozen object. Return False if a field has no value or `init=False`."""
+    """Set all fields of an object, even a frozen one. Return False if a field has no value or `init=False`."""
     for name, fact in facts.items():
         value = arguments.get(name, MISSING)
         if isinstance(fact, Field):
@@ -270,7 +266,7 @@ def _set_fields(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any
 
 
 def _compile_init(cls: Any, kw_only: bool) -> Any:
-    """Compile an `__init__` for a class. It can also set the fields of a frozen class."""
+    """Compile an `__init__` for a class, which may be frozen."""
     names: dict[str, Any] = {"_set": object.__setattr__, "_missing": MISSING}
     parameters, lines = ["self", *["*"][:kw_only]], []
     for name, member in fields_of(cls):

@@ -1,7 +1,4 @@
-"""The environment of a process: its variables, the cores and the memory that it may use, and its TCP connections.
-
-The limits come from the process's CPU affinity and control groups, and the connections from `/proc`.
-"""
+"""The environment of a process: its variables, the cores and the memory that it may use, and its TCP connections."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from instrument import clock
 from instrument.runtime.cheap_start import NamedTuple, late_pattern
 
 CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
-"""The environment variable with the folder in which processes report to `instrument check`, which has set it."""
+"""The environment variable with the folder for reports to the `instrument check` that set it."""
 
 INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
-"""The environment variable with the folder in which processes report to `instrument init`, which has set it."""
+"""The environment variable with the folder for reports to the `instrument init` that set it."""
 
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -35,7 +32,7 @@ TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 
 
 def initial_environment() -> dict[str, str]:
-    """Return the environment with which this process was started, or the current one if that is unknown."""
+    """Return the environment with which this process started, or the current one if unknown."""
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -48,7 +45,7 @@ def initial_environment() -> dict[str, str]:
 def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
     """Return the environment variables that count as the user's settings.
 
-    OpenTelemetry's distribution sets `PROTOCOL` to gRPC for its own exporters. That value is left out.
+    OpenTelemetry's distribution sets `PROTOCOL` to gRPC for its own exporters. This value is left out.
     """
     if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in initial_environment():
         return environ
@@ -56,12 +53,11 @@ def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
 
 
 def metrics_variables() -> dict[str, str]:
-    """Return the environment variables that change how metrics are sent."""
     return {name: os.environ[name] for name in (TEMPORALITY, METRICS_EXPORTER) if name in os.environ}
 
 
 def environment_attributes() -> dict[str, object]:
-    """Parse `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` into attributes, without OpenTelemetry's SDK."""
+    """Parse `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` into attributes."""
     text, name = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""), os.environ.get("OTEL_SERVICE_NAME", "")
     pairs = [pair.partition("=") for pair in text.split(",") if "=" in pair]
     if "%" in text:
@@ -76,29 +72,29 @@ def environment_attributes() -> dict[str, object]:
 
 
 def new_run() -> str:
-    """Return a name for a new run: the UTC time in seconds, and the id of this process."""
+    """Return a name for a new run: the UTC time in seconds and the process id."""
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 
 
 def run_of_environment() -> str:
-    """Return the name of the `instrument run` that started this process, "" for none."""
+    """Return the name of the run to which this process belongs, "" for none."""
     run = os.environ.get(RUN_VARIABLE, "")
     return run if _RUN.fullmatch(run) else ""
 
 
 def run_shared() -> str:
-    """Return the name that the runs on several hosts share, from the environment, "" for none."""
+    """Return the name that runs on several hosts share, "" for none."""
     return os.environ.get(SHARED_RUN_VARIABLE, "")
 
 
 def is_first_of_run() -> bool:
-    """Return True in the process that `instrument run` started, and in any process outside of `instrument run`."""
+    """Return True in the process that `instrument run` started, and outside of `instrument run`."""
     main = os.environ.get("INSTRUMENT_RUN_PID")
     return main is None or main == str(os.getpid())
 
 
 def working_folder() -> Path:
-    """Return the working directory, "/" if it has been removed."""
+    """Return the working directory, "/" if it was removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -109,7 +105,7 @@ def working_folder() -> Path:
 
 
 def parent_of(pid: int) -> int:
-    """Return the id of a process's parent, 0 if the process has ended."""
+    """Return a process's parent, 0 if the process has ended."""
     try:
         return int((PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except (OSError, ValueError, IndexError):
@@ -129,10 +125,8 @@ def program_of(pid: int | None = None) -> bytes:
 
 
 def cores(pid: int | None = None) -> float:
-    """Return the number of cores, perhaps a fraction, that this process or process `pid` may use.
-
-    Process `pid` must be in the same container.
-    """
+    """Return the number of cores that a process may use, perhaps a fraction. Process `pid` must be in the same
+    container."""
     try:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
     except (AttributeError, OSError):  # not on every system
@@ -156,9 +150,9 @@ def memory_bytes() -> int | None:
 
 
 def memory_waits_us(pid: int | None = None) -> int | None:
-    """Return the microseconds in which threads of a process's control group have waited for memory, None if unknown.
+    """Return how many us threads of a process's control group have waited for memory, None if unknown.
 
-    If the group does not count them, return those of the whole machine.
+    If the group does not count them, the waits on the whole machine are returned.
     """
     groups = [group / "memory.pressure" for controller, group in control_groups(pid) if controller == ""]
     for file in (*groups[:1], PROC / "pressure/memory"):
@@ -177,7 +171,7 @@ def _read_limit(file: Path) -> list[int]:
 
 
 def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield a process's control groups and their ancestors, with the name of the controller, "" for version 2."""
+    """Yield a process's control groups and their ancestors, each with the controller's name, "" for version 2."""
     try:
         lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -191,7 +185,7 @@ def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
 
 
 def _group_core_limits(pid: int | None) -> list[float]:
-    """Return the numbers of cores to which control groups limit a process. In version 2 ancestors limit it, too."""
+    """Return the numbers of cores to which control groups limit a process. In version 2, ancestors limit it, too."""
     limits = []
     for controller, group in control_groups(pid):
         if controller == "":
@@ -202,8 +196,7 @@ def _group_core_limits(pid: int | None) -> list[float]:
 
 
 def _read_core_limit(*files: Path) -> list[float]:
-    """Return the number of cores to which a control group's files limit its processes. The result is a list, which is
-    empty if no limit is visible."""
+    """Return a list with the number of cores that a control group's files allow, empty without a limit."""
     try:
         quota, period = " ".join(file.read_text("ascii") for file in files).split()
         return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []
@@ -217,16 +210,16 @@ def _read_core_limit(*files: Path) -> list[float]:
 _INTERNET = (_socket.AF_INET, _socket.AF_INET6)
 
 LISTENS, TIME_WAIT = "0A", "06"
-"""The states of a listening and of a recently closed socket in `/proc/net/tcp` (the kernel's `tcp_states.h`)."""
+"""The states in `/proc/net/tcp` of a listening socket and of a recently closed one (the kernel's `tcp_states.h`)."""
 
 TIME_WAIT_S = 60
-"""Seconds for which the system still lists a closed connection (TCP_TIMEWAIT_LEN in the kernel's `tcp.h`)."""
+"""The seconds for which the system lists a closed connection (TCP_TIMEWAIT_LEN in the kernel's `tcp.h`)."""
 
 
 class Connections(NamedTuple):
     """The ports of a process with `open` connections, and those with connections `closed` since its start.
 
-    A closed connection may belong to another process that shares the listening socket. `listens` are the ports at which
+    A closed connection may belong to another process with the same listening socket. `listens` are the ports at which
     the process listens, `sockets` the inodes of its listening sockets.
     """
 
@@ -239,11 +232,10 @@ class Connections(NamedTuple):
 def connections_of(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
-    """Return the connections of a process, given by its folder in `/proc`. Return no connections if the system does not
-    show them.
+    """Return the connections of the process with a folder in `/proc`, none if the system does not show them.
 
-    `listened` are ports at which the process listened earlier. For an ended process, `table` has the sockets of its
-    network, and `start_ticks` is its start time.
+    `listened` are ports at which the process listened earlier. For an ended process, `table` has its network's sockets,
+    and `start_ticks` is its start time.
     """
     least_left = _ticks_left_since(start_ticks or clock.start_ticks(process / "stat"))
     inodes = sockets_of(process)
@@ -263,8 +255,8 @@ def connections_of(
 
 
 def has_listening_socket() -> bool:
-    """Return True if this process listens at a port. This examines the process's descriptors, because reading the
-    system's tables costs more."""
+    """Return True if this process listens at a port. Only its descriptors are examined, as the system's tables cost
+    more."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
@@ -274,7 +266,7 @@ def has_listening_socket() -> bool:
 
 
 def _is_listening(descriptor: int) -> bool:
-    """Return True if a descriptor is that of a listening socket. Close the descriptor."""
+    """Return True if a descriptor is a listening socket. Close the descriptor."""
     try:
         opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file
@@ -294,7 +286,6 @@ def is_same_network(process: Path) -> bool:
 
 
 def sockets_of(process: Path) -> frozenset[str]:
-    """Return the inodes of a process's sockets."""
     inodes = []
     with suppress(OSError):
         for name in os.listdir(process / "fd"):  # noqa: PTH208 - of thousands
@@ -306,9 +297,9 @@ def sockets_of(process: Path) -> frozenset[str]:
 
 
 class TcpRow(NamedTuple):
-    """A row of `/proc/net/tcp`: a socket of a network namespace.
+    """A row of `/proc/net/tcp`. It `is_local` if both ends have the same address.
 
-    It `is_local` if both ends have the same address. The system removes a closed socket after `ticks_left` clock ticks.
+    The system removes a closed socket after `ticks_left` clock ticks.
     """
 
     port: int
@@ -320,17 +311,14 @@ class TcpRow(NamedTuple):
 
 
 def _ticks_left_since(start_ticks: int) -> int:
-    """Return the `ticks_left` of a connection that was closed just when a process started.
-
-    A connection with fewer ticks was closed earlier, perhaps by an earlier server.
-    """
+    """Return the `ticks_left` of a connection that was closed when a process started. Fewer ticks mean an earlier
+    close."""
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either
     return TIME_WAIT_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)
 
 
 def rows_of(process: Path) -> Iterator[TcpRow]:
-    """Yield the TCP sockets in the network namespace of a process."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError), (process / "net" / table).open(encoding="ascii", errors="replace") as file:
             next(file, None)

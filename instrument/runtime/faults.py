@@ -1,7 +1,4 @@
-"""The counter of faults in our own code. A fault is logged once and never raised into the service.
-
-Our code that runs within a call of the service passes its exceptions to `FAULTS.note`.
-"""
+"""The counter of faults in our own code. A fault is logged once and never raised into the service."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from instrument.runtime.unpatched import RLock
 logger = logging.getLogger("instrument")
 
 MOST_KINDS, OTHER_KINDS = 20, "others"
-"""The maximum number of kinds of unreadable values to count separately per rule, and the name for all further kinds."""
+"""The maximum number of kinds of unreadable values to count per rule, and the name for further kinds."""
 
 
 class Faults:
-    """A thread-safe counter of our own faults, by place in the code.
+    """A thread-safe counter of our own faults, by place in the code. It logs the first fault of each place.
 
-    It logs the first fault of each place. Under pytest it raises the fault again, so that no test can miss it.
+    Under pytest it raises the fault again.
     """
 
     def __init__(self) -> None:
@@ -31,7 +28,7 @@ class Faults:
         self._of_rules: dict[str, tuple[str, Counter[str]]] = {}
 
     def __reduce__(self) -> str:
-        """Pickle the counter as its global name, because functions that are pickled by value refer to it."""
+        """Pickle the counter by its global name. Functions that are pickled by value refer to it."""
         return "FAULTS"
 
     def note(self, place: str, fault: BaseException) -> None:
@@ -49,16 +46,16 @@ class Faults:
             )
 
     def attempt(self, place: str, action: Callable[[], object]) -> None:
-        """Call an action. If it raises an exception, count the exception as our fault, and do not raise it."""
+        """Call an action. An exception counts as our fault, and is not raised."""
         try:
             action()
         except Exception as fault:
             self.note(place, fault)
 
     def note_of_rule(self, place: str, words: str, kind: str = "") -> None:
-        """Count a value that a rule of the profile names and that could not be read. This is not a fault of ours.
+        """Count a value that a rule names and that could not be read. This is no fault of ours. Never raises.
 
-        `place` is the rule's place in the profile. The log gets one line per place and kind. Raises nothing.
+        `place` is the rule's place in the profile. One line is logged per place and kind.
         """
         with self._lock:
             _, kinds = self._of_rules.setdefault(place, (words, Counter()))
@@ -78,7 +75,7 @@ class Faults:
             return {place: sum(kinds.values()) for place, (_, kinds) in self._of_rules.items()}
 
     def notes_of_rules(self) -> list[str]:
-        """Return a sentence for each rule with unreadable values. It describes the rule's first unreadable value."""
+        """Return a sentence for each rule with unreadable values, on the first of them."""
         with self._lock:
             return [
                 f"{place}: not read: {sum(kinds.values())} times{_counts_text(kinds)}; {first}"
@@ -93,13 +90,13 @@ class Faults:
 
 
 def _warn(message: str, fault: BaseException | None = None) -> None:
-    """Log a warning. Ignore errors of the service's log handlers, because the summary has the counts, too."""
+    """Log a warning. Errors of the service's log handlers are ignored, because the summary has the counts, too."""
     with suppress(Exception):
         logger.warning("%s", message, exc_info=fault)
 
 
 def _counts_text(kinds: Counter[str]) -> str:
-    """Return the kinds with their counts as a text in brackets, "" for a single kind."""
+    """Return the kinds with their counts in brackets, "" for a single kind."""
     return f" ({', '.join(f'{kind} {count}' for kind, count in kinds.most_common())})" if len(kinds) > 1 else ""
 
 

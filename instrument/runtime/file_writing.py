@@ -1,9 +1,7 @@
 """Writes files that only their owner can read, and that appear only once they are complete. Compresses files with gzip.
 
-A writer locks a file `.instrument-*.part` in the same folder, writes it, and renames it once it is complete. The module
-also removes old files to stay within a disk limit.
-
-Files are compressed by Intel's ISA-L if its package `isal` is installed, else by zlib.
+A writer locks a file `.instrument-*.part` in the same folder, and renames it once it is complete. Files are compressed
+by Intel's ISA-L if its package `isal` is installed, else by zlib.
 """
 
 from __future__ import annotations
@@ -31,10 +29,11 @@ PREFIX, SUFFIX = ".instrument-", ".part"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces the one at `path` at the end of the block. An error in the block leaves no file.
+    """Open a new file that replaces the one at `path` after the block. After an error in the block there is no new
+    file.
 
     Missing folders are created. A symbolic link at `path` is replaced, not followed. Raises `OSError`, also if `path`
-    exists and is not a regular file.
+    is not a regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
@@ -52,7 +51,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True for a regular file or a link to one, but not for a link below `/dev`, such as /dev/stdout."""
+    """Return True for a regular file or a link to one, False for a link below `/dev`, such as /dev/stdout."""
     is_link = stat.S_ISLNK(path.lstat().st_mode)
     if is_link and path.parent.resolve().is_relative_to("/dev"):
         return False
@@ -72,9 +71,9 @@ def _create_part(folder: Path) -> tuple[BinaryIO, Path]:
 
 
 def append(path: Path, text: str) -> None:
-    """Append a text to a file, completely or not at all. Only the owner can read a new file.
+    """Append text to a file, completely or not at all. Missing folders are created. Raises `OSError`.
 
-    Missing folders are created. A symbolic link is refused. Raises `OSError`.
+    Only the owner can read a new file. A symbolic link is refused.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -92,8 +91,8 @@ def append(path: Path, text: str) -> None:
 
 
 def remove_abandoned(folder: Path) -> int:
-    """Remove those unfinished files in a folder whose writers have ended. Return the total size in bytes of the
-    remaining unfinished files."""
+    """Remove a folder's unfinished files whose writers have ended. Return the total bytes of the other unfinished
+    files."""
     written_bytes = 0
     for part in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with suppress(OSError):  # its writer, or another process that looks, was faster
@@ -112,9 +111,9 @@ def remove_abandoned(folder: Path) -> int:
 
 
 def remove_first(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
-    """Remove files, given with their sizes, in order until `over_bytes` are freed.
+    """Remove files in the given order until `over_bytes` are freed. Return the removed files.
 
-    Return the removed files. A file that another process removes first also counts as removed. A file of another user
+    The files are given with their sizes. A file that another process removes first also counts. A file of another user
     remains.
     """
     removed = []
@@ -132,25 +131,27 @@ def remove_first(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Pat
 
 
 ISAL_LEVEL = 1
-"""The compression level for ISA-L. Level 0 makes files a quarter larger, and levels 2 and 3 make them no smaller."""
+"""The compression level for ISA-L. Level 0 makes files a quarter larger, levels 2 and 3 no smaller."""
 
 ZLIB_MEMORY_LEVEL = 9
-"""The highest memory level of zlib. It is the fastest, and takes half a MiB while a file is written."""
+"""The highest memory level of zlib. It is the fastest, and takes half a MiB per written file."""
 
 
 class Compressor(Protocol):
     """A compressor of one stream, which gets its data in chunks."""
 
     def compress(self, data: bytes, /) -> bytes:
-        """Compress a chunk. Return the compressed bytes that are ready, often none."""
+        """Compress a chunk. Return the bytes that are ready, often none."""
 
     def flush(self) -> bytes:
-        """End the stream. Return its last compressed bytes."""
+        """End the stream. Return the last compressed bytes."""
 
 
 def compressor(zlib_level: int, *, is_raw: bool = False) -> Compressor:
-    """Return a compressor of one gzip stream. With `is_raw`, the stream has no header and no checksum, as in zip
-    archives. `zlib_level` is used only if ISA-L is not installed."""
+    """Return a compressor of one gzip stream. With `is_raw`, it has no header and no checksum, as in zip archives.
+
+    `zlib_level` is used only without ISA-L.
+    """
     window_bits = -zlib.MAX_WBITS if is_raw else 16 + zlib.MAX_WBITS
     try:
         from isal import isal_zlib
@@ -161,7 +162,7 @@ def compressor(zlib_level: int, *, is_raw: bool = False) -> Compressor:
 
 
 def open_gzip(path: Path) -> gzip.GzipFile:
-    """Open a gzip file for reading. Reading an incomplete file raises one of `damage_errors()`."""
+    """Open a gzip file for reading. Incomplete data raises one of `damage_errors()`."""
     try:
         from isal import igzip
     except ImportError:
@@ -170,7 +171,6 @@ def open_gzip(path: Path) -> gzip.GzipFile:
 
 
 def damage_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that reading a damaged gzip file may raise."""
     of_zlib: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         from isal import isal_zlib

@@ -1,4 +1,4 @@
-"""The import hook, which calls our code right after a module's own code has run and before its importer continues.
+"""The import hook, which calls our code right after a module's own code has run, before the importer continues.
 
 Python's own finders and loaders still do all the work. Modules that we do not instrument are imported as usual.
 """
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 Undo = Callable[[], None]
 
 STACK_WORDS = 40_000
-"""The stack size of a loader's frame, in words. It makes CPython map 512 KiB at once for all frames of an import.
-Otherwise CPython maps and unmaps 16 KiB 1,200 times at the import of pydantic."""
+"""The stack size in words of a loader's frame, for which CPython maps 512 KiB at once for all frames of an import.
+
+Otherwise the import of pydantic maps and unmaps 16 KiB 1,200 times.
+"""
 
 
 class _Loader:
-    """A loader that replaces a module's own loader. It restores that loader before the module's code runs."""
+    """A loader in place of a module's own, which it restores before the module's code runs."""
 
     def __init__(self, spec: Any, loader: Any, finder: Finder, is_wanted: bool) -> None:
         self._spec = spec
@@ -76,8 +78,7 @@ class _Loader:
 
 
 class Finder:
-    """A finder at the front of `sys.meta_path`, which asks the other finders and wraps the loaders of wanted
-    modules."""
+    """A finder at the front of `sys.meta_path`. It asks the other finders, and wraps the loaders of wanted modules."""
 
     def __init__(
         self,
@@ -96,26 +97,25 @@ class Finder:
         self.listens = True
 
     def begin(self, name: str) -> None:
-        """Report that the code of a module is about to run."""
         if self.listens:
             FAULTS.attempt("import hook", lambda: self._begins(name))
 
     def report_module(self, module: ModuleType) -> None:
-        """Report that the code of a module has run, unless the hook has been undone."""
+        """Report that a module's code has run, unless the hook was undone."""
         if self.listens:
             self._imported(module)
 
     def asked_for_code(self, asker: FrameType) -> None:
-        """Report that `runpy` has asked for a module's code to run it, as for `python -m`."""
+        """Report that `runpy` has asked for a module's code, as for `python -m`."""
         if self.listens and asker.f_globals.get("__name__") == "runpy":
             self._asked_for_code()
 
     def pause_trace(self) -> Callable[[], object]:
-        """Pause the trace function of the main module's watch on this thread. Return a function that resumes it."""
+        """Pause the trace function of the main module's watch on this thread. Return the function that resumes it."""
         return self._watch_of_main.pause() if self._watch_of_main is not None else bool
 
     def watch(self, spec: Any, is_wanted: bool = True) -> None:
-        """Replace the loader of a spec, so that its module is reported once its code has run."""
+        """Replace a spec's loader, so that the module is reported after its code has run."""
         lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
         if lazy is not None and isinstance(spec.loader, lazy):
             spec.loader.loader = _Loader(spec.loader, spec.loader.loader, self, is_wanted)
@@ -150,7 +150,7 @@ class Finder:
             self._busy.name = before
 
     def _move_to_front(self) -> None:
-        """Move this finder back to the front of `sys.meta_path`, before a finder such as pytest's."""
+        """Move this finder to the front of `sys.meta_path` again, before a finder such as pytest's."""
         order = list(sys.meta_path)
         if self in order:
             order.remove(self)
@@ -164,12 +164,11 @@ def install(
     begins: Callable[[str], object] = lambda _: None,
     watch: Watch | None = None,
 ) -> Undo:
-    """Install a hook that calls `imported(module)` after the import of each module for which `wants(name)` is true, and
-    `begins(name)` before it.
+    """Call `imported(module)` after the import of each module for which `wants(name)` is true, and `begins(name)`
+    before it.
 
     Both run on the importing thread, under the module's import lock. `asked_for_code()` is called when `runpy` is about
-    to run such a module, as for `python -m`. Imports pause the trace function of `watch`. Return a function that
-    removes the hook.
+    to run such a module. Imports pause the trace function of `watch`. Return the function that removes the hook.
     """
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)
@@ -186,6 +185,6 @@ def install(
 
 
 def is_lazy(module: object) -> bool:
-    """Return True for a module of `importlib.util.LazyLoader` whose code has not run. This does not load the module."""
+    """Return True for a module of `importlib.util.LazyLoader` whose code has not run. Does not load it."""
     lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return lazy is not None and type(module) is lazy

@@ -1,10 +1,8 @@
 """Watches the module that runs as `__main__`, and reports its functions before the module calls them.
 
-No import hook sees this module, and the module's functions are called before its body ends. So `sys.monitoring`, or
-before Python 3.12 `sys.settrace`, watches the body while it runs. The watch reports new names before each statement
-that may call something.
-
-The module `__mp_main__` of a child of multiprocessing is watched in the same way.
+No import hook sees this module. So `sys.monitoring`, or before Python 3.12 `sys.settrace`, watches its body while it
+runs. The watch reports new names before each statement that may call something. The module `__mp_main__` of a child of
+multiprocessing is watched, too.
 """
 
 from __future__ import annotations
@@ -25,24 +23,25 @@ else:
     ast, linecache = LazyModule("ast"), LazyModule("linecache")
 
 MAINS = ("__main__", "__mp_main__")
-"""The values of `__name__` of a main module: in a program, and in a child that multiprocessing has spawned."""
+"""The values of `__name__` in a main module: of a program, and of a child that multiprocessing has spawned."""
 
 RUNNERS = frozenset(
     ("coverage", "cProfile", "debugpy", "kernprof", "memray", "pdb", "profile", "pyinstrument", "scalene", "trace")
 )
-"""Programs that run a script as the main module of their own process, as in `python -m pdb script.py`."""
+"""Programs that run a script as the main module of their own process, such as `python -m pdb script.py`."""
 
 TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
-"""The runners that trace the script. Before Python 3.12, only one tracer can run, so their scripts are not watched."""
+"""The runners that trace the script. Before Python 3.12 there can be only one tracer, so these scripts are not
+watched."""
 
 _WATCHED = ("<module>", "_bootstrap")
-"""The names of code objects whose start is watched: module bodies, and the first function of a spawned child."""
+"""The names of code whose start is watched: module bodies, and a spawned child's first function."""
 
 
 def names_of(module: ModuleType) -> tuple[str, ...]:
     """Return the names by which rules may refer to a module.
 
-    For a main module these are its own name, if `-m` gave one, and `__main__`, even in a spawned child.
+    The names of a main module are its own, if `-m` gave one, and `__main__`, even in a spawned child.
     """
     names = object.__getattribute__(module, "__dict__")
     name: str = names["__name__"]
@@ -53,20 +52,17 @@ def names_of(module: ModuleType) -> tuple[str, ...]:
 
 
 def is_main(module: ModuleType) -> bool:
-    """Return True for a module that runs as the main module."""
     return object.__getattribute__(module, "__dict__")["__name__"] in MAINS
 
 
 def script_name() -> str:
-    """Return the name that the main script would have as a module, "" without a script.
-
-    The name is from `sys.argv`, because `__file__` is gone once the script's body has ended.
-    """
+    """Return the name of the main script as a module, "" without a script. `__file__` is gone after the script's
+    end."""
     return PurePath(str(sys.argv[0])).stem if sys.argv else ""
 
 
 def _runner() -> str:
-    """Return which of `RUNNERS` runs this program, "" for none."""
+    """Return the one of `RUNNERS` that runs this program, "" for none."""
     words = sys.orig_argv
     module_words = words[words.index("-m") + 1 :] if "-m" in words else []
     package = module_words[0].partition(".")[0] if module_words else ""
@@ -74,13 +70,13 @@ def _runner() -> str:
 
 
 def tracer_of_main() -> str:
-    """Return the name of the runner whose trace function replaces that of the watch, "" if there is none."""
+    """Return the runner whose trace function replaces that of the watch, "" for none."""
     runner = _runner() if sys.version_info < (3, 12) else ""
     return runner if runner in TRACERS else ""
 
 
 class MainNames(ModuleType):
-    """A module object for a namespace that has none, such as that of a script below a runner or of a spawned child."""
+    """A module object for a namespace without one, such as that of a script below a runner or of a spawned child."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -105,7 +101,8 @@ class MainNames(ModuleType):
 
 
 def spawned_main() -> MainNames | None:
-    """Return the namespace that a spawned child's functions use. The child's main module has only a copy."""
+    """Return the namespace of a spawned child's functions, None without one. The child's main module has only a
+    copy."""
     module = sys.modules.get(MAINS[1])
     if module is None:
         return None
@@ -121,15 +118,14 @@ def spawned_main() -> MainNames | None:
 
 
 class Plan(NamedTuple):
-    """The lines of a module's body before which new names are reported (`stops`), and the line of the last
-    definition."""
+    """The lines of a module's body before which new names are reported (`stops`), and the last definition's line."""
 
     stops: frozenset[int]
     last: int
 
 
 def plan_reports(body: ast.Module) -> Plan:
-    """Return the lines of a module's body before which new names must be reported."""
+    """Return the lines of a module's body before which new names are reported."""
     stops: set[int] = set()
     names: set[str] = set()
     last = 0
@@ -152,7 +148,7 @@ def plan_reports(body: ast.Module) -> Plan:
 
 
 def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield the statements that run in the module's own frame, in order, each with True if it is nested."""
+    """Yield the statements that run in the module's own frame, in order, and True for each nested one."""
     for statement in block:
         yield statement, nested
         for inner in _blocks(statement):
@@ -160,8 +156,7 @@ def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.st
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the blocks within a statement such as `if`. A definition has no blocks, because its body runs in a frame
-    of its own."""
+    """Return the blocks within a statement such as `if`. A definition has none, as its body runs in its own frame."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
@@ -170,7 +165,7 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[str]:
-    """Yield the names that the definition of a function or class uses, such as those of its decorators."""
+    """Yield the names that a definition uses when it runs, such as those of decorators."""
     parts: list[ast.AST] = list(statement.decorator_list)
     if isinstance(statement, ast.ClassDef):
         parts += [*statement.bases, *statement.keywords, *statement.body]
@@ -183,7 +178,8 @@ def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast
 
 
 def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
-    """Return True for an expression that makes a function: a lambda, or `decorate(function)` with one of `names`."""
+    """Return True for an expression that makes a function: a lambda, or a call such as `decorate(function)` with one of
+    `names`."""
     if isinstance(value, ast.Lambda):
         return True
     return isinstance(value, ast.Call) and any(
@@ -192,7 +188,7 @@ def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
 
 
 def _is_inert(statement: ast.stmt) -> bool:
-    """Return True for a statement that cannot call a function of its module, such as an import."""
+    """Return True for a statement that cannot call a function of its module."""
     inert = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global)
     return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
 
@@ -207,7 +203,7 @@ def _plan_for(code: CodeType, names: dict[str, Any]) -> Plan | None:
 
 
 class Watch:
-    """A watch of the main module's body, which reports new names until the last one is defined.
+    """A watch of the main module's body. It reports new names until the last one is defined.
 
     `wants(name)` returns True for a module to report. `defined(module)` is called on the thread that runs the body.
     """
@@ -225,7 +221,7 @@ class Watch:
         self._means: _Monitoring | _Tracing | None = None
 
     def begin(self) -> None:
-        """Watch the main module's body if it is a caller of this code, else wait until it begins to run."""
+        """Watch the main module's body if it calls this code, or else when it begins to run."""
         frames: list[FrameType] = []
         caller: FrameType | None = sys._getframe(1)
         while caller is not None:
@@ -247,7 +243,7 @@ class Watch:
             self._wait()
 
     def await_body(self) -> None:
-        """Wait for the body of a module that `runpy` runs next on this thread, perhaps as the main module."""
+        """Wait for the body that `runpy` runs next on this thread, perhaps as the main module."""
         self._is_next = True
         self._wait()
 
@@ -256,17 +252,16 @@ class Watch:
             means.listen()
 
     def end(self) -> None:
-        """End the watch, and remove its hook from the interpreter."""
         means, self._means = self._means, None
         if means is not None:
             means.release()
 
     def is_traced(self) -> bool:
-        """Return True while the watch's trace function slows down the calls of this thread."""
+        """Return True while the trace function slows down this thread's calls."""
         return type(self._means) is _Tracing and self._means.is_on()
 
     def pause(self) -> Callable[[], object]:
-        """Remove the trace function of this thread, for an import. Return a function that sets it again."""
+        """Remove this thread's trace function, for an import. Return the function that sets it again."""
         means = self._means
         if not isinstance(means, _Tracing) or not means.is_on():
             return bool
@@ -288,7 +283,7 @@ class Watch:
         return module is not None and any(map(self._wants, names_of(module)))
 
     def _module_of(self, names: dict[str, Any]) -> ModuleType | None:
-        """Return the module with this namespace, or a `MainNames` for the script of a runner."""
+        """Return the module with a namespace, or a `MainNames` for a runner's script."""
         module = _module_of(names)
         if module is not None or not self._runner:
             return module
@@ -297,7 +292,7 @@ class Watch:
         return self._of_runner
 
     def begins_body(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Return True if the code that begins is the body to watch. End the watch if it has no readable source."""
+        """Return True if code that begins is the body to watch. End the watch if its source is not readable."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
@@ -313,7 +308,6 @@ class Watch:
         return False
 
     def report_before_line(self, line: int) -> None:
-        """Report new names before a line of the body runs."""
         is_past = line > self._plan.last
         if is_past or line in self._plan.stops:
             self.report_names()
@@ -321,7 +315,6 @@ class Watch:
             self.end()
 
     def report_at_end(self) -> None:
-        """Report new names after the body has run."""
         self.report_names()
         self.end()
 
@@ -342,7 +335,6 @@ def _snapshot(names: dict[str, Any]) -> dict[str, int]:
 
 
 def _module_of(names: dict[str, Any]) -> ModuleType | None:
-    """Return the module with this namespace, None if there is none."""
     module = sys.modules.get(names.get("__name__", ""))
     is_it = issubclass(type(module), ModuleType) and object.__getattribute__(module, "__dict__") is names
     return module if is_it else None
@@ -369,16 +361,15 @@ class _Tracing:
             sys.settrace(None)
 
     def is_on(self) -> bool:
-        """Return True if this thread has the trace function."""
         return sys.gettrace() == self._called
 
     def resume(self) -> None:
-        """Set the trace function again after a pause, unless another one was set or the watch has ended."""
+        """Set the trace function after a pause, unless another one was set or the watch has ended."""
         if self._watch._means is self and sys.gettrace() is None:
             sys.settrace(self._called)
 
     def _is_over(self) -> bool:
-        """Return True if the watch has ended. Then remove the trace function, which only this thread can do."""
+        """Return True if the watch has ended, and then remove the trace function. Only its own thread can do that."""
         if self._watch._means is self:
             return False
         self.release()

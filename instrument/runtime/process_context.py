@@ -1,7 +1,6 @@
-"""The publication of this process's resource attributes in a named memory mapping, which profilers find in
-`/proc/PID/maps`.
+"""Publishes this process's resource attributes in a named memory mapping, which profilers find in `/proc/PID/maps`.
 
-OpenTelemetry's OTEP 4719 defines this process context. Only one SDK of a process may publish a context.
+OpenTelemetry's OTEP 4719 defines this process context. Only one SDK of a process may publish one.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ else:
 NAME = b"OTEL_CTX"
 VERSION = 2
 HEADER = struct.Struct("<8sIIQQ")
-"""The fields of the header: name, version, length of the payload, time of publication, and address of the payload. The
-name is written last. The time is on the boot-time clock, and 0 while the payload changes."""
+"""The header's fields: name, version, payload length, time of publication, and payload address.
+
+The name is written last. The time is on the boot-time clock, and 0 while the payload changes.
+"""
 
 PAYLOAD_LIMIT = 64 << 10
-"""The maximum size in bytes of a payload that readers accept."""
+"""The maximum bytes of a payload that readers accept."""
 
 _PUBLISHED_AT = 16
 _PAGE_BYTES = 4096
@@ -54,9 +55,9 @@ _published: _Published | None = None
 
 
 def publish(payload: bytes) -> str:
-    """Publish an encoded `ProcessContext`, which replaces an earlier one of this process.
+    """Publish an encoded `ProcessContext` in place of an earlier one of this process. Return the reason for a failure.
 
-    Return the reason for a failure. Return "" on success, or if another SDK in the process has published a context.
+    Return "" on success, or if another SDK in the process has published a context.
     """
     global _published
     if len(payload) > PAYLOAD_LIMIT:
@@ -78,7 +79,7 @@ def publish(payload: bytes) -> str:
 
 
 def withdraw() -> None:
-    """Withdraw the published context of this process, if there is one."""
+    """Withdraw this process's published context, if any."""
     global _published
     with _lock:
         context, _published = _published, None
@@ -94,8 +95,7 @@ def after_fork_in_child() -> None:
 
 
 def _write_context(context: _Published, payload: bytes) -> None:
-    """Write the payload and the header in an order in which readers always find the context complete, or marked as
-    changing."""
+    """Write payload and header in an order that is safe for readers. A context is complete, or marked as changing."""
     before, context.payload = context.payload, ctypes.create_string_buffer(payload, len(payload))
     address, at = ctypes.addressof(context.payload), context.address
     # A lock that is taken and released is a barrier between the writes before and after it.
@@ -116,7 +116,7 @@ def _write_memory(address: int, data: bytes) -> None:
 
 
 def _map_page(libc: ctypes.CDLL) -> int:
-    """Map a page for the header, which forked children do not inherit. Raises `OSError`."""
+    """Map a page for the header that forked children do not inherit. Raises `OSError`."""
     try:
         fd = _create_memfd()
     except (OSError, AttributeError):
@@ -151,14 +151,13 @@ def _create_memfd() -> int:
 
 
 def _is_published() -> bool:
-    """Return True if some SDK has published a context in this process."""
     with suppress(OSError):
         return any(NAME in line for line in Path("/proc/self/maps").read_bytes().splitlines())
     return False
 
 
 def _load_libc() -> ctypes.CDLL:
-    """Load the C library, with the types of the needed functions. Raises `AttributeError` if it lacks one."""
+    """Load the C library, with the types of the needed functions. Raises `AttributeError` if one is missing."""
     libc = ctypes.CDLL(None, use_errno=True)
     size, address, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address

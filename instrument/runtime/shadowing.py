@@ -1,7 +1,6 @@
-"""The protection of our imports from service modules with names of the standard library, such as a file `token.py`.
+"""Protects our imports from service modules with names of the standard library, such as a file `token.py`.
 
-Our imports, direct and indirect, get the standard modules, and the service gets its own. A session imports this module
-before all others.
+Our imports get the standard modules, and the service gets its own. A session imports this module before all others.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib, too
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
-"""The third-party packages that we import. Their own imports count as ours."""
+"""The third-party packages that we import, whose own imports count as ours."""
 
 
 def guard_imports(folders: Iterable[str] = ()) -> None:
-    """Make our imports ignore modules in `folders`, and in folders that precede the standard library on `sys.path`."""
+    """Make our imports ignore modules in `folders`, and in folders before the standard library on `sys.path`."""
     before = []
     for entry in sys.path:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):
@@ -48,7 +47,7 @@ def _names_in(folder: str) -> list[str]:
 
 
 def folder_of_main() -> str:
-    """Return the folder that Python puts first on `sys.path` for the program that it runs."""
+    """Return the folder that Python puts first on `sys.path` for the program."""
     words = iter(sys.orig_argv[1:])
     for word in words:
         if word in ("-X", "-W"):
@@ -61,7 +60,7 @@ def folder_of_main() -> str:
 
 
 class Loaded:
-    """A loader that returns a module that is already loaded, without running its code again."""
+    """A loader that returns an already loaded module, and does not run its code again."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -75,7 +74,7 @@ class Loaded:
 
 
 class _Guard:
-    """A finder, first on `sys.meta_path`, that finds shadowed standard modules for imports by our code."""
+    """A finder, first on `sys.meta_path`. It finds the standard modules for our imports even if they are shadowed."""
 
     def __init__(self, shadowed: set[str]) -> None:
         self._shadowed = shadowed
@@ -107,7 +106,7 @@ class _Guard:
         return spec
 
     def release(self) -> None:
-        """Remove the standard modules that we loaded from `sys.modules`, so that the service loads its own."""
+        """Remove our standard modules from `sys.modules`, so that the service loads its own."""
         while self._loaded:
             name = self._loaded.pop()
             if module := sys.modules.pop(name, None):
@@ -115,7 +114,7 @@ class _Guard:
 
 
 def release() -> None:
-    """Put the service's own modules back into `sys.modules`, where they replace the standard modules that we loaded."""
+    """Put the service's own modules back into `sys.modules`, in place of our standard modules."""
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
             finder.release()

@@ -1,9 +1,9 @@
 """The signal handler that has the session deliver its data before a signal ends the process.
 
-Servers set their signal handlers later than the session sets its handler. So during a session `signal.signal` and
-`signal.getsignal` are replaced. If the service sets the default handler, the session's handler is set instead.
+Servers set their signal handlers after the session. So during a session `signal.signal` and `signal.getsignal` are
+replaced. If the service sets the default handler, the session's handler is set instead.
 
-Native code, such as tokio, calls our handler after the code's own handler. Our handler then does nothing.
+Native code, such as tokio, calls our handler after its own. Our handler then does nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from types import FrameType
 from typing import Any, NoReturn
 
 RESETTABLE_SIGNALS = (signal.SIGINT, signal.SIGHUP)
-"""The signals that get our handler only when the service resets its own handler to the default. Otherwise they keep the
-default, because a handler in Python cannot end a program while the main thread runs C code."""
+"""The signals that get our handler only when the service resets its own handler to the default.
+
+Otherwise they keep the default. A handler in Python cannot end a program while the main thread runs C code.
+"""
 
 
 class Termination:
-    """A signal handler that calls `end(number, frame)` on the main thread before a signal ends the process.
+    """A handler that calls `end(number, frame)` on the main thread before a signal ends the process.
 
     If `end` returns True, the handler ends the process by the same signal.
     """
@@ -37,8 +39,8 @@ class Termination:
         """The address of CPython's function that the system calls for every handler in Python."""
 
     def install(self) -> Callable[[], None]:
-        """Handle SIGTERM whenever it has the default disposition. Must be called on the main thread. Return a function
-        that undoes this."""
+        """Handle SIGTERM whenever it has the default disposition. Must be called on the main thread. Return the
+        function that undoes this."""
         if not _is_main_thread():
             return lambda: None
         bare_set, bare_get = self._set, self._get
@@ -71,7 +73,7 @@ class Termination:
         return undo
 
     def _set_handler(self, number: int) -> Any:
-        """Set our handler for a signal. Return the earlier handler."""
+        """Set our handler for a signal. Return the earlier one."""
         before = self._set(number, self._handler)
         self._address = _address_of_handler(number)
         return before
@@ -96,9 +98,9 @@ class Termination:
 
 
 def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
-    """Make `os._exit` first call `action` with the exit code. Return a function that undoes this.
+    """Make `os._exit` first call `action` with the exit code. Return the function that undoes this.
 
-    Forked workers exit by `os._exit`, without Python's exit handling. The action must not wait.
+    Forked workers exit by `os._exit`. The action must not wait.
     """
     bare_exit = os._exit
 
@@ -118,7 +120,7 @@ def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
 
 
 def _address_of_handler(number: int) -> int | None:
-    """Return the address of the C function that the system calls for a signal, None if unknown."""
+    """Return the address of the C function that handles a signal, None if unknown."""
     try:
         from ctypes import c_void_p, pythonapi
 
@@ -131,5 +133,5 @@ def _address_of_handler(number: int) -> int | None:
 
 
 def _is_main_thread() -> bool:
-    """Return True on the thread that runs Python's signal handlers, in each of its greenlets."""
+    """Return True on the thread that runs Python's signal handlers, in any greenlet."""
     return threading.get_native_id() == os.getpid()

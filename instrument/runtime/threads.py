@@ -19,18 +19,18 @@ RESTART_S = 0.2
 """Seconds after which a dead thread starts again."""
 
 WORK_SLICE_S, PAUSE_S = 0.001, 0.0005
-"""Seconds for which a thread of ours works without a pause, and seconds of each pause. Without pauses, a server would
-wait for the GIL several times per request, 5 ms each time."""
+"""The seconds for which our thread works without a pause, and the seconds of a pause.
+
+Without pauses, a server would wait for the GIL several times per request, 5 ms each time.
+"""
 
 _own_threads: dict[int, tuple[str, int]] = {}
-"""The names and process ids of our running threads, by thread id."""
+"""The name and process id of each of our running threads, by thread id."""
 
 
 class Thread:
-    """A daemon thread that calls `run`, and calls it again if it returns or raises while `is_needed()`.
-
-    An end by an error counts as a fault, and so does a `SystemExit` that the service has thrown into all threads.
-    """
+    """A daemon thread that calls `run`, and calls it again while `is_needed()` returns True. An error in `run`, even
+    `SystemExit`, counts as a fault."""
 
     def __init__(self, run: Callable[[], object], name: str, is_needed: Callable[[], bool] = lambda: False) -> None:
         self.name = name
@@ -42,10 +42,8 @@ class Thread:
         self._listed: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread. Raises `RuntimeError` if there are too many threads or the interpreter is ending.
-
-        `threading.enumerate()` lists the thread, unless `threading` is patched.
-        """
+        """Start the thread, which `threading.enumerate()` lists unless `threading` is patched. Raises `RuntimeError` if
+        it cannot start."""
         self._pid = os.getpid()
         try:
             if is_patched():
@@ -58,7 +56,7 @@ class Thread:
             raise
 
     def is_alive(self) -> bool:
-        """Return True if the thread has been started in this process, and has not ended."""
+        """Return True if the thread was started in this process and has not ended."""
         return self._pid == os.getpid() and not self._ended.is_set()
 
     def is_current(self) -> bool:
@@ -99,20 +97,20 @@ class Thread:
 
 
 class Pace:
-    """A pacer that inserts pauses into long work on a thread of ours."""
+    """A pacer that inserts pauses into long work on one of our threads."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + WORK_SLICE_S
 
     def rest(self) -> None:
-        """Pause if the thread has worked for `WORK_SLICE_S` since the last pause."""
+        """Pause if the thread has worked for `WORK_SLICE_S` since its last pause."""
         if time.monotonic() > self._until:
             sleep(PAUSE_S)
             self._until = time.monotonic() + WORK_SLICE_S
 
 
 def start_unlisted(run: Callable[[], object], name: str) -> None:
-    """Start a thread that `threading.enumerate()` does not list. Raises `RuntimeError` if none can be started."""
+    """Start a thread that `threading.enumerate()` does not list. Raises `RuntimeError` if it cannot start."""
 
     def run_named() -> None:
         ident = get_ident()
@@ -126,12 +124,12 @@ def start_unlisted(run: Callable[[], object], name: str) -> None:
 
 
 _library_threads: dict[int, int] = {}
-"""The number of threads that libraries of ours have started, by process id."""
+"""The number of threads that our libraries have started, by process id."""
 
 
 @contextmanager
 def count_library_threads() -> Iterator[None]:
-    """Count threads that start during the `with` block as ours, such as OpenBLAS's at the import of numpy."""
+    """Count threads that start during the block as ours, such as OpenBLAS's at the import of numpy."""
     before = _count_tasks()
     try:
         yield
@@ -147,10 +145,10 @@ def _count_tasks() -> int:
 
 
 class _ForkWarning:
-    """A pattern that matches Python's warning on a fork of a process with threads. It matches only once.
+    """A pattern for Python's warning on a fork of a process with threads. After one match it removes its warning
+    filter.
 
-    The match removes the warning filter with this pattern. Python 3.12 warns before the parent's fork hooks, later
-    versions after them.
+    Python 3.12 warns before the parent's fork hooks, later versions after them.
     """
 
     def match(self, text: str) -> bool:
@@ -166,7 +164,7 @@ _PYTHON_WARNS = sys.version_info >= (3, 12)
 
 
 def silence_fork_warning() -> None:
-    """Suppress Python's warning at the next fork if all threads except the calling one are ours."""
+    """Suppress Python's warning at the next fork if all other threads are ours."""
     ours = sum(pid == os.getpid() for _, pid in list(_own_threads.values())) + _library_threads.get(os.getpid(), 0)
     if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
         # Not by `filterwarnings`, which would make Python forget its warnings.
@@ -184,7 +182,7 @@ _child_begins: Callable[[], None] | None = None
 
 
 def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
-    """Register functions to call around each fork, also around forks by C code, which call no hooks of Python."""
+    """Call functions around each fork, even a fork by C code, which calls no hooks of Python."""
     global _child_begins
 
     def begin_child() -> None:
@@ -201,7 +199,7 @@ def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_chi
 
 
 def catch_up_with_fork() -> None:
-    """Call the fork hook for a child if C code, such as uWSGI, forked this process without Python's hooks."""
+    """Call the child's fork hook if C code, such as uWSGI, forked this process without Python's hooks."""
     if _child_begins is not None and os.getpid() != _pid:
         _child_begins()
 
@@ -219,6 +217,6 @@ def is_server_to_fork() -> bool:
 
 
 def own_thread_name() -> str | None:
-    """Return the name of the calling thread if it is ours, else None."""
+    """Return the calling thread's name if it is ours, else None."""
     name, pid = _own_threads.get(get_ident(), ("", 0))
     return name if pid == os.getpid() else None

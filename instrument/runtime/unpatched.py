@@ -1,7 +1,6 @@
 """The real locks, queues, threads and sockets of the system, even if gevent or eventlet has patched Python's.
 
-The locks come from C modules that are never patched, or from the originals that gevent and eventlet keep. A real lock
-blocks its whole thread with all greenlets. So no code of the service may run while our code has a lock.
+A real lock blocks its whole thread with all greenlets. So no code of the service may run while our code has a lock.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _original(module: str, name: str) -> Any:
-    """Return an attribute of a module as it was before gevent or eventlet replaced it."""
+    """Return a module's attribute from before gevent or eventlet replaced it."""
     monkey, patcher = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     if monkey is not None and monkey.is_object_patched(module, name):
         return monkey.get_original(module, name)
@@ -45,12 +44,12 @@ if not TYPE_CHECKING:
 
 
 def is_patched() -> bool:
-    """Return True if gevent or eventlet has replaced the threads of `threading` by greenlets."""
+    """Return True if gevent or eventlet has replaced threads by greenlets."""
     return _thread.start_new_thread is not start_new_thread
 
 
 class Event:
-    """An event like `threading.Event`, but its `set` never blocks, so that signal handlers may call it."""
+    """An event like `threading.Event`. Its `set` never blocks, so signal handlers may call it."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -60,7 +59,6 @@ class Event:
         return self._is_set
 
     def set(self) -> None:
-        """Set the event: release all waiting threads, and let later waits return at once."""
         self._is_set = True
         while True:
             try:
@@ -72,7 +70,7 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait up to `timeout_s` seconds for the event. Return True if it is set."""
+        """Wait up to `timeout_s` seconds. Return True if the event is set."""
         if self._is_set:
             return True
         waiter = Lock()
@@ -90,7 +88,7 @@ class Event:
 
 
 class Socket(_socket.socket):
-    """A real socket, with the methods of `socket.socket` that we use."""
+    """A real socket, with the methods that we use."""
 
     def accept(self) -> tuple[Socket, Any]:
         descriptor, address = self._accept()  # type: ignore[attr-defined]
@@ -106,7 +104,7 @@ class Socket(_socket.socket):
 
 
 def connect(host: str, port: int, timeout_s: float) -> Socket:
-    """Connect by TCP to the first address of a host that accepts the connection. Raises `OSError`."""
+    """Connect by TCP to the first address of a host that accepts. Raises `OSError`."""
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM):
         sock = None

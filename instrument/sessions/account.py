@@ -33,7 +33,7 @@ else:
 MOST_COMPLAINTS = 20
 
 MOST_UNCALLED = 500
-"""The maximum number of uncalled targets whose names go into the run's report. If there are more, no name is sent."""
+"""The maximum number of uncalled targets whose names go into the run's report. Beyond that, none is named."""
 
 SUB_INTERPRETER_MODULES = {"_interpreters", "_xxsubinterpreters"}
 """The modules that a program imports to make sub-interpreters, in which nothing is recorded."""
@@ -46,8 +46,8 @@ class SessionDiagnostics:
     """The losses, costs and notes of a session, collected from its components.
 
     `timing` is None if no device is timed, and `exporter` is None if nothing is sent. With `has_waiting_notes`, notes
-    also name rules that have no target yet. `refused` has the reasons why settings of the newest profile are not in
-    force. `thread_ns` is the processor time that the session's own thread has used.
+    also name rules without a target. `refused` has the reasons why settings of the newest profile do not apply.
+    `thread_ns` is the processor time of the session's own thread.
     """
 
     recorder: Recorder
@@ -93,17 +93,12 @@ class SessionDiagnostics:
     # ---------------------------------------------------------------- its readings
 
     def cost(self, window_ns: int) -> Cost:
-        """Return what the instrumentation has cost so far: the calls in the tally times the cost of their probes.
-
-        The cost of a probe was measured on this machine for each shape of call. The cost of a generator is that of one
-        step. A device time adds the cost of two events on this device.
-        """
+        """Return what the instrumentation has cost so far: the calls in the tally times the cost of their probes."""
         mean_ns = self.mean_ns()
         cold_ns = mean_ns + self.costs.cold_ns if mean_ns else 0.0
         return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
 
     def mean_ns(self) -> float:
-        """Return the mean cost of recording a call, in ns."""
         calls = calls_by_site(self.recorder)
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
         return (probes_ns + self.pairs_ns()) / counted if counted else 0.0
@@ -122,7 +117,6 @@ class SessionDiagnostics:
         return 0.0 if self.timing is None else self.timing.cost_ns()[0]
 
     def threads_ns(self) -> dict[str, int]:
-        """Return the processor time in ns of the session's threads, by their task."""
         ns_by_work = {"looking through spans": self.thread_ns, "reading gauges": self.gauges.thread_ns}
         if self.exporter is not None:
             ns_by_work["sending to the collector"] = self.exporter.thread_ns
@@ -147,7 +141,6 @@ class SessionDiagnostics:
         )
 
     def losses(self) -> Mapping[str, int]:
-        """Return the counts of lost records, by reason."""
         counts: Counter[str] = Counter(self._losses)
         counts.update(self.recorder.losses())
         if self.timing is not None:
@@ -165,9 +158,8 @@ class SessionDiagnostics:
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
         """Return a sentence for each target that was not observed, and for each fault.
 
-        If `with_muted` is False, muted sites are left out, because the report has a table of them. If `of_all` is
-        False, rules whose modules this process has not imported are left out, because the run's first process reports
-        them. Rules of a preset that do not apply to this program, such as copies without a device, are always left out.
+        Without `with_muted`, muted sites are left out. Without `of_all`, rules whose modules this process has not
+        imported are left out, because the run's first process reports them.
         """
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.read_marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
@@ -222,8 +214,8 @@ class SessionDiagnostics:
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdict on each rule and target, with its count of calls. If `of_all` is False, leave out rules
-        whose modules are not imported."""
+        """Return the verdict on each rule and target, with its count of calls. Without `of_all`, rules whose modules
+        are not imported are left out."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
         for site, called in calls_by_site(self.recorder).items() if verdicts else ():
@@ -236,11 +228,9 @@ class SessionDiagnostics:
 
 
 def _is_idle_rule(verdict: Verdict) -> bool:
-    """Return True if a verdict says that no target of its rule was called."""
     return verdict.state == "uncalled" and verdict.target == verdict.rule and verdict.site is None
 
 
 def _uncalled_targets(verdicts: Iterable[Verdict]) -> list[str]:
-    """Return the targets that were not called."""
     uncalled = (verdict for verdict in verdicts if verdict.state == "uncalled" and not _is_idle_rule(verdict))
     return [verdict.target or verdict.rule for verdict in uncalled]

@@ -43,7 +43,7 @@ SCRAPE_WAIT_S = 1.0
 """Seconds for which a scrape waits for a busy session. Then it gets the metrics of the previous scrape."""
 
 GAUGE_AGE_LIMIT_NS = 30 * 10**9
-"""Nanoseconds after which a reading of a gauge is too old for a scrape and is left out."""
+"""The time in ns after which a reading of a gauge is too old for a scrape."""
 
 NO_AGENT = (
     "export.prometheus and capture.to: asked of the agent of a run, found none; nothing listens and nothing is written "
@@ -60,8 +60,8 @@ class SessionLock:
 
     @contextmanager
     def acquired(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock for a block and yield True. If that takes longer than `timeout_s`, yield False. After the
-        block, send a postponed signal again."""
+        """Acquire the lock for a block and yield True, or yield False after `timeout_s`. Afterwards send a postponed
+        signal again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -87,8 +87,7 @@ class Exporting:
     """The export of one session. All methods may be called from any thread.
 
     `_while_no_fork_comes(function)` calls a function that imports modules, and delays forks until it returns.
-    `_start_reading()` starts the thread that calls `read_recorded`, if that thread is needed and the session's other
-    threads have started.
+    `_start_reading()` starts the thread that calls `read_recorded`, if that thread is needed.
     """
 
     _recorded: Recorded
@@ -111,7 +110,6 @@ class Exporting:
         self._announced_join = 0
 
     def after_fork_in_child(self) -> None:
-        """Begin the export of the child's own recording, of which nothing has been sent."""
         self._announced_join = 0
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
@@ -120,7 +118,7 @@ class Exporting:
         self.choose_exporter()
 
     def prepare(self) -> None:
-        """Choose whether the agent or this process exports, and import the modules, before anything is recorded."""
+        """Choose whether the agent or this process exports, and import the modules for it."""
         if self._exporter is not None:
             self._exporter.prepare()
             self.choose_exporter()
@@ -145,8 +143,7 @@ class Exporting:
         return True
 
     def choose_exporter(self) -> None:
-        """Leave the export to the agent if there is an agent or this process can start one. The choice is final, even
-        if the agent ends."""
+        """Leave the export to the agent if there is an agent or this process can start one. The choice is final."""
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
             self.handover.is_here, self.handover.has_agent = False, True
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -179,8 +176,7 @@ class Exporting:
             return True
 
     def publish_facts(self, *, is_joined: bool) -> None:
-        """Write the values that the agent needs for the export into the recording. The control thread does so
-        regularly."""
+        """Write the values that the agent needs for the export into the recording."""
         self._facts.publish_resource()
         self._facts.publish_counts()
         joined = self._membership.joins if is_joined else 0
@@ -207,8 +203,8 @@ class Exporting:
     def spans_to_send(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans of a window that the session's export will not send, so that the caller can send them.
 
-        The export sends the spans of an open request when the request ends. If the agent exports, it sends all spans of
-        the window, and the list is empty. Raises `ExportError` if the agent does not answer.
+        An exporting agent sends all spans of the window, and the list is empty. Raises `ExportError` if the agent does
+        not answer.
         """
         if not spans:
             return []
@@ -336,7 +332,6 @@ class Exporting:
             )
 
     def _flush_here(self, reader: OwnExport, end: float) -> None:
-        """Pass finished spans to this process's exporter. Stop when all spans are passed, or at the time `end`."""
         self._await_device_times(end)
         self._facts.publish_counts(at_once=True)
         is_done = False
@@ -347,10 +342,10 @@ class Exporting:
                 time.sleep(FLUSH_POLL_S)
 
     def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
-        """Have the agent send all finished spans, and wait until they are sent, at most until the time `end`.
+        """Have the agent send all finished spans, and wait for that at most until the time `end`.
 
-        Return the delivery, and the count of spans that are not sent yet. The wait ends early if the agent's exporter
-        has started, reads no new rows for `patience_s` seconds and has nothing to send.
+        Return the delivery, and the count of spans that are not sent yet. The wait ends early if the agent reads no new
+        rows for `patience_s` seconds and has nothing to send.
         """
         handover, recorded, asked_ns = self.handover, rows_recorded(), time.monotonic_ns()
         self._await_device_times(end)  # the agent does so, too
@@ -378,7 +373,6 @@ class Exporting:
             time.sleep(FLUSH_POLL_S)
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
-        """Return True if the agent has sent or dropped all metrics up to the time `asked_ns`."""
         if not (self._facts.asks_for_metrics or self._recorded.gauges.are_wanted):
             return True
         metered = self.handover.agent_metrics()
@@ -396,13 +390,11 @@ class Exporting:
             self.handover.left = {ABANDONED: count}
 
     def read_remaining(self, end: float) -> None:
-        """Export the remaining rows until the time `end`, if this process reads its own recording."""
         if (reader := self.own_reader) is not None:
             self._read_own(partial(reader.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:
-        """End the export. Unless `has_delivered`, drop unsent rows. The process has then recorded no calls, and its
-        gauges alone are useless."""
+        """End the export. Without `has_delivered`, drop unsent rows."""
         reader = self.handover.own
         if not has_delivered and self._exporter is not None:
             if reader is not None:
@@ -413,6 +405,5 @@ class Exporting:
 
 
 def rows_recorded() -> int:
-    """Return the number of rows that this process has recorded in the current session."""
     recorded: int = sum(ring.head for ring in RECORDER.rings()) + RECORDER.ended_rows
     return recorded

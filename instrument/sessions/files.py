@@ -50,10 +50,8 @@ def with_pid(template: str, *, is_first: bool) -> str:
 
 
 def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
-    """Fill in `{service}`, `{run}`, `{pid}` and `{window}` of a path template.
-
-    Unsafe characters of the service's name are replaced. Raises `TraceError` for any other name in braces.
-    """
+    """Fill in `{service}`, `{run}`, `{pid}` and `{window}` of a path template. Raises `TraceError` for any other name
+    in braces."""
     safe_service = re.sub(r"[^\w.-]+", "_", service).encode()[:96].decode(errors="ignore").lstrip(".")
     values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
 
@@ -73,8 +71,7 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
 
 
 def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
-    """Return the files of a template, with and without `{pid}`. Each file is mapped to the process id in its name, 0
-    for none."""
+    """Return the files of a template, with and without `{pid}`, and the process id in each name, 0 for none."""
     import glob
 
     pid_by_name: dict[str, int] = {}
@@ -136,10 +133,8 @@ def write_to_stream(stream: TextIO, text: str, limit_ns: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The folder, service and run from which a process's files get their paths.
-
-    The files of the run's first process need no process id in their names.
-    """
+    """The folder, service and run from which a process's files get their paths. Files of the run's first process have
+    no process id in their names."""
 
     folder: Path
     service: str
@@ -154,10 +149,11 @@ class Destination:
         return Path(name) if self.folder == environment.working_folder() else self.folder / name
 
     def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
-        """Remove the oldest files of the templates until the remaining ones fit into `disk_bytes`.
+        """Remove the oldest files of the templates until the others fit into `disk_bytes`. Return the number of removed
+        files.
 
-        Return the number of removed files. Files in `keep` are never removed. The unfinished files of ended processes
-        are removed first. The newest file of each other running process is removed last.
+        Files in `keep` are never removed. Unfinished files of ended processes go first, the newest file of each running
+        process last.
         """
         free_bytes = disk_bytes
         rank_by_name: dict[str, tuple[bool, int, int]] = {}
@@ -183,10 +179,8 @@ class Destination:
         return len(file_writing.remove_first(oldest, -free_bytes))
 
     def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
-        """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the path of the file.
-
-        Wait for a full pipe at most `limit_ns`. Raises `OSError` and `ValueError`.
-        """
+        """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the file's path. Waits for
+        a full pipe at most `limit_ns`. Raises `OSError` and `ValueError`."""
         if to in STREAMS:
             stream = sys.stderr if to == "stderr" else sys.stdout
             if stream is not None:
@@ -211,12 +205,11 @@ WITHOUT_NUMPY = (
 
 
 def asks_for_files(export: Export) -> bool:
-    """Return True if the profile writes windows to files."""
     return export.chrome is not None or export.recording is not None
 
 
 def why_no_files() -> str:
-    """Return why this process cannot write files, "" if it can. This does not import numpy."""
+    """Return why this process cannot write files, "" if it can. Does not import numpy."""
     try:
         return "" if find_spec("numpy") is not None else WITHOUT_NUMPY
     except (ImportError, ValueError):  # somebody put None, or something without a spec, into sys.modules
@@ -224,8 +217,8 @@ def why_no_files() -> str:
 
 
 def import_writers() -> None:
-    """Import all modules that writing needs before a thread of ours imports them. A child that is forked during an
-    import would inherit a half-done import."""
+    """Import all modules that writing needs. A child that is forked during a later import would inherit it half
+    done."""
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
@@ -235,7 +228,6 @@ def import_writers() -> None:
 
 
 def path_templates(export: Export) -> tuple[str, ...]:
-    """Return the path templates of the files to which windows are written."""
     return tuple(settings.path for settings in (export.chrome, export.recording) if settings is not None)
 
 
@@ -252,7 +244,6 @@ class Saving:
         self._summary: Path | None = None
 
     def after_fork_in_child(self) -> None:
-        """Forget the parent's files, because the child writes its own."""
         self._is_child = True
         self.newest, self._summary = (), None
 
@@ -285,7 +276,7 @@ class Saving:
             self._make_room()
 
     def _count_totals(self, trace: Trace) -> Tally | None:
-        """Return the totals of a window, None without numpy. Readers of the file then count the spans themselves."""
+        """Return the totals of a window, None without numpy, as readers of the file can count the spans."""
         try:
             from instrument.report.view import Recording
 
@@ -294,7 +285,6 @@ class Saving:
             return None
 
     def _make_room(self) -> None:
-        """Remove the oldest files of this service until the rest fits into `limits.disk`. Count them as lost."""
         profile, export = self._session.profile, self._session.profile.export
         written = [*path_templates(export)]
         written += [export.summary.to] if export.summary is not None and export.summary.to not in STREAMS else []
@@ -318,7 +308,6 @@ class Saving:
         self.write_report(settings, text, limit_ns)
 
     def write_report(self, settings: Summary, text: str, limit_ns: int) -> None:
-        """Write a report where the profile prints its summary, within `limit_ns`."""
         try:
             self._summary = self.destination().write_text(settings.to, text, limit_ns)
         except (OSError, ValueError) as error:

@@ -40,11 +40,12 @@ if TYPE_CHECKING:
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
-"""The maximum number of waiting windows, and of rows in them, 0.4 KB each. Beyond either maximum, the oldest windows
-are dropped and counted, but never the newest."""
+"""The maximum number of waiting windows, and of rows in them, 0.4 KB each. Beyond it, the oldest windows are dropped
+and counted."""
 
 WAIT_LIMIT_NS = 30 * 10**9
-"""Nanoseconds for which `Profiler.stop` waits until windows are written and sent. Then it drops the remaining ones."""
+"""The time in ns for which `Profiler.stop` waits until windows are written and sent. Then it drops the remaining
+ones."""
 
 _FILE = "{service}-{pid}-{window}.json.gz"
 
@@ -149,8 +150,8 @@ class InBackground:
 def export_chrome(folder: str | os.PathLike[str]) -> Handler:
     """Return a handler for `on_trace_ready` that writes each window to a file in `folder`, on the `Profiler`'s thread.
 
-    Files are named by service, process and window. An existing file is not overwritten: the next free window number is
-    used. The oldest files are removed to stay within the profile's `limits.disk`.
+    Files are named by service, process and window, and never overwritten. The oldest files are removed to stay within
+    the profile's `limits.disk`.
     """
     return InBackground(chrome_files(folder))
 
@@ -202,7 +203,7 @@ def print_summary(
 
 
 def is_asynchronous(handler: Any) -> bool:
-    """Return True if a handler is asynchronous. Calling it would run nothing, because no code awaits the result."""
+    """Return True if a handler is asynchronous. A call would run nothing, because no code awaits the result."""
     calls = handler, type(handler).__call__
     return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
@@ -211,19 +212,19 @@ def is_asynchronous(handler: Any) -> bool:
 
 
 def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | None = None) -> Handler:
-    """Return a handler for `on_trace_ready` that sends each window's spans to an OpenTelemetry collector.
+    """Return a handler for `on_trace_ready` that sends each window's spans to an OpenTelemetry collector, on the
+    `Profiler`'s thread.
 
-    It runs on the `Profiler`'s thread. Settings that are not given come from `export.otlp` of the profile, else from
-    the `OTEL_*` variables. The default collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
+    Settings that are not given come from `export.otlp` of the profile, else from the `OTEL_*` variables. The default
+    collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
 
     Every span is sent once. If the session already exports to the same endpoint, a window sends no steps, and only
-    those spans that the session's `capture` does not keep. By default there are none. A request that is open at the
-    window's end is sent by the session when the request ends. Otherwise a span that is open at a window's edge is sent
-    with its first window, clipped and marked.
+    those spans that the session's `capture` does not keep. The session sends a request that is open at the window's end
+    once the request ends. Any other span that is open at a window's edge is sent with its first window, clipped and
+    marked.
 
     After a failure the rest of the window is not sent. Its spans count in the session's losses, the window in
-    `Profiler.failures`. The call imports modules for some 0.1 s. Raises `ProfileError` for an invalid endpoint or
-    headers.
+    `Profiler.failures`. Raises `ProfileError` for an invalid endpoint or headers.
     """
     settings: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -298,7 +299,6 @@ class _CollectorHandler:
 
 
 def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -> Iterator[otlp.Body]:
-    """Yield the packed spans of a window, tree by tree. Batches get links to the requests in the window."""
     import numpy as np
 
     from instrument.otlp.packed_spans import SpanIds
@@ -316,7 +316,7 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -
 
 
 class Backlog:
-    """A queue of windows, with a thread that runs their handlers in order. The first window starts the thread.
+    """A queue of windows, with a thread that runs their handlers in order.
 
     Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the oldest windows are dropped. `fail(event, error)` is called for each
     failed handler and dropped window, on any thread.
@@ -331,8 +331,7 @@ class Backlog:
         self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
-        """Queue a window for its handlers, in 2 us. At interpreter exit no thread can start, so the handlers run at
-        once."""
+        """Queue a window for its handlers. At interpreter exit no thread can start, so the handlers run at once."""
         if self._thread is None:
             thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
             try:

@@ -46,8 +46,8 @@ UNREAD_LIMIT_S = 1.0
 class OwnExport:
     """A reader that passes this process's own recording to the session's exporter.
 
-    Without `sends` it only counts metrics for scrapes and writes a dataset. `dataset` has the settings of the dataset,
-    None without a dataset. Only one thread may use the reader at a time, except for `note_sent`.
+    Without `sends` it only counts metrics for scrapes and writes the `dataset`, if there is one. Only one thread may
+    use the reader at a time, except for `note_sent`.
     """
 
     def __init__(
@@ -69,8 +69,7 @@ class OwnExport:
         return self.sends or self.dataset is not None
 
     def prepare(self) -> None:
-        """Import the needed modules while no fork can happen, because a forked child would inherit a half-done
-        import."""
+        """Import the needed modules while no fork can happen. A child would inherit a half-done import."""
         import instrument.otlp.recording_export  # noqa: F401
 
     def begin(self, memory_fd: int) -> None:
@@ -98,7 +97,6 @@ class OwnExport:
         return None if run is None else run.members[0]
 
     def after_fork_in_child(self) -> None:
-        """Release the parent's recording."""
         exported, self._run, self._fates = self._exported, None, {}
         self.is_over = False
         if exported is not None:
@@ -118,8 +116,8 @@ class OwnExport:
         return self._run is None or self._run.send_now(self._run.members[0])
 
     def choose_unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the given spans that this export will not send. Open requests will be sent when they end. Raises
-        `ExportError` if rows could not be read because the exporter's queue stayed full."""
+        """Return the given spans that this export will not send. Raises `ExportError` if the exporter's queue stayed
+        full."""
         run, end = self._run, time.monotonic() + UNREAD_LIMIT_S
         if run is None:
             return list(spans)
@@ -156,11 +154,8 @@ class OwnExport:
     # ---------------------------------------------------------------- the end
 
     def end(self, end: float) -> bool:
-        """Pass the remaining rows of an ended session to the exporter, at most until the time `end` of the monotonic
-        clock.
-
-        Return True if the exporter's queue had no room for all of them.
-        """
+        """Pass the remaining rows of an ended session to the exporter, at most until the time `end`. Return True if the
+        exporter's queue had no room for all of them."""
         run = self._run
         if run is None:
             return False
@@ -217,7 +212,6 @@ class Handover:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Begin anew for the child's recording, which nobody reads yet."""
         if self.own is not None:
             self.own.after_fork_in_child()
             self.own = self.own if self.own.exports else None
@@ -231,11 +225,11 @@ class Handover:
         """Counts of spans that were not delivered as the session ended, by reason."""
 
     def is_abandoned(self) -> bool:
-        """Return True if the agent has refused or ended the export, and nobody else exports the recording."""
+        """Return True if the agent has refused or ended the export, and no other process exports the recording."""
         return self.is_refused and not self.is_taken()
 
     def note_undelivered(self, count: int, *, is_reported: bool) -> None:
-        """Count the undelivered spans at the session's end. If `is_reported`, the agent will report the lost ones."""
+        """Count the undelivered spans at the session's end. With `is_reported`, the agent will report the lost ones."""
         reason = UNDELIVERED if is_reported else UNREPORTED
         self.left = {export_checkpoint.UNREAD if self.is_abandoned() else reason: count} if count else {}
 
@@ -250,15 +244,14 @@ class Handover:
         return default
 
     def is_taken(self) -> bool:
-        """Return True if a process exports the recording."""
         return self._read(ExportCheckpoint.is_taken, default=False)
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
-        """Wait until the agent has read all `recorded` rows of an ended session, because the next session overwrites
-        them.
+        """Wait until the agent has read all `recorded` rows of an ended session, before the next one overwrites them.
+        Return the count of unread rows.
 
         With `metered`, wait also until the agent has counted their metrics. `is_left()` returns True if an agent will
-        read the rows, even if it has not begun to. Return the count of unread rows.
+        read the rows.
         """
         end = time.monotonic() + LAST_READ_S
         while True:
@@ -274,14 +267,13 @@ class Handover:
             time.sleep(LOOK_S)
 
     def _metered_rows(self) -> int:
-        """Return how many of the recorded rows have been counted in metrics, by any process."""
         state = self.agent_metrics()
         ended_rows = self._read(lambda place: place.read_head().number("ended_rows"), 0)
         return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
-        """Return the agent's progress with the export of this session. If the recording still has the previous
-        session's progress, only its unreported spans are returned, as `before`."""
+        """Return the agent's progress with the export of this session. `before` has unreported spans of the previous
+        session."""
 
         def read(place: ExportCheckpoint) -> Progress:
             progress = place.read()
@@ -335,8 +327,7 @@ LAST_READING_S = 0.5
 class GaugeWatch:
     """A reader of a process's gauges, through the agent or on a thread of this process.
 
-    `_changed()` is called when the set of GPUs whose gauges are read changes. Only one thread at a time may call
-    `begin` and `stop`. The control thread exchanges the messages with the agent.
+    `_changed()` is called when the set of read GPUs changes. Only one thread at a time may call `begin` and `stop`.
     """
 
     _gauges: Gauges
@@ -353,7 +344,6 @@ class GaugeWatch:
         self._torch_ns = 0
 
     def after_fork_in_child(self) -> None:
-        """Stop reading in the child until `begin`. The parent goes on to read its own gauges."""
         self._close_claim()
         self._reset()
 
@@ -392,7 +382,7 @@ class GaugeWatch:
             claim.close()
 
     def send_updates(self) -> None:
-        """Send the agent new readings of torch's memory, and changed GPUs. The control thread calls this regularly."""
+        """Send the agent new readings of torch's memory, and changed GPUs."""
         if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or RECORDER.memory_fd < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
@@ -416,7 +406,6 @@ class GaugeWatch:
     # ---------------------------------------------------------------- what the agent does not know
 
     def _send_changes(self) -> None:
-        """Send the agent new settings if the set of GPUs that the service may use has changed."""
         before = self._sent_settings
         if self.facts() != before:
             self._membership.send({"gauges": self._sent_settings})

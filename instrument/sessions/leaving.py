@@ -35,7 +35,7 @@ from instrument.sessions.recorded import Recorded
 
 AGENT_SEND_S = 1.0
 """Seconds for which an ending process with a summary waits for the agent to send its spans. The run's first process
-waits until its deadline, because its end may also end its container and thereby the agent."""
+waits until its deadline."""
 
 STALLED_AGENT_S = 1.0
 """Seconds for which an ending process waits for an agent that reads no new rows, such as a stopped one."""
@@ -44,8 +44,7 @@ LAST_SEND_S = 1.0
 """Seconds before the deadline that are reserved for sending if this process exports by itself."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""Nanoseconds for which `stop`, interpreter exit and SIGTERM wait in all: for threads, drivers, the agent, the
-collector, and a full pipe of the summary. The time to write files is not limited."""
+"""The time in ns for which `stop`, interpreter exit and SIGTERM wait in all, without the time to write files."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
 """Seconds before the end of `EXIT_LIMIT_NS` that are reserved: for sending and all later steps, for the run's report,
@@ -87,11 +86,7 @@ class Leaving:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Make the session end when a forked child exits by `os._exit`, which calls no handler of `atexit`.
-
-        Before that, a child of multiprocessing calls multiprocessing's finalisers, and a child of Celery's pool sends
-        one of Celery's signals.
-        """
+        """Make the session end when a forked child exits by `os._exit`, which calls no handler of `atexit`."""
         if self._observed_for:
             from instrument.proposal import observation
 
@@ -109,26 +104,19 @@ class Leaving:
         util.Finalize(None, self._at_exit, exitpriority=-100)
 
     def _at_exit(self) -> None:
-        """End the session at interpreter exit.
-
-        If a KeyboardInterrupt ended the program, raise it again. Otherwise Python would exit with code 1 and not by the
-        signal, because imports during the exit clear the mark of the interrupt.
-        """
+        """End the session at interpreter exit. If a KeyboardInterrupt ended the program, raise it again, so that Python
+        exits by the signal."""
         FAULTS.attempt("exit", self._stop)
         if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
             with suppress(KeyboardInterrupt):
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
     def stop_on_thread(self) -> None:
-        """End the session on a new thread, when only our threads keep the process from ending.
-
-        A report imports numpy, so OpenBLAS is limited to one thread. Further threads of OpenBLAS would never end.
-        """
+        """End the session on a new thread, when only our threads keep the process from ending."""
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
 
     def _report(self) -> None:
-        """Report to `instrument check` or `instrument init` if one of them started this process."""
         if folder := os.environ.get(CHECK_FOLDER):
             report = partial(write_check_report, folder, RECORDER.calls, self._recorded.profile)
             FAULTS.attempt("report to check", lambda: report(self._recorded.account.verdicts()))
@@ -152,7 +140,6 @@ class Leaving:
         )
 
     def deadline(self) -> Deadline:
-        """Return a deadline of `EXIT_LIMIT_NS` from now."""
         return Deadline(EXIT_LIMIT_NS / 1e9)
 
     def leave(self, deadline: Deadline) -> None:
@@ -172,7 +159,6 @@ class Leaving:
             FAULTS.attempt("way back", self.undos.pop())
 
     def _deliver(self, deadline: Deadline) -> None:
-        """Send the last spans to the collector, and write the last trace file."""
         recorded, exporting, exporter = self._recorded, self._exporting, self._recorded.exporter
         window = recorded.windows.stop(recorded.end_ns or 0)
         deadline = deadline.earlier(REPORT_S if self._membership.path else SUMMARY_S)
@@ -200,8 +186,7 @@ class Leaving:
     def _wait_for_collector(self, deadline: Deadline) -> None:
         """Wait for the collector, but only briefly if another process of the run has just waited for it in vain.
 
-        Otherwise a parent that ends its workers one by one would wait for each of them. A short wait does not count as
-        a wait in vain, so that later processes wait for the full time if the collector answers again.
+        Otherwise a parent that ends its workers one by one would wait for each of them.
         """
         exporter = self._recorded.exporter
         if exporter is None:
@@ -217,8 +202,8 @@ class Leaving:
     def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
         """Say goodbye to the agent, and print the summary.
 
-        Of the processes that share a standard stream, the last one prints one report on the whole run. A process
-        without an agent, or whose summary goes to a file, reports on itself alone.
+        The last process on a standard stream prints one report on the whole run. A process without an agent, or with a
+        summary file, reports on itself alone.
         """
         account, profile = self._recorded.account, self._recorded.profile
         settings = profile.export.summary
@@ -256,9 +241,8 @@ class Leaving:
             logger.warning("some spans of this process had not reached the collector at its end: %s", text)
 
     def _has_little_to_report(self) -> bool:
-        """Return True if this process recorded only garbage collections while rules are active in other processes. Such
-        a process is a parent of workers. Its own report would say that nothing was recorded, although its workers
-        recorded calls."""
+        """Return True if this process recorded only garbage collections while rules are active in other processes, as a
+        parent of workers does."""
         called = calls_by_site(RECORDER)
         other_marks = board.read_marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
         return bool(called and other_marks) and all(site == COLLECTION for site in called)

@@ -27,7 +27,7 @@ ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S = 0.5, 2.5
 """Seconds to wait for the answer to a goodbye: from a running agent, and from an agent that has just been started."""
 
 SCRAPE_LIMIT_S = 2.0
-"""Seconds for which a scrape waits for the agent. It then waits as long for the exporter, which may have to start."""
+"""Seconds for which a scrape waits for the agent, and then for the exporter, which may have to start."""
 
 OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
 
@@ -35,10 +35,11 @@ NOBODY = "nobody listens there"
 
 
 class Membership:
-    """The connection of this process to the agent at the socket that `INSTRUMENT_AGENT` names.
+    """The connection of this process to the agent at the socket that `INSTRUMENT_AGENT` names. Without that variable
+    its methods do nothing. Only `fetch_metrics` raises.
 
-    Without that variable its methods do nothing. `facts()` returns what the join sends, `memory()` the descriptor of
-    the recording, -1 for none. `while_no_fork` calls a function while no fork can happen. Only `fetch_metrics` raises.
+    `facts()` returns what the join sends, `memory()` the descriptor of the recording, -1 for none. `while_no_fork`
+    calls a function while no fork can happen.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class Membership:
         self.path = os.environ.get(agent_socket.VARIABLE, "")
 
     def join(self, *, begins: bool = False) -> str:
-        """Connect to the agent, and send it this process's facts and recording.
+        """Connect to the agent, and send it this process's facts and recording. Return the reason for a failure, else
+        "".
 
-        Return the reason for a failure, "" on success or if there is no agent to join. With `begins`, start an agent in
-        place of one that has ended, which takes some 20 ms.
+        With `begins`, start an agent in place of one that has ended, which takes some 20 ms.
         """
         self.close()
         if not self.path:
@@ -111,7 +112,6 @@ class Membership:
         return [memory] if identity == self._memory_identity else []
 
     def is_agent_listening(self) -> bool:
-        """Return True if an agent listens, even if this process has not joined it."""
         return bool(self.path) and agent_socket.has_listener(Path(self.path))
 
     def has_agent(self) -> bool:
@@ -141,7 +141,6 @@ class Membership:
         return self._descriptor.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message without blocking. Return True if it was sent."""
         connection = self._connection()
         if connection is None:
             return False
@@ -154,10 +153,8 @@ class Membership:
         return True
 
     def fetch_metrics(self, run: str, *, openmetrics: bool) -> str:
-        """Return the metrics of all processes of a run in Prometheus's text format.
-
-        Raises `OSError`, which is a `TimeoutError` if the agent takes too long.
-        """
+        """Return the metrics of all processes of a run in Prometheus's text format. Raises `OSError`, also as
+        `TimeoutError`."""
         asks = f"GET /metrics HTTP/1.0\r\n{OPENMETRICS if openmetrics else ''}\r\n".encode()
         with agent_socket.connect_to_agent(Path(self.path), SCRAPE_LIMIT_S) as caller:
             agent_socket.send(caller, {"ask": "scrape", "run": run})
@@ -202,11 +199,13 @@ class Membership:
     ) -> Mapping[str, Any]:
         """Say goodbye to the agent, and return its answer on who prints the run's report. Without `save`, return {}.
 
-        `save(path)` writes the recording for that report. The answer has `others` if a running process will print the
-        report. It has `report` if the caller must print this text, and `late` if the report was not ready in time. It
-        has `unheard` if the agent is slow or has ended. An answer with `unheard` also has the ids of `unreported`
-        processes and the count of `unsent` spans. For a process that is alone in the run, the answer is {}, or has a
-        note on processes that record nothing (`unseen`).
+        `save(path)` writes the recording for that report. Keys of the answer:
+
+        - `others`: a running process will print the report.
+        - `report`: the caller must print this text. `late`: the report was not ready in time.
+        - `unheard`: the agent is slow or has ended. Then `unreported` has the ids of processes, and `unsent` the count
+          of spans.
+        - `unseen`: a note on processes that record nothing.
         """
         if not self.path:
             return {}
@@ -239,7 +238,6 @@ class Membership:
             self.close()
 
     def _await_answer(self, wait_s: float) -> Mapping[str, Any] | None:
-        """Return the agent's next answer to the goodbye, None if none arrives within `wait_s`."""
         message = self.await_message("goodbye", wait_s)
         answer = message and message["goodbye"]
         return dict(answer) if isinstance(answer, dict) else None
@@ -262,7 +260,6 @@ class Membership:
         return None
 
     def after_fork_in_child(self) -> None:
-        """Close the child's copy of the parent's connection. The child joins with a recording of its own."""
         self._memory_identity = None
         self._put_aside.clear()
         self.joins = 0

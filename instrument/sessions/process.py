@@ -111,10 +111,8 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
 
 
 def _begin_run(profile: Profile) -> Callable[[], object]:
-    """Begin a run of this process and its children, if the profile has an export that needs an agent.
-
-    The first span starts the agent. Return a function that ends the run for new children.
-    """
+    """Begin a run of this process and its children, if the profile has an export that needs an agent. Return a function
+    that ends the run for new children."""
     export = profile.export
     is_asked = bool(export.otlp or export.prometheus or export.parquet or profile.capture.to)
     is_free = not {agent_socket.VARIABLE, RUN_VARIABLE} & os.environ.keys()
@@ -144,7 +142,6 @@ def stop() -> None:
 
 
 def is_running() -> bool:
-    """Return True while a session runs."""
     return _session is not None
 
 
@@ -215,15 +212,18 @@ def prometheus(*, openmetrics: bool = False) -> str:
     """Return the metrics of the run in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
 
     With `openmetrics` the format is OpenMetrics (1.0.0), for scrapes that accept it. Its buckets of requests have
-    exemplars with `trace_id` and `span_id`, if OTLP exports the traces. The metrics are those that a collector gets by
-    OTLP: requests by endpoint and status, calls of the rules with `metrics`, gauges, our own losses and cost.
-    Prometheus's form of OpenTelemetry's names is used. The queue times of requests with keys, and the sizes of their
-    batches, appear some seconds after the requests end. The run's agent adds up all processes, so any process can
-    answer. Processes that ended before the first scrape count if the profile has `export: {prometheus: }`; the agent
-    then answers scrapes itself, too. Without an agent (`agent: off`) the metrics are of this process alone, as the help
-    of `instrument_processes` says. Takes some milliseconds, at the first call of a run up to a second. Raises
-    `StateError` if no session runs, and `ExportError` if `prometheus_client`, which writes the format, is not
-    installed.
+    exemplars with `trace_id` and `span_id`, if OTLP exports the traces.
+
+    The metrics are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with
+    `metrics`, gauges, losses and cost. The queue times of requests with keys, and the sizes of their batches, appear
+    some seconds after the requests end.
+
+    The run's agent adds up all processes, so any process can answer. Processes that ended before the first scrape count
+    if the profile has `export: {prometheus: }`; the agent then answers scrapes itself, too. Without an agent (`agent:
+    off`) the metrics are of this process alone.
+
+    Takes some milliseconds, at the first call of a run up to a second. Raises `StateError` if no session runs, and
+    `ExportError` if `prometheus_client` is not installed.
     """
     if OFF:
         return "# EOF\n" if openmetrics else f"# {SWITCHED_OFF}\n"
@@ -246,8 +246,8 @@ def disable() -> None:
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
     """Check a profile: import the given modules, the modules of its rules and their frameworks, and attach the rules.
 
-    Return the verdicts on the rules, and a sentence per module that failed to import. Modules with `*` in their names
-    are not imported. Nothing is recorded, and every change is undone. Raises `StateError` while a session runs.
+    Return the verdicts on the rules, and a sentence per module that failed to import. Nothing is recorded, and every
+    change is undone. Raises `StateError` while a session runs.
     """
     global _checking
     with _session_lock:
@@ -309,10 +309,10 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
 
 
 def stop_on_sigterm() -> None:
-    """Have SIGTERM stop the session, and then end the process by the same signal.
+    """Have SIGTERM stop the session, and then end the process by the same signal. The stop takes at most twice
+    `EXIT_LIMIT_NS`.
 
-    Our handler takes effect only while the service has no handler of its own. The end of the session removes it. The
-    stop takes at most twice `EXIT_LIMIT_NS`.
+    Our handler takes effect only while the service has no handler of its own.
     """
     session().leaving.undos.append(Termination(_stop_for_signal).install())
 
@@ -355,11 +355,7 @@ def _is_in_own_code(frame: FrameType | None) -> bool:
 
 
 def _resend_signal(number: int) -> None:
-    """Send a signal to this process repeatedly, until its handler can stop the session.
-
-    One signal may come too early, or fail to wake a main thread that is just going to sleep. If the service has set a
-    handler meanwhile, the signal is sent only once.
-    """
+    """Send a signal to this process repeatedly, until its handler can stop the session."""
     while _resending.get(number):
         sleep(0.02)
         is_ours = signal.getsignal(number) == signal.SIG_DFL  # as the service sees it

@@ -70,7 +70,7 @@ class Reload:
 
     `attached` and `undone` name the new and the removed targets of function rules, and the new and the removed rules
     for layers and copies. `refused` has a sentence per setting that could not be changed. `generation` is the number of
-    the profile in this session, from 1. `digest` identifies the profile that is now in force.
+    the profile in this session, from 1. `digest` identifies the current profile.
     """
 
     generation: int
@@ -113,10 +113,10 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def process_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
-    """Return a text that describes this process if a request is for other processes, else "".
+    """Return a text that describes this process if a request is for other processes, else "". Raises `ProfileError`.
 
     A request is for the processes whose own file it names. With `switch` it is for all processes of the service in the
-    named profile. Raises `ProfileError`.
+    named profile.
     """
     service, path = request.service, request.path
     if path is not None and not (file is not None and _is_same(Path(path), file)):
@@ -138,8 +138,7 @@ def _process_text(profile: Profile) -> str:
 
 
 def with_start_settings(profile: Profile, now: Profile) -> Profile:
-    """Return a profile with the settings of `FIXED_SETTINGS` from the current profile, since a reload cannot change
-    them."""
+    """Return a profile with the settings of `FIXED_SETTINGS` from the current profile."""
     return replace(
         profile,
         clock=now.clock,
@@ -167,7 +166,7 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
     """Attach the rules that are only in the profile `to`, and undo those that are only in `now`.
 
     Return the names of the attached and of the undone targets. Raises `StateError` after a failure, which leaves the
-    rules of `now` in force.
+    rules of `now` attached.
     """
     try:
         return selection.change(to)
@@ -178,7 +177,7 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 
 class Generations:
     """The successive profiles of a session. A call in the code, a request of the agent, or a changed file may replace
-    the current profile.
+    the current one.
 
     `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` applies the current
     profile with added rules. `has_ended()` returns True once the session has stopped. After a change, call `settle()`
@@ -218,13 +217,11 @@ class Generations:
         self.lock = RLock()
 
     def stop(self, deadline: Deadline) -> None:
-        """Wait for the end of a reload on another thread."""
         if self.lock.acquire(timeout=deadline.left_s()):
             self.lock.release()  # it has ended; there is none from now on
 
     @property
     def watched(self) -> Path | None:
-        """The profile's file if it is to be watched for changes, else None."""
         return self.file if self._session.profile.control.watch else None
 
     def prepare_to_watch(self) -> bool:
@@ -323,7 +320,6 @@ class Generations:
 
 
 FILE_CHECK_S = 0.1
-"""Seconds between two checks of the profile's file for a change."""
 
 QUIET_S = 0.02
 """Seconds for which a changed file must stay unchanged before it is read, because an editor may still write it."""
@@ -332,7 +328,7 @@ INVALID_FILE_S = 1.0
 """Seconds for which a file may be invalid before that is reported, because it may only be half-written."""
 
 MAIN_THREAD_CHECK_S = 0.2
-"""Seconds between two checks whether the main thread has ended. When it has ended, the process may have to end, too."""
+"""Seconds between two checks whether the main thread has ended."""
 
 EXPORT_CHECK_S = 1.0
 """Seconds between two checks whether an exporter reads this process's recording."""
@@ -344,8 +340,8 @@ AGENT_RETRY_S = 1.0
 class ControlThread:
     """A thread that handles the agent's messages and changes of the profile's file until `stop`.
 
-    `generations` reloads the profile, `exporting` handles messages on the export. `end_of_main_thread()` returns a
-    function to call once the main thread has ended, None if the process does not end with that thread.
+    `end_of_main_thread()` returns a function to call once the main thread has ended, None if the process does not end
+    with that thread.
     """
 
     def __init__(
@@ -376,7 +372,6 @@ class ControlThread:
         self._stopping = False
 
     def watch(self) -> None:
-        """Begin to watch the profile's file, if the profile has `control.watch`."""
         self._has_begun = self._generations.prepare_to_watch()
         self.go_on()
 
@@ -448,7 +443,7 @@ class ControlThread:
                     _attempt(self._handle_agent_message)
 
     def _wait(self, wait_s: float) -> list[tuple[int, int]]:
-        """Wait for a message of the agent or a wake-up. `poll` is used, as a forked child would share an `epoll`."""
+        """Wait for a message of the agent or a wake-up. Uses `poll`, as a forked child would share an `epoll`."""
         waiting = poll()
         for descriptor in (self._wake, self._agent_fd):
             if descriptor >= 0:
@@ -500,8 +495,8 @@ class ControlThread:
     def _check_file(self) -> None:
         """Apply the profile's file once it has changed and is complete.
 
-        Read the file again at the next check. Otherwise a second write of the same size within one tick of the file
-        system's clock would be missed.
+        The next check reads the file again, because a second write within one tick of the file system's clock is
+        invisible.
         """
         stamp = _identity_of_file(self._generations.watched)
         if stamp == self._seen:

@@ -139,7 +139,6 @@ class Profiler:
         self._begin()
 
     def _begin(self) -> None:
-        """Forget the windows, steps and failures of an earlier run."""
         self.window: Window | None = None
         self.failures = 0
         self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
@@ -326,7 +325,6 @@ class Profiler:
             self._backlog.stop(EXIT_LIMIT_NS // 2)
 
     def _leave(self, limit_ns: int) -> None:
-        """Deliver the open window, and leave the session."""
         now_ns = time.monotonic_ns()
         windows, self._windows = self._windows, None
         session = self._session
@@ -346,7 +344,6 @@ class Profiler:
             self._end(session, limit_ns)
 
     def _end(self, session: Session, limit_ns: int) -> None:
-        """Wait for the handlers on the `Profiler`'s thread, then leave the session."""
         try:
             self._backlog.stop(limit_ns)
             for reference in self._delivered:  # windows that the user still has: their facts end with the session
@@ -492,8 +489,7 @@ class Profiler:
 
 
 class LoaderItems(Iterator[Any]):
-    """The iterable that `Profiler.loader` returns. It can be iterated as often as its source. `of` is the `Profiler`
-    that counts the waits."""
+    """The iterable that `Profiler.loader` returns. It can be iterated as often as its source."""
 
     def __init__(self, source: Any, of: object) -> None:
         self._source = source
@@ -536,8 +532,7 @@ def records_everything(session: Session) -> bool:
 
 
 def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
-    """Return a driver of torch.profiler for a loop, None if the options do not ask for it. By default, only a session
-    that began with `EVERYTHING` has one."""
+    """Return a driver of torch.profiler for a loop, None if the options do not ask for it."""
     if options.is_wanted is False or (options.is_wanted is None and not records_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"

@@ -35,13 +35,13 @@ else:
     export_facts = LazyModule("instrument.otlp.export_facts")
 
 COUNTS_INTERVAL_NS = 10 * 10**9
-"""Nanoseconds between two writes of the session's losses and costs into the recording, for metrics."""
+"""The time in ns between two writes of the session's losses and costs into the recording, for metrics."""
 
 COST_FACTOR = 20
 """The minimum pause before a costly value is written again, as a multiple of the duration of its last write."""
 
 VERDICTS_PAUSE_NS = 10_000_000_000
-"""The maximum nanoseconds between two writes of the verdicts on the rules."""
+"""The maximum time in ns between two writes of the verdicts on the rules."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
 """The maximum numbers of notes for other processes, of characters per note, and of names of uncalled targets."""
@@ -78,7 +78,6 @@ class PublishedFacts:
         self._books: MeteredFacts | None = None
 
     def publish(self) -> None:
-        """Write the current values into the recording."""
         RECORDER.write_facts(self.gather_facts())
 
     def gather_facts(self) -> Mapping[str, Any]:
@@ -101,7 +100,6 @@ class PublishedFacts:
         return facts
 
     def keep_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """Write the GPUs whose gauges are read, if they have changed."""
         if self._gpus != gpus:
             self._gpus = gpus
             self.publish()
@@ -125,7 +123,6 @@ class PublishedFacts:
     # ---------------------------------------------------------------- the agent's part
 
     def has_agent(self) -> bool:
-        """Return True if an agent can read this recording."""
         return self._is_member() and self._recorded.profile.agent != "off" and RECORDER.memory_fd >= 0
 
     @property
@@ -218,8 +215,7 @@ class PublishedFacts:
             self.publish()
 
     def _marks_of_rules(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
-        """Return the marks of the targets of the rules that `is_wanted` selects. Metrics identify functions by
-        marks."""
+        """Return the marks of the targets of the wanted rules. Metrics identify functions by marks."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
         sites = self._recorded.sites_of(rules)
         return tuple(sorted(set(map(request_meter.mark_of, sites))))[: distributions.SERIES_LIMIT] if sites else ()
@@ -227,7 +223,6 @@ class PublishedFacts:
     # ---------------------------------------------------------------- verdicts
 
     def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
-        """Return the session's notes, cut to `MOST_NOTES` of `NOTE_LENGTH` characters, for other processes."""
         return tuple(note[:NOTE_LENGTH] for note in self._recorded.account.notes(of_all=of_all)[:MOST_NOTES])
 
     def own_notes_in_short(self, *, of_all: bool = False) -> Mapping[str, Any]:
@@ -240,8 +235,8 @@ class PublishedFacts:
     def publish_verdicts(self, *, at_once: bool = False) -> None:
         """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
 
-        Unless `at_once` is True, a call too soon after the last one does nothing. The calls therefore take at most a
-        20th of the time. The interval between two writes grows up to `VERDICTS_PAUSE_NS`.
+        Without `at_once`, a call soon after the last one does nothing, so that the calls take at most a 20th of the
+        time.
         """
         began_ns, recorded = time.monotonic_ns(), self._recorded
         if began_ns < self._verdicts_until_ns and not at_once:
@@ -258,7 +253,6 @@ class PublishedFacts:
     # ---------------------------------------------------------------- messages to the agent
 
     def join_facts(self) -> dict[str, Any]:
-        """Return the values that this process sends to the agent as it joins."""
         session, saving = self._recorded, self._saving
         recording = session.profile.export.recording or Recordings()
         costs_ns = session.account.costs.usual_ns()
@@ -288,7 +282,6 @@ class PublishedFacts:
         }
 
     def goodbye_facts(self) -> dict[str, Any]:
-        """Return the values that this process sends to the agent as it leaves."""
         return {
             "calls": RECORDER.calls,
             "is_timed": self._recorded.times_devices,
@@ -302,7 +295,6 @@ class PublishedFacts:
         }
 
     def save(self, path: str) -> None:
-        """Save the whole recording, for the report of the run."""
         files.save_trace(path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally())
 
     def _report_of_run(self) -> dict[str, Any] | None:

@@ -79,9 +79,10 @@ Firsts = Mapping[int, tuple[int, int]]
 
 
 class Recorded:
-    """The components that record with one profile in this process, and the readers of the recorded data.
+    """The components that record with one profile in this process, and the readers of the recorded data. All methods
+    may be called from any thread.
 
-    `keep_gpus(gpus)` is called with the GPUs whose gauges are read. All methods may be called from any thread.
+    `keep_gpus(gpus)` is called with the GPUs whose gauges are read.
     """
 
     def __init__(self, profile: Profile, keep_gpus: Callable[[Sequence[Gpu]], object]) -> None:
@@ -143,7 +144,6 @@ class Recorded:
         self.begin()
 
     def apply_settings(self, profile: Profile) -> None:
-        """Apply the settings of another profile, whose rules are attached."""
         self.windows.change(profile, time.monotonic_ns())
         if profile.budget != self.profile.budget:
             self.budget.change(profile.budget)
@@ -161,7 +161,6 @@ class Recorded:
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
     def reader(self, exporter: otlp.Exporter, *, sends: bool = True) -> OwnExport:
-        """Return a reader that exports the recording in this process."""
         return OwnExport(exporter, sends=sends, dataset=self.dataset(), disk_bytes=self.profile.limits.disk_bytes)
 
     def dataset(self) -> Parquet | None:
@@ -188,7 +187,7 @@ class Recorded:
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
         """Return trace id, span id, flags and trace state of a span. The trace is that of the remote caller, if there
-        is one, else our own."""
+        is one."""
         ids, remote = self.ids(), remote_of(remote_value)
         may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
         if may_be_below and not any(RECORDER.paths().map_sites(is_request)):
@@ -215,7 +214,6 @@ class Recorded:
 
     @property
     def times_devices(self) -> bool:
-        """True if spans have device times."""
         return self.timing is not None and self.timing.timer is not None
 
     def origin(self) -> Origin:
@@ -261,8 +259,8 @@ class Recorded:
     ) -> Trace:
         """Return the spans in the rings that overlap an interval. Open spans are clipped and marked.
 
-        The steps of a `Profiler` are spans, too. Without a `Profiler`, steps are derived from the phases and loaders of
-        a training loop, if the profile records these. `origin` is the process's identity at the interval's end.
+        The steps of a `Profiler` are spans, too. Without one, steps are derived from recorded phases and loaders of a
+        training loop. `origin` is the process's identity at the interval's end.
         """
         from instrument.sessions.step_columns import steps_of_batches, with_steps
 
@@ -280,7 +278,7 @@ class Recorded:
         return trace
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
-        """Copy the rows of an interval, which takes 10 ns per span. `trace_of` makes a trace of the copy later."""
+        """Copy the rows of an interval, at 10 ns per span. `trace_of` makes a trace of the copy later."""
         from instrument.trace.of_recording import RowSnapshot
 
         mapped = RECORDER.mapped()
@@ -292,7 +290,7 @@ class Recorded:
     def trace_of(self, stretch: Stretch) -> Trace:
         """Return the trace of copied rows, with the device times that are known by now, and the cost of its spans.
 
-        Takes 0.3 us per span, on any thread while the session runs. `Span` objects are made on demand.
+        Takes 0.3 us per span, on any thread while the session runs.
         """
         from instrument.recording.mapped import numbers_in
         from instrument.recording.numbers import samples_of
@@ -339,7 +337,6 @@ class Recorded:
         return replace(facts, imports=self.imports.times_by_package(None if first is None else first.start_ns))
 
     def sites_of(self, rules: Set[str]) -> set[Site]:
-        """Return the sites (instrumented functions) of the named rules."""
         verdicts = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in verdicts if verdict.rule in rules and verdict.site is not None}
 
@@ -372,13 +369,13 @@ class Recorded:
         The default views are those of the profile, else `brief` (one screen), or `events` with `tracer_option` or
         `threads`. `options` are those of `instrument.report.view.Options`. Views of totals are exact for all calls.
         Views of spans cover the spans in the rings, and name the time from which on none is missing.
+
         `torch_trace` is a trace file of `torch.profiler` from the same time. The views `kernels` and `memory` show its
         kernels and allocations, `operators` its FLOPs. Raises `ValueError` for an unknown view or value, and
         `TraceError` for a file of another process or time.
 
         `brief` and `cost` take some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB.
-        Views of totals take 5 ms for 1,500 call paths, and 30 ms for the maximum of 16,384. The first call also reads
-        each path and site, 1 us each. With `threads` apart, each thread adds 30 us per row and 1 us per call path.
+        Views of totals take at most 30 ms.
         """
         return report.summary(
             self._chosen_views(views, options), self.recording(torch_trace), self._report_options(options)
@@ -438,9 +435,7 @@ def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tu
     """Choose the first request that did work, for `Startup`. Return it with the reason for the choice.
 
     The first call of a site in `sites` is preferred. Otherwise the earliest request with a recorded call below it is
-    chosen, except health probes. Only the first request of each site has known times. If the recorded call is outside
-    of it, the chosen request gets the call's start time and the length 0. Return None if the chosen request is also the
-    first of all requests.
+    chosen, except health probes. Return None if the chosen request is also the first of all requests.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest_call(call for call in calls.values() if call.site in sites)

@@ -39,14 +39,13 @@ if TYPE_CHECKING:
     pass
 
 READ_INTERVAL_S = 0.2
-"""Seconds between two reads of the recording. The ring of each thread must hold the spans of that time."""
+"""Seconds between two reads of the recording. The ring of each thread must have space for the spans of that time."""
 
 BUSY_READ_INTERVAL_S = 0.05
 """Seconds between two reads of the recording while the probes cost more than their budget."""
 
 START_DELAY_S = 0.2
-"""Seconds from the first span to the start of the session's threads. Earlier threads would take the GIL from a starting
-service."""
+"""Seconds from the first span to the start of the session's threads, which could delay a starting service."""
 
 TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
 """Bytes of ring memory to touch at the start, and to touch ahead of the writing threads. A span costs 50 ns more in
@@ -57,10 +56,7 @@ START_WAIT_S = 1.0
 
 
 class SessionThreads:
-    """The threads of a session. Its own thread reads the recording repeatedly, if that is needed.
-
-    In a run, the threads start with the first recorded span.
-    """
+    """The threads of a session. Its own thread reads the recording repeatedly, if that is needed."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -73,12 +69,10 @@ class SessionThreads:
         self.have_begun = self._is_over = False
 
     def after_fork_in_child(self) -> None:
-        """Begin anew, because a forked child has none of its parent's threads."""
         self._begin()
 
     @property
     def has_met_span(self) -> bool:
-        """True if the first span, for which the threads waited, has begun."""
         return self._begun is not None
 
     def stop(self, deadline: Deadline) -> None:
@@ -92,11 +86,8 @@ class SessionThreads:
             self.own.join(deadline.left_s())
 
     def start_when_needed(self) -> None:
-        """Start the threads at once, or in a run with the first recorded span.
-
-        Every process of `instrument run` begins a session, but many record no span, such as launchers and helpers. The
-        modules that the threads need have been imported before.
-        """
+        """Start the threads at once, or in a run with the first recorded span. Many processes of a run record no
+        span."""
         if self._session.is_of_run:
             await_first_span(self._start_at_first_span)
         else:
@@ -137,7 +128,6 @@ class SessionThreads:
         session.follow_threads()
 
     def start(self) -> None:
-        """Start the session's own thread, if it is needed and the other threads have started."""
         if self.have_begun and self._session.exporting.must_read() and self.own is None:
             stopping = self.stopping
             self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())
@@ -281,7 +271,6 @@ class Session:
         self.control.watch()
 
     def _join_run(self) -> None:
-        """Join the run's agent, if there is one."""
         if self.exporting.join_agent():
             self.control.go_on()
             if self.threads.have_begun:  # before it had joined, or as it did
@@ -313,8 +302,10 @@ class Session:
         New rules are attached, also to modules that are already imported. Rules that are missing in the new profile are
         undone. Rules of both profiles continue without a gap, with the same totals. Settings of
         `profile_reload.FIXED_SETTINGS` keep their values, as the result reports. Takes some ten milliseconds; calls of
-        the service go on meanwhile. Raises `ProfileError` for an invalid profile, and `StateError` for a session that
-        has ended or has no file. The current profile then stays in force, and the notes say so.
+        the service go on meanwhile.
+
+        Raises `ProfileError` for an invalid profile, and `StateError` for a session that has ended or has no file. The
+        current profile then remains, and the notes say so.
         """
         try:
             return self.generations.change(profile)
@@ -323,7 +314,7 @@ class Session:
             raise
 
     def _apply(self, profile: Profile) -> None:
-        """Put another profile, whose rules are already attached, in force."""
+        """Replace the current profile by one whose rules are already attached."""
         with self.exporting.lock.acquired():
             before = self.profile
             if profile == before:
@@ -337,7 +328,7 @@ class Session:
             self.threads.start()
 
     def _add_rules(self, profile: Profile) -> None:
-        """Put the current profile with added rules in force, as the same generation."""
+        """Replace the current profile by the same one with added rules, as the same generation."""
         with self.exporting.lock.acquired():
             self.recorded.profile = profile
             self._facts.publish()

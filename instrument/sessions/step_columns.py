@@ -24,7 +24,7 @@ from instrument.trace.trace import Trace, with_spans
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
-"""A counter of ids for step spans. These ids are larger than the ids of all recorded spans."""
+"""A counter of ids for step spans, larger than the ids of all recorded spans."""
 
 
 # Steps that nobody reports
@@ -39,12 +39,11 @@ class _Call(NamedTuple):
 
 
 def steps_of_batches(trace: Columns) -> list[Step]:
-    """Derive the steps of training loops that do not report their steps. Each step lasts from the fetch of a batch to a
+    """Return the steps of training loops that do not report their steps. Each step lasts from the fetch of a batch to a
     later fetch.
 
-    A step has all batches up to a run of the optimizer, so batches whose gradients are accumulated are one step. A
-    batch without a backward pass, as in an evaluation, is in no step. The last step ends with its optimizer. Steps are
-    numbered from 0. A trace with spans of steps or requests has no derived steps.
+    A step has all batches up to a run of the optimizer. A batch without a backward pass, as in an evaluation, is in no
+    step. A trace with spans of steps or requests has no derived steps.
     """
     if trace.are_of_kind("step", "request").any():
         return []
@@ -60,7 +59,6 @@ def steps_of_batches(trace: Columns) -> list[Step]:
 
 
 def _calls_by_thread(trace: Columns, mask: Bools) -> dict[int, list[_Call]]:
-    """Return the calls that `mask` selects, by thread, in the order in which they began."""
     calls_by_thread: dict[int, list[_Call]] = {}
     rows = np.flatnonzero(mask)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
@@ -88,7 +86,6 @@ def _steps_of_thread(thread_id: int, fetches: Sequence[_Call], passes: Sequence[
 
 
 def _outermost_calls(calls: Sequence[_Call]) -> list[_Call]:
-    """Return the calls of one thread that no other call contains, in order."""
     outermost: list[_Call] = []
     for call in calls:
         if not outermost or call.start_ns >= outermost[-1].end_ns:
@@ -104,10 +101,8 @@ def _phase(site: Site) -> object:
 
 
 def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
-    """Return the trace with a span per step. The steps of one thread are in order and do not overlap.
-
-    Spans of asyncio tasks are in no step. This takes n log n time for n spans.
-    """
+    """Return the trace with a span per step. The steps of one thread are in order and do not overlap. Spans of asyncio
+    tasks are in no step."""
     if not steps:
         return trace
     by_thread: dict[int, list[Step]] = {}
@@ -130,7 +125,6 @@ class _StepInserter:
         self._is_request = trace.are_of_kind("request")
 
     def insert_steps(self, thread_id: int, steps: Sequence[Step]) -> None:
-        """Insert the steps of a thread between its spans."""
         trace = self._trace
         rows = np.flatnonzero((trace.thread_id == thread_id) & (trace.task_id == 0))
         starts, ends = trace.start_ns[rows], trace.end_ns[rows]
@@ -162,8 +156,8 @@ class _StepInserter:
         self._made.append((step_id, parent_id, root_id, self_ns))
 
     def _find_innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
-        """Return the innermost span around each of `count` steps, `NONE` for a step without one. Each row is around the
-        steps from its `first`, up to but not including its `last`."""
+        """Return the innermost span around each of `count` steps, `NONE` without one. Each row is around the steps from
+        its `first` to before its `last`."""
         trace = self._trace
         innermost = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)

@@ -49,16 +49,15 @@ UNCERTAINTY_NS = 1_000
 """The maximum error in ns of a kernel's times after their conversion to the host's clock."""
 
 _IDS = itertools.count(3 << 60)
-"""A counter of ids for operator spans. These ids are larger than the ids of all recorded spans and of steps."""
+"""A counter of ids for operator spans, larger than the ids of all recorded spans and of steps."""
 
 _start = attrgetter("start_ns")
 
 
 def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
-    """Return the trace with a span per operator in torch.profiler's trace.
+    """Return the trace with a span per operator in torch.profiler's trace. Changes the spans of `trace` in place.
 
-    `moved_ns` is the offset from torch's clock to ours. Kernels in `trace` become device times of operators. The spans
-    of `trace` are changed in place. Takes some 10 us per operator.
+    `moved_ns` is the offset from torch's clock to ours. Kernels in `trace` become device times of operators.
     """
     operators = _Operators(trace, torch_trace, moved_ns)
     if not operators.made:
@@ -74,8 +73,11 @@ def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
 
 
 class _Operators:
-    """The spans of torch's operators within the interval of a trace, with times on that trace's clock. `tops` are the
-    outermost operators. `below` has the operators within each outermost one, by its id, in order of time."""
+    """The spans of torch's operators within the interval of a trace, with times on that trace's clock.
+
+    `tops` are the outermost operators. `below` has the operators right below each operator, by its id, in order of
+    time.
+    """
 
     def __init__(self, trace: Trace, torch_trace: Trace, moved_ns: int) -> None:
         self.made: list[Span] = []
@@ -178,7 +180,6 @@ def _set_device_times(trace: Trace, operators: list[Span]) -> None:
 
 
 def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
-    """Set the self times of the spans with these ids, from their children among `spans`."""
     import numpy as np  # as in `_innermost_open`
 
     from instrument.trace.self_times import self_times_of
@@ -190,7 +191,8 @@ def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
 
 
 def _innermost_open(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
-    """Return the innermost span that was open on each thread at the time with the same index, None if none was open."""
+    """Return the innermost span that was open on thread `thread_ids[i]` at `times_ns[i]`, for each `i`, None without
+    one."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
     from instrument.trace.self_times import find_innermost
@@ -232,11 +234,10 @@ OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit
 BUSY = "another torch.profiler runs in this process, which has one; its operators and kernels are not joined"
 
 _holding = threading.Lock()
-"""A lock that a `TorchProfiler` holds while it runs torch.profiler, which can run only once in a process."""
+"""A lock that a `TorchProfiler` has while it runs torch.profiler, which can run only once in a process."""
 
 _operator_ns: dict[tuple[bool, bool], float] = {}
-"""Nanoseconds that torch.profiler adds to an operator, measured in this process for each pair of `record_shapes` and
-`profile_memory`."""
+"""The time in ns that torch.profiler adds to an operator, for each pair of `record_shapes` and `profile_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,10 +294,10 @@ OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_
 
 
 class TorchProfiler:
-    """A driver of torch.profiler for one loop.
+    """A driver of torch.profiler for one loop. Before torch is imported, all methods do nothing.
 
-    `complain(message)` gets the errors of torch.profiler; no method raises. Before torch is imported, all methods do
-    nothing. If allocations are recorded, torch.profiler must end on the thread on which it began.
+    `complain(message)` gets the errors of torch.profiler; no method raises. If allocations are recorded, torch.profiler
+    must end on the thread on which it began.
     """
 
     def __init__(self, options: TorchOptions, complain: Callable[[str], object], *, host_only: bool = False) -> None:
@@ -317,7 +318,6 @@ class TorchProfiler:
 
     @property
     def is_at_work(self) -> bool:
-        """True while torch.profiler runs for this loop."""
         return self._running is not None
 
     def prepare(self) -> None:
@@ -344,7 +344,6 @@ class TorchProfiler:
             self._prepared, self._prepared_ns = prepared, time.monotonic_ns() - began_ns
 
     def begin(self) -> None:
-        """Start torch.profiler for a window that begins now."""
         with self._lock:
             self.prepare()
             prepared, self._prepared = self._prepared, None
@@ -368,7 +367,6 @@ class TorchProfiler:
                 self._timer.start()
 
     def stop_at_limit(self) -> None:
-        """Stop torch.profiler within a window if it has run for its time limit."""
         with self._lock:
             record = self._record
             if self._running is not None and record is not None:
@@ -424,7 +422,6 @@ class TorchProfiler:
         )
 
     def _can_end_here(self) -> bool:
-        """Return True if torch.profiler may be stopped on the calling thread."""
         return not self._is_bound or threading.get_ident() == self._thread_id
 
     def _watch(self, ours: Any) -> Callable[[], None]:
@@ -480,10 +477,8 @@ class TorchProfiler:
 
 
 class TorchRecord:
-    """The record of torch.profiler of one window: the trace that it saved, and the time that it took.
-
-    `cut` is the reason why torch.profiler ended before the window, "" if it did not. `lock` guards `join`.
-    """
+    """The record of torch.profiler of one window: the trace that it saved, and the time that it took. `cut` is the
+    reason why torch.profiler ended before the window, else "". `lock` guards `join`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -511,10 +506,8 @@ class TorchRecord:
         profiler.export_chrome_trace(str(Path(self._folder, "window.json")))
 
     def join(self, trace: Trace) -> Trace:
-        """Return the window's trace with torch's operators, kernels and allocations, or with a note on an error.
-
-        This may be called only once. It takes some 15 us per operator.
-        """
+        """Return the window's trace with torch's operators, kernels and allocations, or with a note on an error. Call
+        it only once."""
         window = f"window {trace.window}"
         try:
             joined = self._add_to_window(trace)
@@ -562,7 +555,7 @@ def is_torch_imported() -> bool:
 
 
 def _measure_operators_ns() -> int:
-    """Return the time of `TRIALS` operators in the fastest round in ns, 0 if the program intercepts operators."""
+    """Return the time in ns of `TRIALS` operators in the fastest round, 0 if the program intercepts operators."""
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return 0

@@ -43,10 +43,9 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The newest steps of all loops of a process, without overlaps.
+    """The newest steps of all loops of a process, without overlaps. All methods may be called from any thread.
 
     If the steps of two loops overlap, as in nested loops, only the steps of the loop that joined first are kept.
-    Otherwise the same time would count twice. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,6 @@ class Loop:
 
     @property
     def is_unused(self) -> bool:
-        """True if no loop has reported steps."""
         return not self._orders and not self._steps
 
     def leave(self, loop: object) -> None:
@@ -118,7 +116,6 @@ States = Callable[[int], "State | str"]
 
 
 def state_at(schedule: Schedule, step: int) -> State:
-    """Return the state of a step under a schedule."""
     cycle = schedule.closed + schedule.ready + schedule.record
     count, position = divmod(step - schedule.skip_first, cycle)
     if step < schedule.skip_first or (schedule.repeat and count >= schedule.repeat):
@@ -154,8 +151,8 @@ def schedule(
 class Windows:
     """A counter of steps that begins and ends windows by a schedule. Without a schedule, all steps are one window.
 
-    The first window begins at `start_ns`, or at the call of `begin_window` if `start_ns` is None. `steps` is the number
-    of the current step, `state` its state, `first_step` the first step of the newest window.
+    The first window begins at `start_ns` or, if that is None, in `begin_window`. `steps` is the number of the current
+    step, `state` its state, `first_step` the first step of the newest window.
     """
 
     def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None) -> None:
@@ -199,7 +196,6 @@ class Windows:
         return None
 
     def begin_window(self, now_ns: int) -> None:
-        """Begin the window of the current step if it is due."""
         if self.is_due:
             self._opened_ns, self.first_step = now_ns, self.steps
 
@@ -249,16 +245,15 @@ class Stretch(NamedTuple):
         return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
 
     def has_span_since(self, at_ns: int) -> bool:
-        """Return True if a span began in the interval after `at_ns`."""
         return self.snapshot.has_begun(at_ns, self.end_ns)
 
 
 class WindowReader:
-    """A reader of a recorder's rows that counts the steps of a profile's schedule to find the ends of windows.
+    """A reader of a recorder's rows that counts the steps of a profile's schedule to find the ends of windows. Only one
+    thread may use it at a time.
 
     These steps are requests, or calls of the function that the schedule names. Ended windows wait in `cut`, each with
-    the process's identity at the window's end, as `make_origin` returns it. Only one thread may use the reader at a
-    time.
+    the process's identity at the window's end.
     """
 
     def __init__(self, recorder: Recorder, selection: Selection, make_origin: Callable[[], Origin]) -> None:
@@ -268,7 +263,6 @@ class WindowReader:
         self.begin(Profile(), 0)
 
     def begin(self, profile: Profile, start_ns: int) -> None:
-        """Begin anew with a profile's schedule, with no row read and no window ended."""
         self.cut: deque[tuple[Cut, Origin]] = deque()
         self._schedule = profile.schedule
         self._windows = Windows(profile.schedule, start_ns)
@@ -276,7 +270,6 @@ class WindowReader:
         self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
     def read_new_rows(self) -> None:
-        """Read the new rows, and put the windows that have ended into `cut`."""
         for end_ns in sorted(self._window_ends()):
             self._cut_off(self._windows.step(end_ns))
 
@@ -310,7 +303,7 @@ class WindowReader:
             self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
     def stop(self, end_ns: int) -> Cut | None:
-        """Return the window that is open at the end, perhaps incomplete; None if there is none or if it is empty."""
+        """Return the window that is open at the end, perhaps incomplete, None if it is empty or there is none."""
         return self._windows.stop(end_ns)
 
     @property

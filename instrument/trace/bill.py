@@ -52,8 +52,8 @@ BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
 class Lanes:
     """The batches and blocked event loops of each thread, as disjoint intervals (`pieces`).
 
-    The group of an interval is the index of its thread in `threads`. `row` is the row of its batch or blocked loop.
-    `blocker` is the index of the request that blocked the loop, `NONE` if unknown or in a batch.
+    The group of an interval is the index of its thread in `threads`. `row` is the span of the batch or blocked loop.
+    `blocker` is the request that blocked the loop, `NONE` if unknown or in a batch.
     """
 
     threads: Int64s
@@ -64,8 +64,7 @@ class Lanes:
 
     @classmethod
     def of(cls, trace: Columns, joined: Joined) -> Lanes:
-        """Return the lanes of a trace. If intervals of a thread overlap, the overlap belongs to the one that began
-        last."""
+        """Return the lanes of a trace. Time in several overlapping intervals belongs to the last one that began."""
         batches = find_distinct(joined.served.batch)
         blocked = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
         rows = np.concatenate([batches, blocked]).astype(np.int64)
@@ -78,7 +77,6 @@ class Lanes:
         return cls(threads, Unions(lanes[place], starts, ends), rows[place], place >= len(batches), requests[place])
 
     def lanes_of_threads(self, thread_id: Int64s) -> Int64s:
-        """Return the index of each thread's lane, `NONE` for a thread without one."""
         if not len(self.threads):
             return np.full(len(thread_id), NONE, dtype=np.int64)
         lanes = np.searchsorted(self.threads, thread_id).clip(max=len(self.threads) - 1)
@@ -87,11 +85,10 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Bill:
-    """Waits in ns.
+    """The waits of groups of requests, in ns.
 
-    The indices of `charged_ns` are the kind of wait, the group that waited, and the group that caused the wait. In the
-    last causing group are waits that no request caused. `suffered_ns` has all waits of each group: those of the ledger,
-    and the time in which the event loop was blocked during own work.
+    `charged_ns` has three axes: the kind of wait, the waiting group, and the causing group. The last causing group has
+    the waits that no request caused. `suffered_ns` is the total wait of each group.
     """
 
     charged_ns: NDArray[np.int64]
@@ -99,8 +96,8 @@ class Bill:
 
 
 class Account:
-    """Computes the bill of a trace's requests. `group` has the group of each request, from 0 to below `count`. Only
-    waits of the requests in `is_charged` are charged, but any request may have caused them."""
+    """Computes how long groups of requests waited for one another. `group` has the number of each request's group. Only
+    the waits of requests in `is_charged` count, but any request may have caused them."""
 
     def __init__(
         self, trace: Columns, joined: Joined, all_turns: Turns, group: Int64s, count: int, is_charged: Bools
@@ -118,7 +115,6 @@ class Account:
         self._of_piece = np.where(lanes.is_blocked, NONE, places)
 
     def compute_bill(self, parts: Ledger) -> Bill:
-        """Return the bill. `parts` is the ledger of the requests."""
         count, group = self._count, self._group
         charged = np.zeros((len(WAYS), count, count + 1), dtype=np.int64)
         threads = self._find_awaited_threads()
@@ -158,8 +154,8 @@ class Account:
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
     def _sum_weights(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield each group with an array. The array has, per batch, the weight of the members in this and all earlier
-        groups. The last group has the members without a request."""
+        """Yield each group with the cumulative weight of its members, per batch. The last group has the members without
+        a request."""
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
         members_of = Members(groups, self._count + 1)
@@ -171,8 +167,8 @@ class Account:
     def _measure_runs(
         self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool
     ) -> NDArray[np.int64]:
-        """Return how long batches or blocked loops ran within the given intervals of lanes. The result has a time for
-        each pair of a waiting and a running group. `waiting` has the waiting group of each interval."""
+        """Return the time for which batches or blocked loops ran within the intervals, per pair of a waiting and a
+        running group."""
         pieces, upto = self.lanes.pieces, np.zeros((self._count, self._count + 1), dtype=np.int64)
         some = np.flatnonzero(lanes != NONE)
         firsts, stops = pieces.overlapping_ranges(lanes[some], starts[some], ends[some])
@@ -199,8 +195,6 @@ class Account:
         return np.diff(upto, axis=1, prepend=0)
 
     def _charge_batches(self, given_ns: Int64s) -> NDArray[np.int64]:
-        """Return the time that requests waited in batches for other members, for each pair of a waiting and a causing
-        group."""
         served, rows = self._joined.served, self._charged_turns
         rows = rows[self._turns.pair[rows] != NONE]
         pairs, _, waited_ns = divide_own_and_waiting(given_ns, self._turns.pair[rows], self._turns.length_ns[rows])
@@ -216,8 +210,8 @@ class Account:
         return np.diff(upto, axis=1, prepend=0)
 
     def _charge_blocked_work(self) -> NDArray[np.int64]:
-        """Return the time in which other requests blocked the loop of a request's own work, for each pair of a waiting
-        and a causing group."""
+        """Return the time for which other requests blocked the event loop of a request, per pair of a waiting and a
+        causing group."""
         lanes, requests = self.lanes, np.flatnonzero(self._is_charged)
         if not lanes.is_blocked.any():
             return np.zeros((self._count, self._count + 1), dtype=np.int64)
@@ -243,15 +237,15 @@ class Account:
 
 
 MOST_PAIRS = 40_000
-"""The maximum number of pairs (a request and one of its batches) that are replayed. Later requests are left out."""
+"""The maximum number of replayed pairs of a request and one of its batches. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The model is sound if a replay of all requests reproduces the mean queue time within this relative error."""
+"""The largest relative error of the replayed mean queue time for which the model is sound."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay: the indices of requests by arrival, and their queue times as recorded and as replayed."""
+    """The requests of a replay by arrival, and their recorded and replayed queue times."""
 
     place: Int64s
     queue_ns: Int64s
@@ -259,7 +253,6 @@ class Replay:
 
     @property
     def is_sound(self) -> bool:
-        """True if the model reproduces the recorded mean queue time within `TOLERANCE`."""
         recorded = float(self.queue_ns.mean()) if len(self.queue_ns) else 0.0
         return recorded > 0 and abs(float(self.replayed_ns.mean()) - recorded) <= TOLERANCE * recorded
 
@@ -309,7 +302,7 @@ class Engine:
         self._steps = [steps[begin:end] for begin, end in zip(first[order].tolist(), last[order].tolist(), strict=True)]
 
     def replay(self, is_present: Bools) -> Replay:
-        """Replay only the requests for which `is_present`, by index of the request, is True."""
+        """Replay only the requests for which `is_present` is True."""
         present = np.flatnonzero(is_present[self._place])
         arrivals, costs = self._arrival.tolist(), self._costs
         stops = self._list_stops(is_present)
@@ -341,13 +334,11 @@ class Engine:
         return Replay(self._place[present], self._queue_ns[present], replayed_ns)
 
     def _next_batch_name(self, item: Sequence[int]) -> int:
-        """Return the name of a request's next batch, `NONE` after the last one."""
         steps = self._steps[item[0]]
         return steps[item[1]][0] if item[1] < len(steps) else NONE
 
     def _list_stops(self, is_present: Bools) -> deque[tuple[int, int]]:
-        """Return the start and length of each time in which the event loop was blocked. Times blocked by absent
-        requests are left out."""
+        """Return the start and length of each block of the event loop, without those by absent requests."""
         lanes = self._lanes
         has_batches = np.isin(lanes.pieces.groups, lanes.pieces.groups[~lanes.is_blocked])
         is_stop = lanes.is_blocked & has_batches & np.append(is_present, [True])[lanes.blocker]
@@ -356,7 +347,7 @@ class Engine:
 
 
 def _are_main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
-    """Return True for the outermost batches on the thread that ran most of them."""
+    """Return True for the outermost batches on the thread with the most outermost batches."""
     is_batch = mask_of(batch_rows, len(trace))
     is_batch &= nearest_above(trace.parent, is_batch) == NONE
     threads, counts = np.unique(trace.thread_id[is_batch], return_counts=True)
@@ -364,7 +355,7 @@ def _are_main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
 
 
 class _Costs:
-    """The cost of batches of one name, linear in members and weight. `ratios` are the recorded times divided by that
+    """The cost of batches with one name, linear in members and weight. `ratios` are recorded times divided by that
     cost."""
 
     def __init__(self, sizes: Int64s, weights: Int64s, took_ns: Int64s) -> None:
@@ -378,14 +369,12 @@ class _Costs:
         self.ratios = np.where(modelled > 0, took / np.where(modelled > 0, modelled, 1), 1).clip(max=1e3)
 
     def of(self, members: int, weight: int) -> float:
-        """Return the modelled time of a batch in ns."""
         modelled: float = self._base + self._per_member * members + self._per_weight * weight
         return max(modelled, 0.0)
 
 
 def _measure_gap(trace: Columns, batches: Int64s) -> float:
-    """Return the mean time between two successive batches of a thread. Gaps longer than the median batch do not
-    count."""
+    """Return the mean time between successive batches of a thread, without gaps longer than the median batch."""
     order = np.lexsort((trace.start_ns[batches], trace.thread_id[batches]))
     rows = batches[order]
     gaps = trace.start_ns[rows[1:]] - trace.end_ns[rows[:-1]]

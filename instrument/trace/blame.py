@@ -41,8 +41,8 @@ BETWEEN = (QUEUE, STALL)
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The cause of a delay: a span's name, its time within the blamed part, and the key or endpoint of its request.
-    `request` is "" if the span belongs to no request, or to the slow request itself."""
+    """The cause of a delay. `name` is that of a span, and `request` the key or endpoint of the span's request.
+    `request` is "" if the span belongs to the slow request or to none."""
 
     name: str
     request: str
@@ -51,7 +51,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The part of a request with the largest excess over the part's typical time, and the cause, None if unknown."""
+    """The part of a request with the largest excess over its typical time, and the cause, None if unknown."""
 
     part: str
     part_ns: int
@@ -60,12 +60,11 @@ class Blame:
 
     @property
     def excess_ns(self) -> int:
-        """The part's time beyond its typical time."""
         return self.part_ns - self.typical_ns
 
 
 def typical_times(ledger: Ledger, places: Int64s) -> dict[str, int]:
-    """Return the median time of each part over the requests in `places`. A request without the part counts as 0 ns."""
+    """Return the median time of each part over the given requests. A request without the part counts as 0 ns."""
     is_chosen = mask_of(places, int(max(ledger.request.max(initial=-1), places.max(initial=-1))) + 1)
     rows = np.flatnonzero(is_chosen[ledger.request])
     typical = {}
@@ -78,7 +77,7 @@ def typical_times(ledger: Ledger, places: Int64s) -> dict[str, int]:
 
 
 def find_blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
-    """Return the blame of a slow request, None if no part is longer than typical."""
+    """Return the blame of a slow request, None if no part took longer than typical."""
     times = ledger.parts_of(place)
     part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
     if part is None or times[part] <= typical.get(part, 0):
@@ -93,7 +92,6 @@ def find_blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typic
 def _find_collection(
     trace: Columns, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
 ) -> Cause | None:
-    """Return the garbage collections as the cause if they took at least half of the excess time, else None."""
     is_collected = trace.are_of_sites([is_collection(site) for site in trace.sites])
     if not is_collected.any():
         return None
@@ -127,7 +125,7 @@ def _find_cause(
 
 
 def _is_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
-    """Return an array over all rows, True for spans that belong to a request and are below one of the given rows."""
+    """Return an array over all rows, True for the request's spans below the given rows."""
     family = np.flatnonzero(joined.of == place)
     parents = rows_of(family, trace.parent[family].astype(np.int64))
     is_given = np.isin(family, rows)
@@ -137,7 +135,6 @@ def _is_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools
 def _find_threads(
     trace: Columns, joined: Joined, place: int, part: str, work: Iterable[tuple[int, Moment]], moments: Sequence[Moment]
 ) -> set[int]:
-    """Return the threads that a request waited for in a part."""
     served = joined.served.batch[joined.served.request == place]
     if part in BETWEEN and len(served):
         return set(trace.thread_id[served].tolist())
@@ -149,8 +146,7 @@ def _find_threads(
 
 
 def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
-    """Group the wanted spans by name and request. Return the group that ran longest within the given times, None
-    without any. Only topmost spans count."""
+    """Return the name and request whose wanted spans ran longest within the given times. Only topmost spans count."""
     low, high = int(times.starts[0]), int(times.ends[-1])
     rows = np.flatnonzero(is_wanted & (trace.start_ns < high) & (trace.end_ns > low))
     is_candidate = mask_of(rows, len(trace) + 1)  # the last place is that of a missing parent
@@ -170,14 +166,13 @@ def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_w
 
 
 def _measure_runs(trace: Columns, times: Union, rows: Int64s) -> int:
-    """Return how long the spans ran within the given times. Overlapping spans count once."""
     ran = union(trace.start_ns[rows], trace.end_ns[rows])
     return int(times.length_within(ran.starts, ran.ends).sum())
 
 
 def _name_spans(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
-    """Return the name of each span, and the row that determines its request. A blocked loop has the name and the row of
-    the span that blocked it."""
+    """Return the name of each span, and the row that determines its request. A blocked loop has those of the span that
+    blocked it."""
     shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
     is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
     places = np.flatnonzero(is_blocked)
@@ -189,8 +184,7 @@ def _name_spans(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
 
 
 def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
-    """Return the row of the span that blocked each event loop, else the blocked loop's own row. The blocking span is
-    the innermost one of the recorded name on that thread in the middle of the blocked time."""
+    """Return the row of the span that blocked each event loop, else the blocked loop's own row."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
     of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)
@@ -214,7 +208,7 @@ def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
 
 
 def _find_request(joined: Joined, row: int) -> int:
-    """Return the index of a span's request. For a batch it is the request with the largest weight."""
+    """Return the index of a span's request. A batch has the request with the largest weight."""
     if joined.of[row] != NONE:
         return int(joined.of[row])
     served = joined.served
@@ -227,8 +221,8 @@ def _find_request(joined: Joined, row: int) -> int:
 def _find_batch_cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
-    """Return the batch name in which a request spent most time of a part. If the request waited, also return the other
-    member with the largest share."""
+    """Return the batch name in which a request spent most time. For `WAITING`, `request` is the other member with the
+    largest share."""
     if not moments:
         return None
     served = joined.served
@@ -265,46 +259,44 @@ def name_request(trace: Columns, joined: Joined, place: int) -> str:
 Floats = NDArray[np.float64]
 
 REFERENCES = 10_000
-"""The maximum number of steps per name that are used for a fit. They are spread evenly over the recording."""
+"""The maximum number of steps per name that are used for a fit, spread evenly over the recording."""
 
 LEAST_STEPS = 20
-"""The minimum number of steps for a fit. If a name has fewer steps, they have no expected time."""
+"""The minimum number of steps for a fit."""
 
 ROUNDS = 3
-"""The number of fits in succession. Each fit leaves out the steps that are far from the previous fit."""
+"""The number of successive fits. Each fit leaves out the steps far from the previous one."""
 
 FAR = 4.0
-"""A step is left out of the next fit if its distance from the fit exceeds this multiple of the median distance."""
+"""The multiple of the median distance from a fit beyond which the next fit leaves a step out."""
 
 PATHS = 64
-"""The maximum number of call paths with a separate excess time. The paths that took less time share one excess time."""
+"""The maximum number of sites with an excess time of their own. Other sites share one."""
 
 CELLS = 8_000_000
-"""The maximum product of the numbers of steps and call paths, to bound the memory. With more steps, fewer call paths
-have a separate excess time."""
+"""The maximum product of the numbers of steps and sites, to bound the memory."""
 
 UNEVEN = 1.2
-"""A step is uneven if its padded weight exceeds its real weight by this factor. Only uneven steps show whether an
-engine pads."""
+"""The ratio of padded to real weight above which a step is uneven. Only uneven steps show whether an engine pads."""
 
 PADS = 0.7
-"""An engine pads if, over uneven steps, the error of the padded fit is below this fraction of the real fit's error."""
+"""An engine pads if the padded fit's error over uneven steps is below this fraction of the real fit's error."""
 
 HEAVY = 4.0
-"""A member of a step is heavy if its weight exceeds the usual weight by this factor. The usual weight is the median of
-each request's largest weight."""
+"""The multiple of the usual weight above which a member of a step is heavy. The usual weight is the median of the
+requests' largest weights."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The steps of a trace, ordered by start time. The length of each step in ns is divided into parts that add up to
-    the length.
+    """The steps of a trace by start time. Each step's length in ns is divided into parts that add up to the length.
 
-    `load_ns` is the expected time without the unusually heavy member and without padding. `heavy_ns` is the time for
-    that member, `padding_ns` the time to pad members to the heaviest one. `heavy` is the index of the unusually heavy
-    member's request, `NONE` without one. `excess_ns` is the remaining time by step and path. `sites` has the site of
-    each path, `NONE` for the last path, which combines all other paths. `is_first` is True for a step and path if the
-    step contains the first call of the path's site.
+    - `load_ns` is the expected time without heavy member and padding.
+    - `heavy_ns` is the time for the heavy member, whose request is `heavy`, `NONE` without one.
+    - `padding_ns` is the time to pad members to the heaviest one.
+    - `excess_ns` is the remaining time by step and site. The last column combines all sites that are not in `sites`.
+
+    `is_first` is True for a step and site if the step contains the first call of the site.
     """
 
     rows: Int64s
@@ -318,11 +310,10 @@ class StepCosts:
     is_first: Bools
     sites: Int64s
     step_of: Int64s
-    """The index of each row's step, `NONE` outside of steps. The array ends with an additional `NONE`."""
+    """The step of each row, `NONE` outside of steps, followed by an additional `NONE`."""
 
 
 def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
-    """Return the steps of a trace with the parts of their lengths."""
     is_batch = mask_of(served.batch, len(trace))
     rows = np.flatnonzero(is_batch & (nearest_above(trace.parent, is_batch) == NONE))
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
@@ -362,11 +353,8 @@ def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCos
 
 
 def _measure_paths(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
-    """Return the self time of each step and path, True for each step and path with the first call of its site, and the
-    site of each path.
-
-    Only rows on the step's thread count. The last path has the remaining time of the step.
-    """
+    """Return the self time of each step and site, a mask of the first calls of sites, and the sites. The last column
+    has the remaining time of each step."""
     inner = np.flatnonzero(step_of[:-1] != NONE)
     step_row = rows[step_of[inner]] if len(rows) else inner
     on_line = (trace.thread_id[inner] == trace.thread_id[step_row]) & (trace.task_id[inner] == trace.task_id[step_row])
@@ -393,9 +381,9 @@ def _measure_paths(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Float
 def _measure_loads(
     served: Served, place: Int64s, count: int, requests: int
 ) -> tuple[Floats, Floats, Floats, Floats, Int64s]:
-    """Return, for each step, the number of members, their total weight, and the largest weight.
+    """Return the number of members of each step, their total weight, and the largest weight.
 
-    The last two results describe the step's unusually heavy member: its weight, and the index of its request.
+    The last two results are the weight and the request of the heavy member, 0 and `NONE` without one.
     """
     pairs = np.flatnonzero(place[served.batch] != NONE)
     steps, request, weights = place[served.batch[pairs]], served.request[pairs], served.weight[pairs] / THOUSANDTHS
@@ -416,7 +404,7 @@ def _measure_loads(
 
 
 def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
-    """Return the expected time of each step and path, and the time per unit of weight. Return None if there are too few
+    """Return the expected time of each step and site, and the time per unit of weight. Return None for too few
     steps."""
     count = len(length_ns)
     if count < LEAST_STEPS or not length_ns.all():
@@ -452,10 +440,7 @@ def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven
 
 
 def select_loads(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
-    """Return the load of the given steps and the time of their heavy members, as one request sees them.
-
-    If the request itself is the heavy member, that time counts as load.
-    """
+    """Return the load of the given steps, and the time for heavy members of other requests."""
     is_own = costs.heavy[steps] == request
     load_ns = costs.load_ns[steps] + np.where(is_own, costs.heavy_ns[steps], 0.0)
     return load_ns, np.where(is_own, 0.0, costs.heavy_ns[steps])

@@ -41,7 +41,7 @@ from instrument.trace.self_times import waiting_times
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
-    """The number of each node's calls, and the sum, maximum and minimum of their times."""
+    """The number of calls of each node, and the sum, maximum and minimum of their times."""
 
     calls: Int64s
     total_ns: Int64s
@@ -50,7 +50,6 @@ class NodeTimes:
 
     @classmethod
     def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
-        """Summarise one length per call by node. `groups` has the node of each call."""
         return cls(
             groups.count_members(),
             groups.sum_by_group(lengths_ns),
@@ -60,7 +59,7 @@ class NodeTimes:
 
 
 class StreamTimes(NamedTuple):
-    """The device intervals of a node's calls on one stream: count, sum, maximum and minimum."""
+    """The number, sum, maximum and minimum length of the device intervals of a node's calls on one stream."""
 
     node: int
     device: int
@@ -73,10 +72,10 @@ class StreamTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallPaths:
-    """The call tree's nodes, one per call path, in the order of first appearance, parents before children.
+    """The nodes of a call tree, one per call path, in the order of first appearance, parents before children.
 
-    `parent` is a node's parent, `NONE` for a root. `is_elsewhere` is True if the node is on another track than its
-    parent. `first_ns` is the earliest begin of a call. `device` counts only calls with device time.
+    `parent` is `NONE` for a root. `is_elsewhere` is True if the parent is on another track. `first_ns` is the earliest
+    begin of a call. `device` counts only calls with device time.
     """
 
     parent: Int64s
@@ -95,11 +94,9 @@ class CallPaths:
 def call_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> CallPaths:  # fmt: skip
-    """Return the call tree of all spans, or of the spans in `among`. Only calls of `kinds` and the calls right below
-    them get device times.
+    """Return the call tree of all spans, or of the spans in `among`, with times clipped to the `window`.
 
-    With a `window`, times are clipped to it. A node without a call in the window is included only if a node below it
-    has one.
+    Only calls of `kinds` and the calls right below them get device times.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = do_overlap(trace.start_ns, trace.end_ns, (first, last))
@@ -138,8 +135,7 @@ def _reorder_times(times: NodeTimes, order: Int64s) -> NodeTimes:
 
 
 def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the node of each included row, and the parent and one row of each node. Parents come first. `level` is the
-    number of included rows above a row. `on_line` is True for rows on the track of an included parent."""
+    """Return the node of each included row, and the parent and one row of each node, parents first."""
     node_of = np.full(len(trace), NONE, dtype=np.int64)
     parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     some_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
@@ -164,7 +160,6 @@ def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bo
 def _measure_host(
     trace: Columns, counted: Bools, node_of: Int64s, window: Interval, count: int
 ) -> tuple[NodeTimes, Int64s, Int64s]:  # fmt: skip
-    """Return the host times, the first row and the earliest begin of each node."""
     calls = np.flatnonzero(counted)
     groups = Groups(node_of[calls], count)
     starts, ends = clip_intervals(trace.start_ns[calls], trace.end_ns[calls], window)
@@ -176,8 +171,8 @@ def _measure_device(
     trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, is_timed: Bools, inside: Bools, window: Interval,
     count: int,
 ) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
-    """Return the device times of the nodes in `is_timed`, and times by stream for them and for the nodes below
-    (`inside`)."""
+    """Return the device times of the nodes in `is_timed`, and times by stream for them and for the nodes in
+    `inside`."""
     work, (first, last) = trace.device, window
     if not len(work) or not count:
         nothing = np.zeros(0, dtype=np.int64)
@@ -208,11 +203,7 @@ def _measure_streams(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns
 def device_lengths_below(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
-    """Return the calls with intervals at or below them on their track, and the length of the intervals' union.
-
-    Unions of intervals are passed up level by level. A call without intervals of its own and with one child is skipped,
-    so that deep call chains cost little.
-    """
+    """Return the calls with intervals at or below them on their track, and the length of the intervals' union."""
     nearest_call = nearest(around, is_call)
     up = np.where(around == NONE, NONE, nearest_call[around]).astype(np.int32)
     owner = nearest_call[rows]
@@ -262,10 +253,10 @@ _TOO_DEEP = "its calls are nested too deeply; it is damaged"
 
 
 class _Paths:
-    """A tree of call paths with folded recursion: each node has the number of its site, and its parent.
+    """A tree of call paths, in which a recursive call has the node of its outer call.
 
-    A call in a node of `recurring` may have an outer call of the same node. Raises `ValueError` if the search for
-    recursion visits more than `limit_links` nodes.
+    A call in a node of `recurring` may be recursive. Raises `ValueError` if the search for recursion visits more than
+    `limit_links` nodes.
     """
 
     def __init__(self, limit_links: int | None) -> None:
@@ -278,8 +269,8 @@ class _Paths:
         self._known_sites: set[int] = set()
 
     def node_below(self, parent: int, site: int) -> int:
-        """Return the node for a call of a site below a parent node. A recursive call gets the node that its site
-        already has on the path."""
+        """Return the node for a call of a site below a parent node. A recursive call gets the node of its outer
+        call."""
         node = self._below.get((parent, site))
         if node is None:
             node = self._below[parent, site] = self._add_node(parent, site)
@@ -304,7 +295,6 @@ class _Paths:
         return len(self.site) - 1
 
     def all_paths(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
-        """Return the path of each node, the topmost site first."""
         paths: list[tuple[Site, ...]] = []
         for site, parent in zip(self.site, self.parent, strict=True):
             paths.append((*(() if parent == NONE else paths[parent]), sites[site]))
@@ -312,15 +302,15 @@ class _Paths:
 
 
 def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
-    """Return the number of each row's call path, and the sites of each path, the topmost first."""
+    """Return the index of each row's call path, and the sites of each path, the topmost first."""
     paths = _Paths(None)
     node_of = _fold_nodes(trace, paths)
     return node_of, paths.all_paths(trace.sites)
 
 
 def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
-    """Return the tally of all spans. `threads` has the names of threads, some may be missing. Raises `ValueError` if
-    the call paths have more than `limit_links` sites in all."""
+    """Return the tally of all spans. Raises `ValueError` if the call paths have more than `limit_links` sites in
+    all."""
     if not len(trace):
         return Tally()
     paths = _Paths(limit_links)
@@ -341,7 +331,7 @@ def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_
 
 
 def _fold_nodes(trace: Columns, paths: _Paths) -> Int64s:
-    """Return the node of each row, with folded recursion. Sites of the same key count as one."""
+    """Return the node of each row, with folded recursion. Sites with equal keys count as one."""
     by_key: dict[tuple[object, ...], int] = {}
     places = np.array([by_key.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
     node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is the parent of roots
@@ -357,7 +347,7 @@ def _fold_nodes(trace: Columns, paths: _Paths) -> Int64s:
 
 
 def _are_inner_calls(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
-    """Return an array over all rows, True for inner calls: an outer call of the same node and thread was still open."""
+    """Return True for each row whose outer call, of the same node and thread, was still open."""
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
         return inner
@@ -379,7 +369,6 @@ def _are_inner_calls(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bo
 
 
 def _find_outer_calls(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
-    """Return, for each of some rows, the nearest row above it of the same node and thread."""
     around = np.full(len(trace), NONE, dtype=np.int32)
     up = trace.parent[rows]
     while True:
@@ -429,7 +418,6 @@ def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple
 
 
 def _measure_rows(trace: Columns) -> tuple[Int64s, Int64s]:
-    """Return the device time of each row, and the length of the union of its device and host intervals."""
     device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
     if len(trace.device):
         rows, starts, ends = union_by_group(trace.device.row, trace.device.start_ns, trace.device.end_ns)
@@ -442,8 +430,7 @@ def _measure_rows(trace: Columns) -> tuple[Int64s, Int64s]:
 
 
 def _order_cells(trace: Columns, cells: Int64s, count: int) -> list[int]:
-    """Return the cells in depth-first order. Siblings are ordered by start time, then by length with the longest first,
-    then by id."""
+    """Return the cells in depth-first order. Siblings are in the order of `order_by_start`."""
     rank = index_rows(order_by_start(trace), len(trace))
     by_depth, parent = rows_by_level(trace.level), trace.parent
     sizes = np.ones(len(trace) + 1, dtype=np.int64)  # the number of rows at and below each

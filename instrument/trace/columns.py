@@ -46,8 +46,7 @@ class Attributes(Protocol):
         """Return the value of an attribute in each given row, None for a row without it."""
 
     def distinct_sets(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        """Return the index of each row's set of attributes among the distinct sets, `NONE` for a row without
-        attributes, and these sets."""
+        """Return the index of each row's set of attributes, `NONE` for a row without any, and the distinct sets."""
         numbers = np.full(len(rows), NONE, dtype=np.int64)
         places = np.flatnonzero(np.isin(rows, self.rows()))
         numbers[places] = np.arange(len(places))
@@ -74,8 +73,8 @@ class AttributesOfRows(Attributes):
 
 
 class ComposedAttributes(Attributes):
-    """The attributes of rows that come from several `parts`. `part` has the index of each row's part, `row_in_part` its
-    row in that part. `relink(part, link)` returns a link of a part with the ids of the composed trace."""
+    """The attributes of rows from several `parts`. `part` has the index of each row's part, and `row_in_part` its row
+    there. `relink(part, link)` converts the ids in a link of a part."""
 
     def __init__(
         self,
@@ -102,7 +101,6 @@ class ComposedAttributes(Attributes):
         return self._compose_rows([part.having(name) for part in self._parts])
 
     def _compose_rows(self, rows: Sequence[Int64s]) -> Int64s:
-        """Return the composed rows for the given rows of each part, in order."""
         composed = [np.zeros(0, dtype=np.int64)]
         for number, rows_of_part in enumerate(rows):
             composed_rows = np.flatnonzero(self._part == number)
@@ -134,14 +132,12 @@ class ComposedAttributes(Attributes):
 
 
 def override_rows(attributes: Attributes, count: int, more: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
-    """Return the attributes of `count` rows. The attributes in `more` replace those of the same row."""
     part = np.zeros(count, dtype=np.int32)
     part[list(more)] = 1
     return ComposedAttributes([attributes, AttributesOfRows(more)], part, np.arange(count))
 
 
 def append_rows(attributes: Attributes, count: int, more: Sequence[Mapping[str, AttributeValue]]) -> Attributes:
-    """Return the attributes of `count` rows, followed by the attributes of new rows."""
     row_in_part = np.concatenate([np.arange(count), np.arange(len(more))])
     part = np.repeat(np.array([0, 1], dtype=np.int32), [count, len(more)])
     return ComposedAttributes([attributes, AttributesOfRows(dict(enumerate(more)))], part, row_in_part)
@@ -165,40 +161,34 @@ class DeviceIntervals:
 
     @property
     def timed(self) -> Bools:
-        """True for the intervals with a measured length."""
         return np.array([*(label not in UNTIMED for label in self.labels), False], dtype=np.bool_)[self.label]
 
     @property
     def total_ns(self) -> Int64s:
-        """The length of each interval."""
         return self.end_ns - self.start_ns
 
     def select(self, is_wanted: NDArray[Any]) -> DeviceIntervals:
-        """Return the intervals for which `is_wanted` is True, or the intervals with these indices."""
+        """Return the intervals for which `is_wanted` is True, or those with the indices in `is_wanted`."""
         if is_wanted.dtype == np.bool_ and is_wanted.all():
             return self
         columns = {item.name: getattr(self, item.name)[is_wanted] for item in fields(self) if item.name != "labels"}
         return DeviceIntervals(**columns, labels=self.labels)
 
     def ordered(self) -> DeviceIntervals:
-        """Return the intervals ordered by row, without those that belong to no row. Intervals of a row keep their
-        order."""
+        """Return the intervals ordered by row, without those that belong to no row. The sort is stable."""
         order = sort_stably(self.row, int(self.row.max(initial=0)) + 1)
         return self.select(order[self.row[order] != NONE])
 
     def clip_to(self, window: Interval) -> DeviceIntervals:
-        """Return the intervals clipped to a window, without those outside of it."""
         inner = self.select(do_overlap(self.start_ns, self.end_ns, window))
         start_ns, end_ns = clip_intervals(inner.start_ns, inner.end_ns, window)
         return replace(inner, start_ns=start_ns, end_ns=end_ns)
 
     def union(self) -> Union:
-        """Return the union of the intervals."""
         return union(self.start_ns, self.end_ns)
 
     @classmethod
     def none(cls) -> DeviceIntervals:
-        """Return empty columns."""
         rows, numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         return cls(rows, numbers, numbers, numbers, numbers, rows, numbers, ())
 
@@ -208,11 +198,10 @@ class Columns:
     """Spans as columns with the names of `instrument.recording.spans.Span`, a row per span.
 
     `site` and `error` are indices into `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent,
-    `NONE` without one in this trace. `remote` has the remote parents by row. `own_id` is the span's id in its process.
-    It differs from `span_id` in merged traces only.
+    `NONE` without one in this trace. `remote` has the remote parents by row. `own_id` is the span's id in its process,
+    which differs from `span_id` in merged traces.
 
-    Raises `ValueError` for inconsistent columns: different lengths, times or indices out of range, duplicate ids, or
-    cyclic parents.
+    Raises `ValueError` for inconsistent columns, such as duplicate ids or cyclic parents.
     """
 
     sites: tuple[Site, ...]
@@ -251,53 +240,48 @@ class Columns:
 
     @cached_property
     def total_ns(self) -> Int64s:
-        """The length of each host interval."""
         return self.end_ns - self.start_ns
 
     def are_of_kind(self, *kinds: str) -> Bools:
-        """Return an array over the rows, True for spans of one of the kinds."""
         return self.are_of_sites([site.kind in kinds for site in self.sites])
 
     def are_of_sites(self, is_wanted: Sequence[bool]) -> Bools:
-        """Return an array over the rows, True for spans of the sites for which `is_wanted` is True."""
+        """Return True for each span of a wanted site. `is_wanted` has one value per site."""
         mask: Bools = np.array([*is_wanted, False], dtype=np.bool_)[self.site]
         return mask
 
     def numbered_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
-        """Return the distinct results of `describe` for the sites, and the index of each site's result. The indices end
-        with an additional `NONE`."""
+        """Return the distinct results of `describe` for the sites, and the index of each site's result, followed by
+        `NONE`."""
         numbers: dict[Description, int] = {}
         of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
 
     def calls(self) -> dict[Site, int]:
-        """Return the number of rows of each site."""
         return dict(zip(self.sites, np.bincount(self.site, minlength=len(self.sites)).tolist(), strict=True))
 
     def timed(self) -> int:
-        """Return the number of rows with device intervals."""
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def count_untimed(self) -> int:
-        """Return the number of rows that have no device intervals, although their site records device times."""
+        """Return the number of rows without device intervals, although their site records device times."""
         is_missing = self.are_of_sites([site.device for site in self.sites])
         is_missing[self.device.row] = False
         return int(np.count_nonzero(is_missing))
 
     def select(self, is_wanted: Bools) -> Columns:
-        """Return the rows for which `is_wanted` is True, without attributes."""
+        """Return the wanted rows, without attributes."""
         return self.take(np.flatnonzero(is_wanted))
 
     def with_attributes(self, is_wanted: Bools) -> Columns:
-        """Return the rows for which `is_wanted` is True, with attributes."""
+        """Return the wanted rows, with attributes."""
         rows = np.flatnonzero(is_wanted)
         remote = {place: self.remote[row] for place, row in enumerate(rows.tolist()) if row in self.remote}
         attributes = ComposedAttributes([self.attributes], np.zeros(len(rows), dtype=np.int32), rows)
         return self.take(rows, attributes=attributes, remote=remote)
 
     def take(self, rows: Int64s, **changes: Any) -> Columns:
-        """Return the given rows in this order, without attributes and remote parents. The columns in `changes` replace
-        those of the rows."""
+        """Return the given rows in this order, without attributes and remote parents. `changes` replaces columns."""
         device = self.device
         if len(device):
             device = replace(device, row=index_rows(rows, len(self))[device.row].astype(np.int32)).ordered()
@@ -306,7 +290,7 @@ class Columns:
         return Columns(sites=self.sites, errors=self.errors, **(nothing | columns | changes))
 
     def topmost_wanted_rows(self, is_wanted: Bools) -> Int32s:
-        """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root is taken even if the
+        """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root counts even if the
         parents in between were not kept."""
         rows = np.arange(len(self), dtype=np.int32)
         owner = np.where(is_wanted, rows, np.int32(NONE)).astype(np.int32)
@@ -332,14 +316,13 @@ class Columns:
 
     @cached_property
     def on_line_of_parent(self) -> Bools:
-        """True for the rows on the thread and task of their parent. Their time is part of the parent's time."""
         around = self.parent
         same = (self.thread_id == self.thread_id[around]) & (self.task_id == self.task_id[around])
         return np.asarray(same & (around != NONE)) if len(self) else np.zeros(0, dtype=np.bool_)
 
     @cached_property
     def around(self) -> Int32s:
-        """The parent of each row, `NONE` if the parent is on another track (thread and task)."""
+        """The parent of each row, `NONE` if the parent is on another thread or task."""
         around: Int32s = np.where(self.on_line_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
         return around
 
@@ -382,7 +365,6 @@ def are_in_range(column: NDArray[Any], first: int, end: int) -> bool:
 
 
 def view_cells(packed: bytes) -> NDArray[np.void]:
-    """Return the packed device intervals of a ring as an array of records."""
     return np.frombuffer(packed, INTERVALS)
 
 

@@ -44,13 +44,13 @@ PLAIN = frozenset({
 
 
 def make_folder_path(service: str, hour: int) -> str:
-    """Return the path of the folder for a service's rows that began in `hour`, the number of hours since 1970."""
+    """Return the path of the folder for a service's rows of one hour. `hour` is the number of hours since 1970."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", remove_surrogates(service))[:NAME_LENGTH] or "_"
     return time.strftime(f"service=s-{name}/date=d%Y-%m-%d/hour=h%H", time.gmtime(hour * 3600))
 
 
 class Folder:
-    """A local folder or one in an object store, given by its path or its URL, such as `s3://bucket/traces`. Raises
+    """A local folder or one in an object store, given by a path or a URL, such as `s3://bucket/traces`. Raises
     `TraceError`."""
 
     def __init__(self, path: str) -> None:
@@ -67,8 +67,7 @@ class Folder:
             raise TraceError(f"cannot write to {path}: {problem}") from problem
 
     def why_not_written(self) -> str:
-        """Return the reason why a local folder cannot be created or written to. Return "" for a folder that can be, or
-        that is not local."""
+        """Return the reason why a local folder cannot be written to, else ""."""
         path = self.path
         while self.is_local and not os.path.lexists(path):
             path = os.path.dirname(path)  # noqa: PTH120
@@ -87,7 +86,6 @@ class Folder:
         self.files.move(f"{self.path}/{name}", f"{self.path}/{new_name}")
 
     def size_bytes(self, name: str) -> int:
-        """Return the size of a file."""
         return int(self.files.get_file_info(f"{self.path}/{name}").size or 0)
 
     def remove(self, name: str) -> None:
@@ -119,12 +117,10 @@ class _OpenFile:
         return int(self._sink.tell())
 
     def close(self) -> None:
-        """Complete the file under its temporary name `part`."""
         self._writer.close()
         self._sink.close()
 
     def discard(self) -> None:
-        """Close and remove the file."""
         for closing in (self._writer.close, self._sink.close):
             with suppress(Exception):  # the store may have gone
                 closing()
@@ -149,12 +145,10 @@ def write_spans(path: str, rows: Iterable[Any]) -> str:
 
 
 class DatasetWriter:
-    """Writes tables to the files of a dataset. File names begin with `name`. A file replaces an older one of the same
-    name.
+    """Writes tables to the files of a dataset, whose names begin with `name`. The caller handles `OSError`.
 
-    A file gets its final name in `close`. After an error, `discard` removes all incomplete files. The caller handles
-    `OSError`. With `fills`, a table without rows also gets a file, because query engines refuse a folder that does not
-    exist.
+    Files get their final names in `close`, and replace older ones. After an error, call `discard`. With `fills`, a
+    table without rows also gets a file, because query engines refuse a folder that does not exist.
     """
 
     def __init__(self, folder: Folder, name: str, *, fills: bool = True) -> None:
@@ -200,18 +194,15 @@ class DatasetWriter:
 
     @property
     def parts(self) -> list[str]:
-        """The temporary names of files that are not renamed yet."""
         return [file.part for file in (*self._open.values(), *self._closed)]
 
     def discard(self) -> None:
-        """Remove all files that are not renamed yet."""
         for file in (*self._open.values(), *self._closed):
             file.discard()
         self._open, self._closed = {}, []
 
 
 def _split_by_folder(rows: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the folder and the rows of each service and hour."""
     from pyarrow import compute
 
     if not len(rows):
@@ -226,7 +217,7 @@ def _split_by_folder(rows: Any) -> Iterator[tuple[str, Any]]:
 
 
 class ReadProcess(NamedTuple):
-    """The recording of a process, and the ids of its spans by number from 1."""
+    """The recording of a process, and the ids of its spans. Span `n` has the id at index `n - 1`."""
 
     saved: Saved
     ids: SpanKeys
@@ -236,7 +227,7 @@ def processes_in(tables: Mapping[str, Any]) -> list[ReadProcess]:
     """Return the recordings of all processes in tables of a dataset, in the order of their first begin.
 
     `tables` must have `spans`, and may have `intervals`, `gauges`, `losses` and `processes`. The order of rows and the
-    type of ids do not matter. The caller selects the rows, such as those of one run.
+    type of ids do not matter.
     """
     arrow = {name: _convert_types(name, table) for name, table in tables.items()}
     spans = arrow["spans"].sort_by([("start_unix_ns", "ascending"), ("duration_ns", "descending")])
@@ -249,7 +240,6 @@ def processes_in(tables: Mapping[str, Any]) -> list[ReadProcess]:
 
 
 def _convert_types(name: str, table: Any) -> Any:
-    """Return a table with the columns and types of the definition. A missing column becomes NULLs."""
     arrow, types = import_pyarrow(), arrow_schema(name)
     columns = [
         table.column(field.name).cast(field.type)
@@ -261,7 +251,6 @@ def _convert_types(name: str, table: Any) -> Any:
 
 
 def _split_by_process(table: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the rows of each process."""
     names = table.column("process").to_pylist()
     places: dict[str, list[int]] = {}
     for place, name in enumerate(names):
@@ -285,8 +274,8 @@ def _read_ints(table: Any, name: str) -> Int64s:
 
 
 def _set_offset(table: Any, offset_ns: int) -> Any:
-    """Return the rows of a process, with start times converted to one offset between its two clocks. The offsets of
-    rows may differ, because the wall clock may have been set."""
+    """Return the rows of a process, with start times converted to one offset between the monotonic and the wall clock.
+    The wall clock may have been set between rows."""
     starts = _read_ints(table, "start_unix_ns") - _read_ints(table, "clock_offset_ns") + offset_ns
     return table.set_column(
         table.schema.get_field_index("start_unix_ns"), "start_unix_ns", import_pyarrow().array(starts)
@@ -340,11 +329,9 @@ def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) 
 
 
 def _sort_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dict[str, Int64s]]:
-    """Return the order of rows by start time, the outer ones first, and in that order the numbers of spans, parents and
-    roots.
+    """Return the order of rows by start time, and in that order the numbers of spans, parents and roots.
 
-    A parent or root in another process becomes 0, because the process did not know that span. A parent or root that no
-    process has gets an unused number.
+    A parent or root in another process becomes 0. One that no process has gets an unused number.
     """
     count = len(ids.span)
     by_id = np.argsort(ids.span, kind="stable")
@@ -371,7 +358,6 @@ def _sort_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, 
 
 
 def _number_values(column: Any) -> tuple[list[Any], Any]:
-    """Return the distinct values of a column, and the index of each row's value, `NONE` for NULL."""
     encoded = column.combine_chunks().dictionary_encode()
     indices = encoded.indices.fill_null(NONE).to_numpy(zero_copy_only=False)
     return encoded.dictionary.to_pylist(), indices.astype(np.int32)
@@ -414,7 +400,7 @@ def _read_intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceInterval
 
 
 def _read_facts(row: Mapping[str, Any], trace: Columns, offset_ns: int, tables: Mapping[str, Any]) -> Trace:
-    """Return the facts of a process. They come from all of its windows. Without a window, they come from its spans."""
+    """Return the facts of a process from all of its windows or, without a window, from its spans."""
     boot, pid, start_ticks = row["process"].rsplit("/", 2)
     windows, gauges, losses = (
         [] if tables.get(name) is None else tables[name].to_pylist() for name in ("processes", "gauges", "losses")

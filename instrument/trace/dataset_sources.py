@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 class DatasetRows(TraceRows):
-    """Makes tables of merged files. The requests of all files are joined. `ids` has the span ids of each process by
-    number from 1, if the rows were read from a dataset."""
+    """Makes tables of merged files, with the requests of all files joined. `ids` has the span ids of each process, if
+    the rows were read from a dataset."""
 
     def __init__(self, merged: Merged, ids: Sequence[SpanKeys] | None = None) -> None:
         self.merged = merged
@@ -74,7 +74,6 @@ class DatasetRows(TraceRows):
         super().__init__(trace, joined, process, members, keys, bases, thread_id, device)
 
     def make_tables(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the rows of each table in parts. Every table is yielded at least once."""
         trace, joined = self.trace, self._joined
         first, last = self._facts.coverage
         is_complete = (trace.start_ns >= first) & (trace.end_ns <= last) & ~trace.clipped
@@ -95,8 +94,8 @@ class DatasetRows(TraceRows):
 
 
 class ProcessWindow(NamedTuple):
-    """The facts of a process in one recording window, without spans. `offset_ns` is the offset of the process's
-    clock."""
+    """The facts of a process in one recording window. `offset_ns` is the offset from its clock to the time since
+    1970."""
 
     process: int
     facts: Trace
@@ -107,7 +106,6 @@ class ProcessWindow(NamedTuple):
 def make_window_tables(
     windows: Sequence[ProcessWindow], members: Sequence[DatasetProcess]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the tables of gauges, losses and processes of some windows."""
     gauges: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     losses: list[tuple[Any, ...]] = []
     processes: list[tuple[Any, ...]] = []
@@ -138,7 +136,7 @@ WINDOW_COLUMNS = (
 
 
 def list_window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) -> tuple[Any, ...]:
-    """Return one row of the table `processes`, in the order of `WINDOW_COLUMNS`."""
+    """Return a row of the table `processes`, in the order of `WINDOW_COLUMNS`."""
     origin = facts.origin
     held_ns = facts.held_from_ns + offset_ns if facts.held_from_ns else None
     return (
@@ -161,8 +159,8 @@ def make_table_of_rows(
 
 
 def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
-    """Return the rows' ids from the dataset from which the rows were read. Moved rows get the ids of their new parents
-    and roots."""
+    """Return the rows' ids in the dataset that they were read from. Moved rows get the ids of their new parents and
+    roots."""
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))
@@ -178,8 +176,8 @@ def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanK
 
 
 IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
-"""A function that returns the device intervals of rows. Its arguments are the span ids of all rows, the rows whose
-device times are wanted, and the start times of all spans."""
+"""A function that returns the device intervals of rows. Arguments: the span ids of all rows, the rows with wanted
+intervals, and the start times of all rows."""
 
 
 class SettledRows(TraceRows):
@@ -219,7 +217,6 @@ class SettledRows(TraceRows):
         )
 
     def make_tables(self, is_wanted: Bools) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the rows of each table that has rows, for the processes in `is_wanted`."""
         trace, joined, of_wanted = self.trace, self._joined, is_wanted[self.process]
         is_new, out = self._is_new & of_wanted, self._out & of_wanted
         order = np.flatnonzero(out)
@@ -250,8 +247,8 @@ class SettledRows(TraceRows):
 
 
 def _add_key_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
-    """Return the trace with trace ids made from keys. Over all rounds, only the first request with a key gets the key's
-    id."""
+    """Return the trace with trace ids made from keys. Only the first request with a key, over all rounds, gets the
+    key's id."""
     remotes = make_remotes_by_key(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
     rows = decisions.joined.rows
     for place, keys in decisions.joined.keys.items():
@@ -270,7 +267,6 @@ def _add_key_traces(trace: Columns, decisions: Decisions, remembered: Remembered
 def _join_device_intervals(
     trace: Columns, own_id: Int64s, process: Int64s, intervals_of: Sequence[IntervalsOf]
 ) -> DeviceIntervals:
-    """Return the device intervals of all rows, including rows settled in earlier rounds."""
     asking = trace.are_of_sites([bool(site.device) for site in trace.sites])
     parts = []
     for number in np.unique(process[asking]).tolist():
@@ -285,7 +281,7 @@ def _join_device_intervals(
 
 
 def _map_absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
-    """Return, for each process, a map from the ids of missing parents and roots to the numbers that the process gave
+    """Return, for each process, a map from the ids of missing parents and roots to the process's own numbers for
     them."""
     gathered, trace = decisions.gathered, decisions.found
     absent: dict[int, dict[int, int]] = {}
@@ -297,8 +293,7 @@ def _map_absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
 
 
 def _find_absent_callers(decisions: Decisions) -> Mapping[int, RemoteParent]:
-    """Return, by a request's id in this trace, the caller of each request that was released before its last rows
-    came."""
+    """Return the callers of trees whose root was released before its last rows came, by the root's id in this trace."""
     trace = decisions.found
     callers: dict[int, RemoteParent] = {}
     for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():

@@ -47,7 +47,7 @@ Values = Mapping[str, Any]
 
 
 def import_pyarrow() -> ModuleType:
-    """Import pyarrow. Raises `InstrumentError`, which names the package extra, if it is not installed."""
+    """Import pyarrow. Raises `InstrumentError` with the install command if it is missing."""
     try:
         return import_module("pyarrow")
     except ImportError as problem:
@@ -63,13 +63,11 @@ def read_definition() -> Mapping[str, Any]:
 
 @cache
 def arrow_schema(table: str) -> Any:
-    """Return the Arrow schema of a table."""
     columns = read_definition()["process"] | read_definition()["tables"][table]["columns"]
     return import_pyarrow().schema([(name, arrow_type(kind)) for name, (kind, _) in columns.items()])
 
 
 def arrow_type(kind: str) -> Any:
-    """Return the Arrow type for a type that the definition names."""
     arrow = import_pyarrow()
     if kind.startswith("map<"):
         return arrow.map_(*map(arrow_type, kind[4:-1].split(",")))
@@ -153,13 +151,12 @@ class SpanKeys(NamedTuple):
     root: UInt64s
 
     def of(self, rows: Int64s) -> Values:
-        """Return the id columns of the given rows."""
         return {"trace_id": make_ids(self.high[rows], self.low[rows]), "span_id": make_ids(self.span[rows])}
 
 
 class DatasetProcess(NamedTuple):
-    """A process of a dataset: the facts and the offset of the clock. In a merged trace, `numbers` has the process's own
-    numbers. `ids` makes the ids of the process's spans. If it is None, `ConsecutiveIds` makes the ids."""
+    """A process of a dataset. `numbers` has the process's own numbers in a merged trace. `ids` makes the ids of the
+    process's spans, by default `ConsecutiveIds`."""
 
     facts: Trace
     offset_ns: int
@@ -188,13 +185,11 @@ class DatasetProcess(NamedTuple):
 
 
 def process_name(origin: Origin) -> str:
-    """Return a name that no other process of any host or run has. It consists of the boot or host, the pid and the
-    start time."""
+    """Return a name that no other process of any host or run has: its boot or host, pid and start time."""
     return remove_surrogates(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
 
 
 def make_table(name: str, columns: Values, process: Int64s, members: Sequence[DatasetProcess]) -> Any:
-    """Return columns as a table. `process` has the index of each row's process among `members`."""
     arrow, types = import_pyarrow(), arrow_schema(name)
     identities = [member.identity for member in members]
     arrays = []
@@ -223,8 +218,8 @@ def _measure_length(interval: tuple[int, int] | None) -> int | None:
 class TraceRows:
     """Makes tables of the rows of a joined trace. `process` has the index of each row's process among `members`.
 
-    A row's time plus `base_ns` of its process is in ns since 1970. `thread_id` has the thread number of each row,
-    `device` the device number of each device interval. Both are the process's own numbers.
+    `base_ns` converts each process's times to ns since 1970. `thread_id` and `device` are the process's own numbers, by
+    row and by device interval.
     """
 
     def __init__(
@@ -243,7 +238,6 @@ class TraceRows:
         self._ledger, self._device_ledger = compute_ledger(trace, joined), compute_device_ledger(trace, joined)
 
     def _make_table(self, name: str, rows: Int64s, start_ns: Int64s, columns: Values) -> Any:
-        """Return a table with the ids of the given rows, and with times in ns since 1970."""
         process = self.process[rows]
         times = {"start_unix_ns": start_ns + self._base_ns[process]}
         return make_table(name, {**self.keys.of(rows), **times, **columns}, process, self.members)
@@ -252,7 +246,6 @@ class TraceRows:
         return make_texts(self.trace.site[rows], [site.name for site in self.trace.sites])
 
     def make_spans(self, rows: Int64s) -> Any:
-        """Return the table of the spans in the given rows."""
         trace, sites, site = self.trace, self.trace.sites, self.trace.site[rows]
         codes = [f"{place.module}:{place.qualname}" if place.qualname else None for place in sites]
         columns = {
@@ -283,8 +276,7 @@ class TraceRows:
         return {"link_trace_id": make_ids(links[:, 0], links[:, 1]), "link_span_id": make_ids(links[:, 2])}
 
     def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the two halves of the trace id and the span id of a linked span, 0 if it is unknown. `link` has the
-        numbers of that span and of its root."""
+        """Return the two halves of the trace id, and the span id, of a linked span, 0 if unknown."""
         (cause,) = rows_of(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
         return (0, 0, 0) if cause == NONE else tuple(int(ids[cause]) for ids in self.keys[:3])  # type: ignore[return-value]
 
@@ -331,7 +323,6 @@ class TraceRows:
         return self._make_table("requests", rows, trace.start_ns[rows], columns)
 
     def make_batches(self, rows: Int64s) -> Any:
-        """Return the table of the batches in the given rows."""
         served, count = self._joined.served, len(self.trace)
         groups = Groups(served.batch, count)
         columns = {
@@ -364,7 +355,6 @@ class TraceRows:
         return self._make_table("members", rows, self.trace.start_ns[rows], columns)
 
     def make_intervals(self, places: Int64s) -> Any:
-        """Return the table of the device intervals with the given indices."""
         device, numbers = self.trace.device, self._device[places]
         rows = device.row[places].astype(np.int64)
         uuids = [{gpu.device: gpu.uuid or None for gpu in member.facts.gpus} for member in self.members]
@@ -391,8 +381,7 @@ class NumberedIds(Protocol):
     """Converts the numbers of a process's spans to ids."""
 
     def make_ids(self, numbers: UInt64s, part: int, /) -> UInt64s:
-        """Return 64-bit ids: span ids if `part` is 0, the upper half of the roots' trace ids if 1, and the lower half
-        if 2."""
+        """Return 64-bit ids: span ids if `part` is 0, and the upper or lower half of the roots' trace ids if 1 or 2."""
 
 
 class ConsecutiveIds:
@@ -405,7 +394,6 @@ class ConsecutiveIds:
         self._seeds = [np.uint64(int.from_bytes(digest[at : at + 8], "big") | 1 << 40) for at in (0, 8, 16)]
 
     def make_ids(self, numbers: UInt64s, part: int) -> UInt64s:
-        """Return ids as `NumberedIds` describes."""
         ids: UInt64s = numbers * np.uint64(part != 1) + self._seeds[part]
         return ids
 
@@ -416,12 +404,11 @@ def make_keys(
     members: Sequence[DatasetProcess],
     absent_roots: Mapping[int, RemoteParent] | None = None,
 ) -> SpanKeys:
-    """Return the ids of all rows. A parent or root without a row gets the id that its process would give it.
-    `absent_roots` has the callers of trees whose root has no row."""
+    """Return the ids of all rows. A parent or root without a row gets the id that its process would give it."""
     absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
 
     def ids_by(processes: Int64s, numbers: Int64s, part: int) -> UInt64s:
-        """Return ids for numbers of spans: span ids for `part` 0, halves of trace ids for 1 and 2."""
+        """Return the ids for numbers of spans. `part` is that of `NumberedIds.make_ids`."""
         order = np.argsort(processes, kind="stable")
         bounds = np.searchsorted(processes[order], np.arange(len(members) + 1)).tolist()
         ids = np.zeros(len(numbers), dtype=np.uint64)
@@ -431,7 +418,6 @@ def make_keys(
         return ids
 
     def outer_ids(ids: Int64s, part: int) -> UInt64s:
-        """Return the ids of parents or roots: span ids for `part` 0, halves of trace ids for 1 and 2."""
         rows = rows_of(trace.span_id, ids)
         processes = np.append(process, 0)[rows]
         numbers = np.append(trace.own_id, 0)[rows]

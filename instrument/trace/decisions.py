@@ -33,11 +33,9 @@ OPEN = 255
 
 
 class Gathered:
-    """The unsettled rows of several recordings as one trace. `member` has the index of each row's recording.
-
-    `place` is the index of a row in its recording, `NONE` for an open span. `own` is the span's id in the recording,
-    `own_root` the id of its root.
-    """
+    """The unsettled rows of several recordings as one trace. `member` is the index of each row's recording, and `place`
+    the index of the row there, `NONE` for an open span. `own` is the span's id in the recording, `own_root` the id of
+    its root."""
 
     def __init__(self, members: Sequence[UnsettledRows], horizon_ns: int) -> None:
         self.members = members
@@ -98,7 +96,6 @@ class Gathered:
 
     @property
     def is_request_root(self) -> Bools:
-        """True for rows that are requests and roots of their trees."""
         return np.asarray((self.own == self.own_root) & (self.own & REQUEST_BIT != 0))
 
 
@@ -109,8 +106,8 @@ _GATHERED = (
 
 
 def _gather_member(member: UnsettledRows, sites: dict[Site, int], horizon_ns: int) -> dict[str, NDArray[Any]]:
-    """Return the columns of one recording: the rows that may matter now, followed by open spans. `sites` maps sites to
-    numbers. New sites are added to it."""
+    """Return the columns of one recording: the relevant rows, then open spans. Adds new sites to `sites`, a map from
+    sites to numbers."""
     place = np.flatnonzero(_are_relevant(member, horizon_ns))
     rows = member.rows[place]
     ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
@@ -127,7 +124,6 @@ def _gather_member(member: UnsettledRows, sites: dict[Site, int], horizon_ns: in
 
 
 def _add_details(details: RowDetails, member: UnsettledRows, part: Mapping[str, NDArray[Any]], first: int) -> None:
-    """Add the details of a recording's rows, whose first row has the number `first`."""
     place, own_ids = part["place"], part["span_id"]
     for at in np.flatnonzero(np.append(member.with_details(), False)[place]).tolist():
         details.add(first + at, member.details.get(int(own_ids[at])) or RowDetail())
@@ -141,8 +137,7 @@ def _add_details(details: RowDetails, member: UnsettledRows, part: Mapping[str, 
 
 
 def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
-    """Return an array over the rows, True for rows that may be settled now or that decide about other rows. In requests
-    that are not due, these are the roots, the rows with details such as keys, and the rows above such rows."""
+    """Return True for rows that may be settled now or that decide about other rows."""
     rows = member.rows
     root_id = rows["root_id"]
     is_request = root_id & np.uint64(REQUEST_BIT) != 0
@@ -162,15 +157,15 @@ def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
 
 
 PATIENCE_NS = 10**9
-"""The maximum time in ns for which a due span waits for its request, if no process has recorded the request yet."""
+"""The maximum time in ns for which a due span waits for a request that no process has recorded yet."""
 
 UNKNOWN_NS = 8 * 10**9
-"""Nanoseconds after which a span is dropped, if its own process never recorded the span's request."""
+"""The time in ns after which a span is dropped if its process never recorded the span's request."""
 
 BEYOND_LIMIT = "requests beyond the capture limit"
 
 MOST_TRACES = 20_000
-"""The maximum number of traces, and of keys, that are remembered. The oldest are forgotten first."""
+"""The maximum number of remembered traces, and of remembered keys. The oldest are forgotten first."""
 
 
 class RememberedTraces:
@@ -181,7 +176,7 @@ class RememberedTraces:
         self.first_of_key = Newest[str, tuple[int, int]](MOST_TRACES)
 
     def is_first_with(self, key: str, request: tuple[int, int]) -> bool:
-        """Return True if a request is the first with a key, and so has the trace that is made from the key."""
+        """Return True if a request is the first with a key. Only that request has the key's trace."""
         return self.first_of_key.setdefault(key, request) == request
 
 
@@ -255,7 +250,6 @@ class Decisions:
         return self.member_of(row).ids.span_id(int(self.gathered.own[row]))
 
     def _decide_requests(self) -> tuple[set[int], set[int]]:
-        """Return the roots of due requests that are kept, and the roots of dropped ones."""
         gathered, state = self.gathered, self.gathered.state
         parts: dict[int, list[int]] = {}
         for row in np.flatnonzero(self.is_root & (state != SETTLED) & (self.unit != NONE)).tolist():
@@ -289,8 +283,7 @@ class Decisions:
         return kept_roots, passed
 
     def _mark_adopted(self) -> None:
-        """Set the state of rows that an earlier reader had read. A row that the reader had settled gets the state
-        `SETTLED`, any other row gets `WAITING`."""
+        """Set the state of rows from an earlier reader: `SETTLED` if that reader had settled them, else `WAITING`."""
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):
@@ -345,7 +338,7 @@ class Decisions:
             passed.add(unit)
 
     def _is_sampled(self, unit: int) -> bool:
-        """Return True if a request is in the random sample. If it has a caller's trace, the caller has decided."""
+        """Return True if a request is in the random sample. The decision of a caller takes precedence."""
         if self._ended_request(unit).remote is not None:
             return False
         sample = self.member_of(unit).sampler.capture.sample
@@ -361,7 +354,6 @@ class Decisions:
     def _keep_before(
         self, standing_out: Iterable[tuple[int, int, int]], kept_roots: set[int], passed: set[int]
     ) -> None:
-        """Keep the requests that ended shortly before notable requests, within `capture.before`."""
         gathered = self.gathered
         recent = np.flatnonzero(self.is_root & (gathered.state == PASSED)).tolist()
         for member, start_ns, end_ns in standing_out:
@@ -380,13 +372,11 @@ class Decisions:
         return np.asarray(((state == WAITING) | (state == PASSED)) & ~self.out & ~self.gone)
 
     def find_rows_of_trees(self, units: set[int]) -> Bools:
-        """Return an array over the rows, True for rows of the given trees."""
         is_marked = mask_of(np.fromiter(units, np.int64, len(units)), len(self.unit) + 1)
         is_marked[NONE] = False
         return is_marked[self.unit]
 
     def _settle_trees(self, kept_roots: set[int], passed: set[int]) -> None:
-        """Settle the rows of requests with a decision, made now or earlier."""
         gathered, undecided = self.gathered, self.is_undecided
         late: dict[bool, set[int]] = {True: set(), False: set()}
         units = np.unique(self.unit[undecided & (self.unit != NONE)])
@@ -407,7 +397,6 @@ class Decisions:
 
     @property
     def _are_of_others(self) -> Bools:
-        """True for due, undecided rows in trees without a request."""
         is_request = np.append(self.is_root, False)[self.unit]
         is_unknown = (self.unit == NONE) & (self.gathered.own_root & REQUEST_BIT != 0)
         return np.asarray(
@@ -441,7 +430,7 @@ class Decisions:
 
     @cached_property
     def served(self) -> Mapping[int, list[int]]:
-        """Return the roots of the requests that each batch serves, `NONE` for an unknown request."""
+        """The roots of the requests that each batch serves, `NONE` for an unknown request."""
         served, roots_by_batch = self.joined.served, dict[int, list[int]]()
         roots = np.append(self.unit[self.joined.rows], NONE)[served.request]
         for batch, root in zip(served.batch.tolist(), roots.tolist(), strict=True):
@@ -458,8 +447,7 @@ class Decisions:
         return False if self.gone[root] or self.gathered.state[root] == PASSED else None
 
     def _settle_batches(self, served: Mapping[int, Sequence[int]]) -> None:
-        """Settle batches in trees without a request. A batch is kept with the first kept request that it serves, else
-        by the random sample."""
+        """Settle batches outside of requests. A batch is kept if it serves a kept request, or by the random sample."""
         due, sampled = self._are_of_others, self.are_sampled()
         state, end_ns = self.gathered.state, self.gathered.trace.end_ns
         hurries = self._is_last or self._at_once

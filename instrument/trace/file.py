@@ -55,7 +55,7 @@ ZLIB_LEVEL = 1
 
 
 def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None:
-    """Write named members as an archive, from the start of a file. Raises `OSError` beyond `ARCHIVE_LIMIT_BYTES`."""
+    """Write named members as a zip archive, from the start of a file. Raises `OSError` beyond `ARCHIVE_LIMIT_BYTES`."""
     at, count, directory = 0, 0, bytearray()
     for name, data in members:
         packer = file_writing.compressor(ZLIB_LEVEL, is_raw=True)
@@ -73,13 +73,13 @@ def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None
 
 
 LAYOUT = 2
-"""The version of the arrays' layout. A reader compares the file's version with this one."""
+"""The version of the arrays' layout."""
 
 LIMIT_BYTES = 2 << 30
 """The maximum number of unpacked bytes that `load` accepts."""
 
 DEEPEST = 100_000
-"""The maximum depth of nested calls that is accepted. No real program reaches it."""
+"""The maximum depth of nested calls that `load` accepts. No real program reaches it."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Saved:
 
 
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """Write a trace, with a tally if one is given, to a file. The file appears complete and with mode 0600, or not at
-    all. It replaces an older file. Missing folders are made. Raises `TraceError` if it cannot be written."""
+    """Write a trace and its tally to a file, which appears complete and with mode 0600, or not at all. Raises
+    `TraceError`."""
     target = Path(path)
     try:
         with file_writing.replacing(target) as file:
@@ -142,7 +142,7 @@ def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
 
 
 def is_recording(path: str | os.PathLike[str]) -> bool:
-    """Return True if a file begins with the signature of a recording."""
+    """Return True if a file begins like a zip archive."""
     try:
         with Path(path).open("rb") as file:
             return file.read(4) == b"PK\x03\x04"
@@ -168,8 +168,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 
 def refuse_endless(saved: Saved) -> Saved:
-    """Return the recording. If it has no tally and its call paths are very long, count the tally now, so that a hostile
-    file is refused here. Raises `ValueError` and `TraceError` for calls nested deeper than in any real program."""
+    """Return the recording. Raises `ValueError` or `TraceError` if its call paths are too long for a real program."""
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls are nested too deeply; it is damaged")
@@ -212,7 +211,7 @@ def _read_arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
 
 
 def _read_array(data: bytes) -> Column:
-    """Return the integers in the data as a view of the data. A hostile header cannot cause an allocation."""
+    """Return the integers in the data as a view, so that a hostile header cannot cause an allocation."""
     head = io.BytesIO(data)
     if np.lib.format.read_magic(head) != (1, 0):
         raise ValueError("an array in it is of another version of numpy's format")

@@ -32,7 +32,6 @@ class Groups:
         return np.split(self._order, self._firsts[1:]) if len(self._firsts) else []
 
     def count_members(self) -> Int64s:
-        """Return the number of members of each group."""
         return self._spread_values(np.diff(self._firsts, append=len(self._order)), 0)
 
     def sum_by_group(self, numbers: NDArray[Any]) -> NDArray[Any]:
@@ -65,7 +64,7 @@ class Groups:
 
 
 class Members:
-    """The members of each group, in order: their indices, or their `numbers` if given."""
+    """The members of each group, in order: indices or, if given, `numbers`."""
 
     def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
         order = sort_stably(groups, count)
@@ -77,23 +76,21 @@ class Members:
 
 
 def mask_of(rows: Any, count: int) -> Bools:
-    """Return an array of `count`, True for the given rows."""
+    """Return a mask of `count` rows, True for the given rows."""
     is_given = np.zeros(count, dtype=np.bool_)
     is_given[rows] = True
     return is_given
 
 
 def index_rows(rows: NDArray[Any], count: int) -> Int64s:
-    """Return the index in `rows` of each of `count` rows, -1 for a missing row. The result ends with an additional
-    -1."""
+    """Return the index in `rows` of each of `count` rows, -1 for a missing row, followed by -1."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
     return places
 
 
 def sort_stably(numbers: NDArray[Any], end: int) -> Int64s:
-    """Return the indices that sort numbers below `end`. Equal numbers keep their order. Numbers of 16 bits sort
-    fastest."""
+    """Return the indices that sort numbers from -1 to below `end`, with equal numbers in their order."""
     if end < 1 << 16 and len(numbers) and int(numbers.min()) >= -1:
         return np.argsort((numbers + 1).astype(np.uint16), kind="stable")
     return np.argsort(numbers, kind="stable")
@@ -112,7 +109,7 @@ def find_distinct(numbers: NDArray[Any]) -> NDArray[Any]:
 
 
 def counted(numbers: Int64s, end: int) -> tuple[Int64s, Int64s]:
-    """Return the distinct numbers in order, and the count of each. The numbers are from 0 to below `end`."""
+    """Return the distinct numbers in order, and the count of each. Numbers are from 0 to below `end`."""
     if end > 4 * len(numbers):
         return np.unique(numbers, return_counts=True)
     counts = np.bincount(numbers)
@@ -121,8 +118,7 @@ def counted(numbers: Int64s, end: int) -> tuple[Int64s, Int64s]:
 
 
 def rank_distinct(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
-    """Return the distinct numbers in order, and each number's index among them. This is fast if few numbers are
-    distinct."""
+    """Return the distinct numbers in order, and each number's index among them. Fast for few distinct numbers."""
     values = find_distinct(numbers[::997])
     while True:
         places = np.searchsorted(values, numbers).clip(max=max(len(values) - 1, 0))
@@ -162,12 +158,11 @@ def number_by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
 
 
 def find_group_starts(groups: NDArray[Any]) -> Int64s:
-    """Return the index at which each group begins, for numbers ordered by group."""
     return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])[: len(groups)])
 
 
 def compute_running_most(numbers: Int64s, groups: Int64s) -> Int64s:
-    """Return, for each number, the maximum of its group's numbers up to this one. Numbers must be ordered by group."""
+    """Return, for each number, the maximum of its group's numbers up to there. Numbers must be ordered by group."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
@@ -178,8 +173,7 @@ def compute_running_most(numbers: Int64s, groups: Int64s) -> Int64s:
 
 
 def count_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """Return, for each pair of a group in `of` and a limit in `upto`, how many of the group's numbers do not exceed the
-    limit."""
+    """Return how many numbers of group `of[i]` are at most `upto[i]`, for each `i`."""
     all_groups = np.concatenate([groups, of])
     order = np.lexsort((np.concatenate([numbers, upto]), all_groups))  # of equal numbers, those of the group come first
     is_limit = order >= len(groups)
@@ -190,8 +184,8 @@ def count_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: I
 
 
 def find_last_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """Return the index of a group's last number up to a limit, for each pair of a group in `of` and a limit in `upto`.
-    If the group has no such number, the index is `NONE`. Numbers are ordered by group and size."""
+    """Return the index of the last number of group `of[i]` that is at most `upto[i]`, `NONE` without one. Numbers are
+    ordered by group and size."""
     counts = count_up_to(groups, numbers, of, upto)
     return np.where(counts > 0, np.searchsorted(groups, of) + counts - 1, NONE)
 
@@ -228,7 +222,7 @@ def rows_of(ids: Int64s, wanted_ids: Int64s) -> Int32s:
 
 
 def count_ancestors(parents: Int32s) -> Int32s:
-    """Return the number of ancestors of each row, in log2(depth) rounds. Raises `ValueError` for cyclic parents."""
+    """Return the number of ancestors of each row. Raises `ValueError` for cyclic parents."""
     depth = (parents != NONE).astype(np.int32)
     open_rows = np.flatnonzero(depth)
     # The row `depth` levels above each row: 1 level in the first round, then 2, 4 and so on.
@@ -278,7 +272,7 @@ def nearest_above(parents: Int32s, is_wanted: Bools) -> Int32s:
 
 
 def are_at_or_above(parents: Int32s, rows: NDArray[Any]) -> Bools:
-    """Return an array over all rows, True for the given rows and their ancestors."""
+    """Return True for the given rows and their ancestors."""
     is_included = np.zeros(len(parents), dtype=np.bool_)
     while len(rows):
         is_included[rows] = True
@@ -298,7 +292,7 @@ def least_number_below(parents: list[int], numbers: list[int]) -> list[int]:
 
 
 def rows_by_level(level: Int32s) -> list[Int64s]:
-    """Return the rows of each level, the topmost level first, in ascending order within a level."""
+    """Return the rows of each level in ascending order, the topmost level first."""
     order = sort_stably(level, int(level.max(initial=0)) + 1)
     return np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []
 
@@ -314,7 +308,6 @@ def extend(column: array[int], numbers: Sequence[int]) -> None:
 
 
 def rank_of(order: Int64s) -> Int32s:
-    """Return the index of each row in an order."""
     rank = np.empty(len(order), dtype=np.int32)
     rank[order] = np.arange(len(order), dtype=np.int32)
     return rank

@@ -26,7 +26,6 @@ class Union(NamedTuple):
     ends: Int64s
 
     def length_ns(self) -> int:
-        """Return the total length in ns."""
         return int((self.ends - self.starts).sum())
 
     def length_until(self, times: NDArray[Any]) -> Int64s:
@@ -37,7 +36,6 @@ class Union(NamedTuple):
         return np.asarray(before[index] - np.maximum(last_ends - times, 0))
 
     def length_within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-        """Return the length of the union within each given interval."""
         return self.length_until(ends) - self.length_until(starts)
 
 
@@ -45,19 +43,16 @@ NOTHING = Union(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def unite(unions: Sequence[Union]) -> Union:
-    """Return the union of one or more unions."""
     return union(*(np.concatenate(edges) for edges in zip(*unions, strict=True)))
 
 
 def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
-    """Return the union of intervals in any order."""
     _, starts, ends = union_by_group(np.zeros(len(starts), dtype=np.int64), starts, ends)
     return Union(starts, ends)
 
 
 class Unions(NamedTuple):
-    """Intervals by group, ordered by group, and sorted and disjoint within a group. `union_by_group` makes intervals
-    that are not empty and not adjacent."""
+    """Intervals by group, ordered by group, and sorted and disjoint within a group."""
 
     groups: Int64s
     starts: Int64s
@@ -76,12 +71,10 @@ class Unions(NamedTuple):
         return np.where(times < np.append(self.ends, -FARTHEST)[places], places, NONE)
 
     def length_within(self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-        """Return the length of the group's intervals within each given interval."""
         return self._lengths_until(groups, ends) - self._lengths_until(groups, starts)
 
     def _lengths_until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the length of the group's intervals before each time, plus the length of all intervals of lower
-        groups."""
+        """Return the length of the group's intervals before each time, plus the length of all lower groups."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         starts, times_on_axis = shift_to_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, times_on_axis, side="right")
@@ -102,8 +95,7 @@ class Unions(NamedTuple):
     def overlapping_pairs(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return the indices of all pairs of a given interval and an interval of its group that overlaps it, in order.
-        An empty interval overlaps the interval that contains it."""
+        """Return the indices of all pairs of a given interval and an overlapping interval of its group, in order."""
         firsts, stops = self.overlapping_ranges(groups, starts, ends)
         counts = np.maximum(stops - firsts, 0)
         interval = np.repeat(np.arange(len(groups)), counts)
@@ -111,7 +103,7 @@ class Unions(NamedTuple):
 
 
 def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Unions:
-    """Return the union of the intervals of each group."""
+    """Return the union of the intervals of each group. The intervals of the result are neither empty nor adjacent."""
     filled = starts < ends
     if not filled.all():
         groups, starts, ends = groups[filled], starts[filled], ends[filled]
@@ -142,8 +134,8 @@ def shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64
 
 
 def select_successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-    """Return the indices of successive intervals per group: each is the first to begin after the end of the previous
-    one. Of several that begin at once, the longest is taken. Indices are ordered by group, then by start time."""
+    """Return the indices of successive intervals per group. Each is the first to begin after the end of the previous
+    one."""
     order = np.lexsort((-ends, starts, groups))
     starts, ends = shift_to_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
     count = len(order)
@@ -158,7 +150,6 @@ def select_successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[
 
 
 def lengths_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any], count: int) -> Int64s:
-    """Return the length of the union of each group's intervals, for groups from 0 to below `count`."""
     grouped, starts, ends = union_by_group(groups, starts, ends)
     return Groups(grouped, count).sum_by_group(ends - starts)
 
@@ -171,13 +162,12 @@ def do_overlap(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]
 
 
 def clip_intervals(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> tuple[Int64s, Int64s]:
-    """Return the intervals, clipped to the window."""
     return np.maximum(starts, window[0]), np.minimum(ends, window[1])
 
 
 def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
-    """Return True for intervals that enclose no other non-empty interval of their group. If several intervals are
-    equal, only the last one is innermost."""
+    """Return True for intervals that enclose no other non-empty interval of their group. Of equal ones, only the last
+    is innermost."""
     order = np.lexsort((-ends, starts, groups))
     filled = starts[order] < ends[order]
     distinct_ends = find_distinct(ends)
@@ -195,12 +185,10 @@ def shared_ns(first: Union, second: Union) -> int:
 
 
 def intersect(first: Union, second: Union) -> Union:
-    """Return the intersection of two unions."""
     return _combine(first, second, is_in_second=True)
 
 
 def subtract(first: Union, second: Union) -> Union:
-    """Return the parts of `first` outside of `second`."""
     return _combine(first, second, is_in_second=False)
 
 

@@ -26,7 +26,7 @@ THOUSANDTHS = 1000
 """The stored number for a weight of 1. Weights are stored in thousandths."""
 
 HEAVIEST = 1 << 31
-"""The largest weight, in thousandths. Larger weights are reduced to it."""
+"""The largest weight. Larger weights are reduced to it."""
 
 ROUNDS = 8
 """The maximum number of rounds in the search for a request's further keys. Each round searches below spans with known
@@ -35,8 +35,8 @@ keys."""
 
 @dataclass(frozen=True)
 class Served:
-    """The pairs of a batch and a request that it serves, a row per pair. The pairs of a batch are consecutive.
-    `request` is the index of the request, `NONE` for a key without one. `weight` is in thousandths."""
+    """The pairs of a batch and a request that it serves, ordered by batch. `request` is the index of the request,
+    `NONE` for a key without one. `weight` is in thousandths."""
 
     batch: Int64s
     request: Int64s
@@ -46,11 +46,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Joined:
-    """The requests of a trace, as row numbers ordered by start time, and the spans that serve each.
+    """The requests of a trace, as row numbers ordered by start time, and the spans that serve them.
 
-    `of` has the index of each row's request, `NONE` without one. For a batch it is the request around it. `keys` has
-    the keys of requests by index. `foreign` are batches in the tree of a request that they do not serve, for example
-    because that request started the engine's loop.
+    `of` has the index of each row's request, `NONE` without one. `keys` has the keys of requests by index. `foreign`
+    has the batches in a request's tree that serve only other requests.
     """
 
     rows: Int64s
@@ -72,7 +71,7 @@ class Joined:
 def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
     """Return the requests of a trace with the spans that serve them. `owner` has each row's request, if already known.
 
-    `apart_ns` is the most by which the processes' clocks differ: a span may seem to begin that much before its request.
+    `apart_ns` is the largest difference of the processes' clocks, by which a span may seem to begin before its request.
     """
     if owner is None:
         owner = trace.topmost_wanted_rows(trace.are_of_kind("request"))
@@ -134,7 +133,6 @@ def _number_keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
 
 
 def _pair_keys(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the distinct pairs of keys and request rows, and the first time of each pair."""
     if not len(keys):
         return np.zeros((2, 0), dtype=np.int64), times_ns
     order = np.lexsort((times_ns, requests, keys))
@@ -143,7 +141,6 @@ def _pair_keys(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s
 
 
 def _parents_or_roots(trace: Columns) -> Int32s:
-    """Return the parent of each row, or its root if the parent was not kept but the root was."""
     roots = rows_of(trace.span_id, trace.root_id)
     if not len(trace):
         return roots
@@ -176,8 +173,8 @@ def _resolve_requests(
 
 
 class _Bound:
-    """Finds the request that a key names at a time, in an index sorted by key, then by start time. If a key first named
-    another request that is still open, it names its new request only after `since_ns`."""
+    """Finds the request that a key names at a time. A request may get a key while another request with that key is
+    open. The key then names the new request only after `since_ns`."""
 
     def __init__(
         self, trace: Columns, pairs: Int64s, since_ns: Int64s, apart_ns: int, owner: Int32s, first: FirstKeys
@@ -205,8 +202,7 @@ class _Bound:
     def _find_first_use(
         self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
-        """Return the time from which each key names its request, usually the request's begin. The time is right after
-        `since_ns` if the key first named another request, which was open then."""
+        """Return the time from which each key names its request: the request's begin, or right after `since_ns`."""
         from_ns = trace.start_ns[whole]
         further = np.flatnonzero(~first.are_first(whole, keys))
         if not len(further):
@@ -226,8 +222,7 @@ class _Bound:
         return from_ns
 
     def request_at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the row of the request that each key names at a time, -1 without one. If that request had ended, a
-        request that begins within the clocks' difference replaces it."""
+        """Return the row of the request that each key names at a time, -1 without one."""
         requests = self._find_begun(keys, times_ns)
         if self._apart_ns and len(self._keys):
             is_over = (requests == NONE) | (self._ends[requests] < times_ns)
@@ -240,8 +235,7 @@ class _Bound:
 
 
 def _outermost_request(parts: Mapping[int, int], request: int) -> int:
-    """Return the outermost request of which a request is a part. The search ends at cycles, because keys may
-    disagree."""
+    """Return the outermost request of which a request is a part. `parts` may have cycles, because keys may disagree."""
     path = {request}
     while (above := parts.get(request)) is not None and above not in path:
         path.add(request := above)
@@ -249,12 +243,10 @@ def _outermost_request(parts: Mapping[int, int], request: int) -> int:
 
 
 _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]]] = WeakKeyDictionary()
-"""The members of batches, by the attributes of a trace. They are cached because a file is joined before and after
-grafting."""
+"""The members of batches, by the attributes of a trace. The cache saves time because each file is joined twice."""
 
 
 def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
-    """Return the batch, the weight and the key of every member."""
     if (members := _members_of.get(attributes)) is None:
         rows = attributes.having(BATCH_KEYS)
         of_rows = [read_batch_keys(value) for value in attributes.values(BATCH_KEYS, rows)]
@@ -266,8 +258,7 @@ def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ..
 
 
 def merge_repeated(served: Served) -> Served:
-    """Return the pairs with each request only once per batch. The request's weight is the sum over its keys in the
-    batch."""
+    """Return the pairs with each request only once per batch, and the sum of its weights there."""
     places = np.arange(len(served.batch))
     members = np.where(served.request == NONE, NONE - 1 - places, served.request)  # a key of no request stays distinct
     order = np.lexsort((places, members, served.batch))
@@ -344,8 +335,7 @@ def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int
 
 
 class FirstKeys:
-    """Finds the requests of a trace, also nested ones, by their first keys. Spans of a request may be in its tree or in
-    another."""
+    """Finds the requests of a trace, also nested ones, by their first keys."""
 
     def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
         near = nearest(trace.parent, trace.are_of_kind("request"))
@@ -365,15 +355,10 @@ class FirstKeys:
         self._reach = compute_running_most(self.ends, self.keys)
 
     def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
-        """Return True for each request whose first key is the given one."""
         return np.asarray(self._first_of[rows] == keys)
 
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
-        """Return True for each key that is the first key of another request.
-
-        The key became a further key of its own request at `at_ns`. That request began at `start_ns`. The other request
-        had begun by `at_ns`. It was open at `at_ns`, or began at or after `start_ns`.
-        """
+        """Return True for each key that was the first key of another request when its own request got it."""
         last = find_last_up_to(self.keys, self.starts, keys, at_ns)
         if not len(self.keys):
             return np.zeros(len(keys), dtype=np.bool_)
@@ -381,11 +366,9 @@ class FirstKeys:
 
 
 def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
-    """Return the request of each row, `NONE` for strays and the rows below them. Their own keys name their request.
+    """Return the request of each row, `NONE` for strays and the rows below them.
 
-    A stray is a span that has the first key of another request. The request around it has a different first key, and
-    got the stray's key only after that other request had begun. A span whose key the request around it had earlier is
-    no stray: that key is a further key of the request.
+    A stray is a span that serves another request than the one around it. It has the first key of the other request.
     """
     around = first.around[first.borne]
     pairs, began, pair_of = np.unique(

@@ -30,7 +30,6 @@ WIDTHS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
 
 
 def narrow_type(column: Column) -> Column:
-    """Return the same integers in the narrowest type that fits all of them."""
     if not len(column):
         return column.astype(np.uint8)
     least, most = int(column.min()), int(column.max())
@@ -47,12 +46,11 @@ def differences(column: Column) -> Column:
 
 
 def sum_differences(column: Column) -> Int64s:
-    """Return the numbers from which `differences` made these."""
     return np.asarray(np.cumsum(column, dtype=np.int64))
 
 
 def order_by_start(trace: Columns) -> Int64s:
-    """Return the rows ordered by start time, then by length with the longest first, then by id. So parents come before
+    """Return the rows ordered by start time, then by length with the longest first, then by id. Parents come before
     their children."""
     order = np.argsort(trace.start_ns, kind="stable")
     starts = trace.start_ns[order]
@@ -157,7 +155,7 @@ def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
 
 
 def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:
-    """Return the trace of a file's arrays. Raises `ValueError` and `LookupError` for damaged arrays."""
+    """Return the trace of a file's arrays. Raises `ValueError` or `LookupError` for damaged arrays."""
     span_id, start_ns = sum_differences(arrays["span_id_steps"]), sum_differences(arrays["start_ns_steps"])
     total_ns = arrays["total_ns"].astype(np.int64)
     if len(span_id):
@@ -288,7 +286,6 @@ class KernelColumns(Views[Kernel]):
         )
 
     def place_of_kind(self, kind: str) -> int:
-        """Return the index of a kind of work, `NONE` if there is no work of that kind."""
         return self.kinds.index(kind) if kind in self.kinds else NONE
 
     def __len__(self) -> int:
@@ -303,8 +300,8 @@ class KernelColumns(Views[Kernel]):
 
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
-"""The fields of an allocation that are stored as the difference to the row before, because they change in almost every
-row."""
+"""The fields of an allocation that are stored as the difference to the row before, because nearly every row changes
+them."""
 
 
 def move_watched(
@@ -327,7 +324,7 @@ def move_watched(
 
 
 def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
-    """Return the packed columns of kernels, with times relative to `base_ns`, and the list of the kernels' names."""
+    """Return the packed columns of kernels, with times relative to `base_ns`, and the kernels' names."""
     work = KernelColumns.of(kernels)
     names: dict[str, int] = {}
     of_name = np.array([names.setdefault(remove_surrogates(name), len(names)) for name in work.names], dtype=np.int64)
@@ -347,8 +344,7 @@ def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Col
 
 
 def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
-    """Return the kernels that are stored in packed columns. Raises `ValueError` and `LookupError` for damaged
-    columns."""
+    """Return the kernels of packed columns. Raises `ValueError` or `LookupError` for damaged columns."""
     start_ns = sum_differences(columns["kernel_start_ns_steps"]) + base_ns
     thread_id = _read_table(columns, "kernel_thread")
     end_ns = start_ns + columns["kernel_total_ns"]
@@ -367,7 +363,6 @@ def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> Kerne
 
 
 def pack_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
-    """Return the packed columns of allocations, with times relative to `base_ns`."""
     packed = Allocations.of(allocations)
     rows = packed.rows
     threads, thread = rank_distinct(rows["thread_id"])

@@ -58,7 +58,7 @@ PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase to which spans of a site belong, None if they are not part of a request's phases."""
+    """Return the phase of spans of a site, None if they are no part of a request's phases."""
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:
@@ -79,11 +79,10 @@ def waits_for_lock(site: Site) -> bool:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The parts of requests, one row for each part that took time.
+    """The parts of requests, which add up to the wall time. Each row is a part that took time, ordered by request.
 
-    The parts of a request add up to its wall time. Rows are ordered by request. `part` is an index into `names`.
-    `given_ns` is the request's share of the batch, for each pair of a batch and a request. The shares of a batch add up
-    to its own time.
+    `part` is an index into `names`. `given_ns` is the request's share of the batch's own time, for each pair in
+    `Served`.
     """
 
     names: tuple[str, ...]
@@ -99,8 +98,8 @@ class Ledger:
         return {self.names[part]: time_ns for part, time_ns in rows}
 
     def times_by_part(self, columns: Mapping[str, str], count: int) -> dict[str, Int64s]:
-        """Return, by column name, the time that each of `count` requests spent in a part. `columns` maps parts to
-        column names."""
+        """Return the time that each of `count` requests spent in a part, by column name. `columns` maps parts to column
+        names."""
         times = {column: np.zeros(count, dtype=np.int64) for column in columns.values()}
         for number, name in enumerate(self.names):
             if name in columns:
@@ -110,8 +109,8 @@ class Ledger:
 
 
 def divide_shares(served: Served, amounts: Int64s) -> Int64s:
-    """Return, for each pair of a batch and a request, the request's share of the batch's amount. `amounts` has the
-    amount of each row of the trace."""
+    """Return the request's share of the batch's amount, for each pair in `served`. `amounts` has an amount for each row
+    of the trace."""
     lengths = amounts[served.batch]
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
@@ -133,9 +132,8 @@ def compute_portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
 def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
     """Return, for each row of the trace, the time of the batch that no competing batch takes.
 
-    `parts` has the intervals of batches by group. `batch` and `device` have the row and the device of each group. Two
-    batches compete on a device if they serve the same request, or if one is nested in the other on its thread. The one
-    that began last gets the time of their overlap.
+    Batches on a device compete if they serve the same request or are nested. Their overlap belongs to the one that
+    began last.
     """
     its_batch, lengths = batch[parts.groups], parts.ends - parts.starts
     at_once = np.flatnonzero(_may_overlap(device[parts.groups], parts.starts, parts.ends))
@@ -173,8 +171,6 @@ def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: In
 
 
 def _find_nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
-    """Return the rows of batches nested in a batch of the same thread and task, and the row of the outer batch of
-    each."""
     is_batch = mask_of(served.batch, len(trace))
     rows = np.flatnonzero(is_batch)
     outer = nearest_above(trace.parent, is_batch)[rows].astype(np.int64)
@@ -187,7 +183,6 @@ def _find_nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
 
 
 def _may_overlap(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
-    """Return True for each interval that may overlap another one of its group."""
     is_overlapping = np.zeros(len(groups), dtype=np.bool_)
     order = np.lexsort((starts, groups))
     group_numbers = np.cumsum(np.diff(groups[order], prepend=groups[order[:1]]) != 0)
@@ -200,8 +195,8 @@ def _may_overlap(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
 class Turns(NamedTuple):
     """The turns of requests, ordered by request and time. A turn is an interval of a request that belongs to one part.
 
-    `part` is an index into `names`. `row` is the row of the turn's span, `NONE` between spans. `pair` is the index of
-    the batch and the request in `Served`, `NONE` outside of batches.
+    `part` is an index into `names`. `row` is the turn's span, `NONE` between spans. `pair` is the index in `Served`,
+    `NONE` outside of batches.
     """
 
     names: tuple[str, ...]
@@ -238,8 +233,8 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
 
 
 def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
-    """Return the ranks of the times between spans, then of the spans, by start time before clipping. A time between
-    spans ranks below a span with the same start and end."""
+    """Return the ranks, by start time before clipping, of the times between spans and of the spans. Of equal intervals,
+    a time between spans ranks lower."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
     order = np.argsort(begins, kind="stable")
     in_order = begins[order]
@@ -254,8 +249,8 @@ def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s
 
 
 def find_served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
-    """Return the batches of each request, and the times before and between them. Both are ordered by request, batches
-    also by time. For a time without a batch, `row` is a code: 0 for the queue, 1 for a stall, 2 for transport."""
+    """Return the batches of each request, and the times before and between them, both ordered by request. For a time
+    without a batch, `row` is 0 for the queue, 1 for a stall, 2 for transport."""
     batches = _find_batches(trace, joined)
     return batches, _find_gaps(trace, joined, _find_work(trace, joined), batches, of_all_keys=False)
 
@@ -300,8 +295,8 @@ class Moment(NamedTuple):
 
 
 def list_moments(trace: Columns, joined: Joined, place: int) -> list[Moment]:
-    """Return all turns of one request in order, without a gap from its begin to its end. A gap becomes an unknown turn.
-    A turn in a batch has the part `SHARE`, even while the request waits for other members."""
+    """Return all turns of one request in order, with unknown turns in the gaps. All turns in batches have the part
+    `SHARE`."""
     served = joined.served
     own_served = replace(served, request=np.where(served.request == place, place, NONE))
     own_turns = turns_of(trace, replace(joined, of=np.where(joined.of == place, place, NONE), served=own_served))
@@ -353,7 +348,6 @@ def _clip_to_requests(trace: Columns, joined: Joined, request: Int64s, row: Int6
 
 
 def _find_work(trace: Columns, joined: Joined) -> Intervals:
-    """Return the phases of each request's own work in all processes."""
     is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
     is_phase[joined.rows] = False
     rows = np.flatnonzero(is_phase & (joined.of != NONE))
@@ -362,7 +356,6 @@ def _find_work(trace: Columns, joined: Joined) -> Intervals:
 
 
 def _find_sub_requests(trace: Columns, joined: Joined) -> Intervals:
-    """Return the requests that began within another request and count as separate requests."""
     above = trace.parent[joined.rows]
     around = np.append(joined.of, NONE)[above]
     inner = np.flatnonzero((around != NONE) & (around != np.arange(len(around))))
@@ -370,7 +363,6 @@ def _find_sub_requests(trace: Columns, joined: Joined) -> Intervals:
 
 
 def _find_batches(trace: Columns, joined: Joined) -> Intervals:
-    """Return the batches of each request, ordered by time."""
     pairs = np.flatnonzero(joined.served.request != NONE)
     intervals = _clip_to_requests(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
     order = np.lexsort((intervals.end_ns, intervals.start_ns, intervals.request))
@@ -381,8 +373,8 @@ def _find_batches(trace: Columns, joined: Joined) -> Intervals:
 def _find_gaps(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, *, of_all_keys: bool = True
 ) -> Intervals:
-    """Return the times before and between the batches of each request. `row` is 0 for a queue, 1 stall, 2 transport.
-    With `of_all_keys`, each further key of a request has a queue, too."""
+    """Return the times before and between the batches of each request. `row` is 0 for a queue, 1 for a stall, 2 for
+    transport."""
     if not len(joined.served.batch):
         nothing = np.zeros(0, dtype=np.int64)
         return Intervals(nothing, nothing, nothing, nothing, nothing)
@@ -407,8 +399,7 @@ def _find_gaps(
 
 
 def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
-    """Return the spans that may hand off requests, sorted by request, then by start time. Such a span has a key, is not
-    itself a request, and has no batch below it."""
+    """Return the spans that may hand off requests, sorted by request, then by start time."""
     rows = trace.attributes.having(KEY)
     is_other = joined.of[rows] != NONE
     if not is_other.any():
@@ -424,8 +415,7 @@ def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
 
 
 def _time_hand_offs(trace: Columns, hand_offs: Intervals, places: Int64s, upto: Int64s) -> Int64s:
-    """Return the time at which each span hands off its request: at its end, or at its begin if it failed or ended after
-    `upto`."""
+    """Return the time of each hand-off: the end of the span, or its begin if it failed or ended after `upto`."""
     rows = hand_offs.row[places]
     is_done = (hand_offs.end_ns[places] <= upto) & (trace.error[rows] == NONE)
     is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))
@@ -435,8 +425,7 @@ def _time_hand_offs(trace: Columns, hand_offs: Intervals, places: Int64s, upto: 
 def _find_queues(
     trace: Columns, joined: Joined, work: Intervals, hand_offs: Intervals, batches: Intervals, firsts: Int64s
 ) -> _Part:
-    """Return the queue of each request: from its hand-off to its first batch. Without a hand-off span, the queue begins
-    when a span of the request's own work last began or ended before that batch."""
+    """Return the queue of each request: from its hand-off, or else its last own work, to its first batch."""
     owners = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
     order = np.lexsort((edges, owners))
@@ -466,7 +455,6 @@ def _find_lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batc
 
 
 def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
-    """Return the queues of further keys: from the hand-off with a key to the first batch with it."""
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
     hand_offs, batches = (
         Intervals(*(column[np.isin(part.request, several)] for column in part)) for part in (hand_offs, batches)
@@ -499,7 +487,7 @@ def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, b
 def _find_transports(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
-    """Return the times in which a request was on its way between its own threads and its batch threads."""
+    """Return the times in which a request was between its own threads and its batch threads."""
     threads = find_distinct(trace.thread_id[find_distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
@@ -548,7 +536,7 @@ class DeviceLedger:
     """The device times of requests: `own_ns` of own work and `shared_ns` of batches, by the index of the request.
 
     `batch_ns` has the device time of each row that is a batch, 0 for other rows. `given_ns` is the request's share of
-    the batch, for each pair of a batch and a request. The shares of a batch add up to its own device time.
+    it, for each pair in `Served`.
     """
 
     own_ns: Int64s
@@ -558,7 +546,6 @@ class DeviceLedger:
 
 
 def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
-    """Return the device times of all requests."""
     device, served = trace.device, joined.served
     timed = np.flatnonzero(device.timed)
     is_batch = mask_of(trace.attributes.having(BATCH_KEYS), len(trace))
@@ -578,7 +565,7 @@ def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
 
 
 def _unite_device_intervals(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
-    """Return the unions of device intervals, grouped by owner and device, and the owner and device of each group."""
+    """Return the unions of device intervals by owner and device, and the owner and device of each group."""
     device = trace.device
     groups, firsts = number_combinations(owners, device.device[intervals])
     busy = union_by_group(groups, device.start_ns[intervals], device.end_ns[intervals])

@@ -54,7 +54,7 @@ class Merged:
     apart_ns: int | None
     """The maximum difference in ns between the clocks of two processes, None if unknown."""
     parts: Sequence[MergedFile] = field(repr=False)
-    """The files and the merged rows of their spans. Files of one process are consecutive."""
+    """The files with the merged rows of their spans. Files of one process are consecutive."""
 
     @property
     def header(self) -> str:
@@ -72,12 +72,10 @@ _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 
 
 def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
-    """Return the files as one recording.
+    """Return the files as one recording. Files of different machines or boots are merged by their wall clocks.
 
-    Raises `TraceError` if the files cannot be put on one clock, or together are no valid trace.
-
-    Files of different machines are merged by their wall clocks, and so are files from different boots of a machine. All
-    files must have an error bound of their wall clock, unless `by_wall_clock`.
+    Raises `TraceError` if the files together are no valid trace or, without `by_wall_clock`, if a wall clock has no
+    error bound.
     """
     try:
         groups = recordings_by_process(files)
@@ -109,7 +107,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
 
 
 SECONDS_NS = 10**9
-"""The difference in ns that is assumed between two wall clocks if their error is unknown."""
+"""The assumed difference in ns between two wall clocks of unknown error."""
 
 SLEW = 500e-6
 """The largest drift of a clock while NTP adjusts it, as a rate (man 2 adjtimex)."""
@@ -128,7 +126,6 @@ def _bound_clock_error(files: Sequence[Saved]) -> int | None:
 
 
 def _join_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
-    """Return the attributes of the merged spans, which are decoded on access."""
     part, row_in_part = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
     for number, file in enumerate(parts):
         rows = np.flatnonzero(file.is_kept)
@@ -145,8 +142,6 @@ def _join_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
 
 
 class _Merge:
-    """Merges several files. The attribute `saved` is the result."""
-
     def __init__(self, groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> None:
         self._groups = groups
         base_ns = groups[0][0].trace.origin.realtime_of(0)
@@ -231,7 +226,6 @@ class _Merge:
         return chosen
 
     def _merge_ids_above(self) -> tuple[Int64s, Int64s]:
-        """Return the merged ids of parents and roots. A span that no file has gets a new id."""
         absent = self._absent
         above = 1 + sum(len(part.trace) for part in self._parts)
         ids_by_name: dict[str, list[Int64s]] = {"parent_id": [], "root_id": []}
@@ -279,7 +273,6 @@ def _join_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
 
 
 def _join_tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[str, ...], Int64s]:
-    """Join several tables of names. Return the joined table, and the indices into it for all rows."""
     table: dict[str, int] = {}
     columns = []
     for names, places in pairs:
@@ -301,8 +294,8 @@ SAMPLES_KEPT = 20_000
 """The maximum number of gauge samples that `fold_recordings` keeps. The oldest are dropped first."""
 
 PATHS_KEPT = 16_384
-"""The maximum number of call paths that keep a row of their own in `fold_recordings`. The other paths of a site share
-one row."""
+"""The maximum number of call paths with a row of their own in `fold_recordings`. The other paths of a site share one
+row."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"
@@ -343,8 +336,8 @@ def fold_recordings(files: Sequence[Saved]) -> Saved:
 
 
 def _keep_newest_spans(trace: Columns, count: int) -> tuple[Columns, int]:
-    """Return the `count` spans that ended last, and the time in ns from which on no span is missing, 0 if none is
-    missing."""
+    """Return the `count` spans that ended last, and the time in ns from which no span is missing, 0 if all are
+    there."""
     is_kept, since_ns = np.ones(len(trace), dtype=np.bool_), 0
     if len(trace) > count:
         in_order = np.argsort(trace.end_ns, kind="stable")
@@ -368,7 +361,7 @@ def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
 
 
 def _fold_threads(tally: Tally) -> Tally:
-    """Return the tally with all calls on the thread `ENDED_THREADS` and a bounded number of call paths."""
+    """Return the tally with all calls on the thread `ENDED_THREADS`, and at most `PATHS_KEPT` call paths."""
     thread, name = ENDED_THREADS
     kept_paths = set[CallPath]()
 
@@ -401,7 +394,7 @@ def recordings_by_process(files: Sequence[Saved]) -> list[list[Saved]]:
 
 
 def split_by_process(saved: Saved) -> list[Saved]:
-    """Return a recording for each process in a merged recording. A recording of one process is returned unchanged."""
+    """Return the recordings of each process in a merged recording. A recording of one process is returned unchanged."""
     processes = saved.trace.processes
     if not processes:
         return [saved]
@@ -426,7 +419,6 @@ def split_by_process(saved: Saved) -> list[Saved]:
 
 
 def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
-    """Return the wanted rows of one process, with its own numbers and ids. `of_row` has the process of each row."""
     rows = np.flatnonzero(is_wanted)
     columns, moved_ns = trace.with_attributes(is_wanted), process.moved_ns
     # The process did not know parents and roots of other processes. Its own topmost span was the root.
@@ -463,8 +455,6 @@ def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
 
 
 def _restore_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
-    """Return the attributes of the given rows of a process, with the process's own ids in links."""
-
     def relink(_: int, link: Any) -> Any:
         ids = parse_link(link)
         return link if ids is None else tuple(_restore_ids(trace, ids, process).tolist())
@@ -473,8 +463,6 @@ def _restore_attributes(trace: Columns, rows: Int64s, process: MergedProcess) ->
 
 
 def _select_tally(tally: Tally, process: MergedProcess, number: int, of_thread: Mapping[int, int]) -> Tally:
-    """Return the tally of one process, with its own thread numbers."""
-
     def own(thread: int) -> int | None:
         return process.threads.get(thread, thread) if of_thread.get(thread, 0) == number else None
 
@@ -487,8 +475,8 @@ def _select_tally(tally: Tally, process: MergedProcess, number: int, of_thread: 
 
 
 def _select_facts(facts: Trace, number: int) -> Trace:
-    """Return the facts of one process, with the gauges of its devices. Of processes that share a device, only the first
-    gets the device's gauges."""
+    """Return the facts of one process, with the gauges of its devices. Only the first process of a device gets that
+    device's gauges."""
     process = facts.processes[number]
     before = {device for other_process in facts.processes[:number] for device in other_process.devices}
     devices, moved_ns = process.devices, process.moved_ns

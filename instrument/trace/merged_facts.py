@@ -38,8 +38,7 @@ from instrument.trace.trace import MergedProcess, Trace
 
 
 class DistinctNumbers:
-    """Gives each number of a process a number that no other process has. A number that is unique already stays the
-    same."""
+    """Gives each number of a process a number that no other process has. Unique numbers stay the same."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[Hashable, int], int] = {}
@@ -47,7 +46,6 @@ class DistinctNumbers:
         self._next = 0
 
     def distinct_number(self, own_number: int, owner: Hashable) -> int:
-        """Return the distinct number for a number of `owner`, such as a process."""
         number = self._given.get((owner, own_number))
         if number is None:
             number = self._next if own_number in self._taken else own_number
@@ -57,11 +55,9 @@ class DistinctNumbers:
         return number
 
     def distinct_column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
-        """Return the distinct number for each of an owner's numbers."""
         return _renumber(numbers, lambda number: self.distinct_number(number, owner))
 
     def map_to_own_numbers(self, owner: Hashable) -> dict[int, int]:
-        """Return a map from distinct numbers to an owner's numbers."""
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
 
@@ -84,7 +80,6 @@ class JoinedSites:
         self._found: list[list[Site]] = []
 
     def index_of(self, site: Site) -> int:
-        """Return the index of a site's joined site."""
         place = self._places.setdefault(site.key, len(self._found))
         if place == len(self._found):
             self._found.append([])
@@ -117,7 +112,6 @@ class MergedFile:
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
     def sites(self) -> list[Site]:
-        """Return the sites of the file's spans, tally and start-up."""
         sites = [*self.trace.sites]
         if self.saved.tally is not None:
             sites += self.saved.tally.sites()
@@ -127,7 +121,6 @@ class MergedFile:
         return sites
 
     def spans_and_tally_sites(self) -> set[Site]:
-        """Return the sites of the file's spans and of the calls in its tally."""
         sites = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
         if self.saved.tally is not None:
             sites |= {row.path[-1] for row in self.saved.tally.rows() if row.totals.calls}
@@ -152,15 +145,12 @@ class Numbers:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The joined sites, each once."""
         return self._sites.joined
 
     def joined_site(self, site: Site) -> Site:
-        """Return the joined site for a site."""
         return self.sites[self._sites.index_of(site)]
 
     def find_merged_sites(self, part: MergedFile) -> Int64s:
-        """Return the index of the joined site of each row."""
         places = [self._sites.index_of(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
 
@@ -169,7 +159,6 @@ class Numbers:
         return self._threads.distinct_number(number, part.process)
 
     def merged_threads_of_rows(self, part: MergedFile) -> Int64s:
-        """Return the merged thread number of each row."""
         return self._threads.distinct_column(part.trace.thread_id, part.process)
 
     def merged_threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
@@ -180,11 +169,9 @@ class Numbers:
         return threads
 
     def merged_streams(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        """Return the merged numbers of streams."""
         return self._streams.distinct_column(numbers, part.process)
 
     def merged_devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        """Return the merged numbers of a process's devices."""
         return _renumber(numbers, lambda number: self.merged_device(number, part))
 
     def merged_device(self, number: int, part: MergedFile) -> int:
@@ -212,11 +199,10 @@ NOTED_BY = 2
 """The maximum number of processes that a merged note names at its beginning."""
 
 OF_ALL = ("system_cpu",)
-"""The gauges of the whole host. All of its processes record the same values, so these are merged into one gauge."""
+"""The gauges of the whole host, which are merged into one gauge because all its processes record the same values."""
 
 
 def label_of(saved: Saved) -> str:
-    """Return the name of a process: its service and its pid."""
     origin = saved.trace.origin
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
@@ -265,8 +251,7 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
 
 
 def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
-    """Return a trace without spans that has the facts of all files. Gauges of single processes and torch.profiler's
-    data of several processes are not merged. A note reports that."""
+    """Return a trace without spans that has the facts of all files, except the gauges of single processes."""
     processes = list(_group_by_process(parts))
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
     watched = list(filter(None, map(_find_watched, processes)))
@@ -307,8 +292,6 @@ def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
 
 
 def _find_watched(parts: Sequence[MergedFile]) -> MergedFile | None:
-    """Return the file with the longest record of torch.profiler, None without any."""
-
     def length_ns(part: MergedFile) -> int:
         first_ns, last_ns = part.saved.trace.watched or (0, -1)
         return last_ns - first_ns
@@ -379,8 +362,7 @@ def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, s
 
 
 def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
-    """Return all notes, each once. A note that only some processes have begins with their names. A note on a rule is
-    left out if the rule matched, or its target was called, in another process."""
+    """Return all notes, each once. A note of some processes begins with their names."""
     parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
     sites = [site for part in parts for site in part.spans_and_tally_sites()]
@@ -408,8 +390,7 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _merge_cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:
-    """Return the cost of all processes. The cost of a call is the mean over the calls of all processes. A process whose
-    cost is unknown counts with that mean."""
+    """Return the cost of all processes. A process of unknown cost counts with the mean cost of a call."""
     costs, uncosted_calls = list[Cost](), 0
     for files in processes:
         for part in _choose_files(files) or [max(files, key=lambda part: len(part.trace))]:
@@ -430,17 +411,15 @@ def _merge_cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Co
 
 
 def _is_own(sample: Sample) -> bool:
-    """Return True if a gauge belongs to a single process."""
     return sample.device == HOST and sample.name not in OF_ALL
 
 
 def _own_samples_of(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
-    """Return the samples of gauges that belong to a single process, from the process's files."""
     return _sort_by_time(sample for part in files for sample in part.saved.trace.samples if _is_own(sample))
 
 
 def _merge_samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
-    """Return the samples of all files. If several processes are merged, gauges of single processes are left out."""
+    """Return the samples of all files. With several processes, gauges of single processes are left out."""
     return _sort_by_time(
         replace(sample, device=numbers.merged_device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
         for part in parts
@@ -450,7 +429,6 @@ def _merge_samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_proc
 
 
 def _sort_by_time(samples: Iterable[Sample]) -> tuple[Sample, ...]:
-    """Return the samples sorted by time, each once."""
     first_by_key = dict[tuple[int, int, str], Sample]()
     for sample in samples:
         first_by_key.setdefault((sample.at_ns, sample.device, sample.name), sample)

@@ -80,15 +80,13 @@ _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, i
 
 
 def _encode_facts(thing: Any) -> dict[str, Any]:
-    """Return the fields of a flat dataclass as JSON values, without empty fields that have their default value.
-    `read_dataclass` is the inverse."""
+    """Return the fields of a flat dataclass as JSON values, without empty fields that have their default value."""
     values = {item.name: (getattr(thing, item.name), item.default) for item in plain_fields(type(thing))}
     return {name: make_safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
 def read_dataclass(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
-    """Return a flat dataclass made from the facts. Facts without a field of that name are ignored. Raises `ValueError`
-    for a wrong type."""
+    """Return a flat dataclass made from the facts. Unknown facts are ignored. Raises `ValueError` for a wrong type."""
     items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: check_type(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
@@ -161,7 +159,6 @@ NUMBERS_OF_PROCESS = ("threads", "devices", "streams", "absent")
 
 
 def _pack_merged_process(process: MergedProcess) -> dict[str, Any]:
-    """Return the JSON of a process in a merged trace, with maps from merged numbers to the process's own numbers."""
     more = {"windows": process.windows, "moved_ns": process.moved_ns, "is_watched": process.is_watched}
     numbers = {name: list(getattr(process, name).items()) for name in NUMBERS_OF_PROCESS}
     samples = [
@@ -250,8 +247,7 @@ def _pack_tally(tally: Tally, base_ns: int, sites: Sites) -> str:
 
 
 class Metadata:
-    """Reads the value of the key `instrument`. The base of times and the sites are read at once, other facts only when
-    they are needed."""
+    """Reads the value of the key `instrument`. Facts other than the sites and the base of times are read on access."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         if facts["format"] not in READ:
@@ -263,8 +259,8 @@ class Metadata:
         learn_gauges(check_type(facts.get("gauges", {}), dict))
 
     def make_trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
-        """Return the trace with the given spans and samples of gauges. Samples without a value are added, because only
-        the metadata has them."""
+        """Return the trace with the given spans and samples. Adds the samples without a value, which only the metadata
+        has."""
         facts = self._facts
         samples += [
             Sample(check_type(name, str), check_type(device, int), self.base_ns + check_type(since_ns, int), None)
@@ -322,7 +318,6 @@ class Metadata:
         return first, max(first, last)
 
     def _read_work(self) -> tuple[Sequence[Kernel], Sequence[Allocation]]:
-        """Return the kernels and allocations of torch.profiler's record."""
         texts = check_type(self._facts.pop("columns", {}), dict)
         names = [check_type(name, str) for name in self._facts.get("kernel_names", ())]
         if not texts:
@@ -332,8 +327,8 @@ class Metadata:
         return kernels, unpack_allocations(columns, self.base_ns)
 
     def _read_listed_kernels(self, names: Sequence[str]) -> Sequence[Kernel]:
-        """Return the kernels from a file of an earlier format version. The file has one list of numbers per kernel,
-        with times relative to the base."""
+        """Return the kernels from a file of an earlier version, a list of numbers per kernel with times relative to the
+        base."""
         kernels = []
         for name, kind, *numbers in self._facts.get("kernels", ()):
             device, stream, start_ns, length_ns, thread_id, launched_ns = check_ints(numbers)
@@ -347,8 +342,8 @@ class Metadata:
         return KernelColumns.of(kernels).move_times(0)
 
     def _read_listed_allocations(self) -> Allocations:
-        """Return the allocations from a file of an earlier format version. The file has them as packed text, or as one
-        list of numbers per allocation."""
+        """Return the allocations from a file of an earlier version: packed text, or a list of numbers per
+        allocation."""
         allocations = self._facts.get("allocations", [])
         if isinstance(allocations, str):
             return Allocations(_read_column("<i8", allocations).view(ALLOCATION), self.base_ns)
@@ -356,7 +351,6 @@ class Metadata:
         return Allocations(np.array(rows, ALLOCATION), self.base_ns)
 
     def read_tally(self) -> Tally | None:
-        """Return the tally, None if none was saved."""
         saved = self._facts["tally"]
         if saved is None:
             return None
@@ -387,7 +381,7 @@ class Metadata:
 
 
 def _read_place(node: Any) -> int:
-    """Return the index of the call path of a node. Index 0 is the empty path, that of node -1."""
+    """Return the index of the call path of a node. Index 0 is the empty path, for node -1."""
     return 0 if node == -1 else check_index(node) + 1
 
 
@@ -467,7 +461,6 @@ def read_site(facts: dict[str, Any]) -> Site:
 
 
 def _read_bucket(value: Any) -> int:
-    """Return the index of a histogram's bucket. Raises `ValueError` if there is no such bucket."""
     if (bucket := check_index(value)) > LAST_BUCKET:
         raise ValueError("a histogram in it has an unknown bucket; it is damaged")
     return bucket

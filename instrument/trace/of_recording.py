@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
 OPEN = "instrument.open"
-"""The attribute of a span that was still open when its recording was read. The value is true."""
+"""The attribute, with the value true, of a span that was still open when its recording was read."""
 
 NEVER_NS = 1 << 62
-"""The value in ns that replaces the time of a process's first request, if the process has served none."""
+"""The time of a process's first request in ns, if the process has served none."""
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
 
 class RowDetail(NamedTuple):
-    """The details of a row: active time in ns (-1: all of it), error, attributes, and the caller's span."""
+    """The details of a row: active time in ns (-1 for the whole row), error, attributes, and the caller's span."""
 
     active_ns: int = -1
     error: str | None = None
@@ -48,18 +48,16 @@ class RowDetail(NamedTuple):
 
     @classmethod
     def of(cls, active_ns: int, text: bytes) -> RowDetail:
-        """Return the details of a row from a recording, which stores them as an active time and a text."""
+        """Return the details of a row from their form in a recording: an active time and a text."""
         active_ns, error, attributes = detail_of(active_ns, facts_in(text))
         return cls(active_ns, error, *_split_remote(attributes))
 
     @classmethod
     def of_open(cls, span: OpenSpan) -> RowDetail:
-        """Return the attributes and the caller's span of an open span."""
         return cls(-1, None, *_split_remote(span.attributes))
 
 
 def _split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
-    """Return the attributes without the caller's span, and that span, None without one."""
     if REMOTE not in attributes:
         return attributes, None
     noted = attributes[REMOTE]
@@ -71,8 +69,7 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
     """Return the spans and the tally of a recording. Open spans end at `end_ns` and have the attribute `OPEN`.
 
     Spans that ended before `since_ns` are left out, and so is the tally if it has earlier calls. `end_ns` is the time
-    of reading on the monotonic clock. By default it is the newest time in the recording, which is close to the end of a
-    dead process. Raises `TraceError` for a damaged recording.
+    of reading, by default the newest time in the recording. Raises `TraceError` for a damaged recording.
     """
     header = mapped.header
     snapshot = RowSnapshot.of(mapped, since_ns, remote=read_origin(header).remote)
@@ -108,7 +105,7 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
 
 
 def _read_own_notes(header: Header) -> OwnNotes:
-    """Return the notes that are true for this process alone. Return no notes if the header is damaged."""
+    """Return the notes that are true for this process alone, none if the header is damaged."""
     with suppress(AttributeError, TypeError, ValueError):
         return own_notes_of(header.facts.get("own_notes") or {})
     return OwnNotes()
@@ -122,7 +119,6 @@ def find_first_request(mapped: Mapped) -> int:
 
 
 def read_origin(header: Header) -> Origin:
-    """Return the origin of a process from the fields of its recording's header."""
     values: dict[str, Any] = {}
     for item in fields(Origin):
         kind = int if item.type == "int" else str
@@ -145,8 +141,8 @@ _SHARED = ("span_id", "parent_id", "root_id", "start_ns", "children_ns", "node")
 def columns_of_rows(
     rows: Records, thread_id: Int64s, opened: Sequence[OpenSpan], end_ns: int
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Return rows, followed by open spans that end at `end_ns`, as columns. An active time is -1 if it is the length or
-    is in the details."""
+    """Return rows, followed by open spans that end at `end_ns`, as columns. An active time of -1 is in the details, or
+    is the length."""
     names = (*_SHARED, "task_id", "thread_id", "active_ns")
     of_open = {name: np.array([getattr(span, name) for span in opened], np.int64) for name in names}
     columns = {name: np.concatenate([rows[name].astype(np.int64), of_open[name]]) for name in _SHARED}
@@ -174,7 +170,6 @@ class RowDetails:
         self._children_ns, self._store = columns["children_ns"], store
 
     def add(self, row: int, detail: RowDetail) -> None:
-        """Add the details of a row."""
         if detail.attributes:
             self._store(row, detail.attributes)
         if detail.remote is not None:
@@ -186,7 +181,6 @@ class RowDetails:
 
     @property
     def self_ns(self) -> Int64s:
-        """The self time of each row."""
         return np.asarray(np.clip(self.active_ns - self._children_ns, 0, self.lengths))
 
 
@@ -195,8 +189,8 @@ class RowSnapshot:
     """A copy of the rows and open spans of a recording at one moment, at about 10 ns a row.
 
     `details` are as `Mapped.copied_details` returns them. Rows may be missing for threads in `wrapped`, whose rings
-    have wrapped, and in `given_up`, which have ended. Trees that began before the process served are below `remote`,
-    if it is given.
+    have wrapped, and in `given_up`, which have ended. Trees that began before the process served get the parent
+    `remote`.
     """
 
     tree: CallTree
@@ -218,8 +212,8 @@ class RowSnapshot:
         details_from: int = 0,
         remote: RemoteParent | None = None,
     ) -> RowSnapshot:
-        """Copy the open spans, and the rows that ended after a time. Rows of the threads in `leave_out` are left out.
-        Only details from the offset `details_from` on are copied."""
+        """Copy the open spans, and the rows that ended after a time. Leaves out the threads in `leave_out`, and details
+        before the offset `details_from`."""
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
         rings = mapped.rows(mapped.first_row_after(since_ns)) if since_ns else mapped.rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
@@ -231,7 +225,6 @@ class RowSnapshot:
 
     @property
     def size(self) -> int:
-        """The number of rows and open spans."""
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
     def held_from_ns(self, start_ns: int, end_ns: int) -> int:
@@ -242,8 +235,8 @@ class RowSnapshot:
         return max(edges_ns, default=0)
 
     def _find_oldest(self, start_ns: int, end_ns: int) -> dict[int, int]:
-        """Return, for each thread with a span in the window, the earliest end of such a span. That end is at most the
-        window's end."""
+        """Return, for each thread with a span in the window, the earliest end of such a span, at most the window's
+        end."""
         oldest: dict[int, int] = {}
         for ring in self.rings:  # each in the order of ends
             ends = ring.rows["end_ns"][(ring.rows["end_ns"] > start_ns) & (ring.rows["start_ns"] < end_ns)]
@@ -255,7 +248,6 @@ class RowSnapshot:
         return oldest
 
     def has_begun(self, after_ns: int, before_ns: int) -> bool:
-        """Return True if a span began between two times."""
         starts = [ring.rows["start_ns"] for ring in self.rings]
         starts.append(np.array([span.start_ns for span in self.open_spans], np.int64))
         return any(bool(((after_ns < ring_starts) & (ring_starts < before_ns)).any()) for ring_starts in starts)
@@ -270,9 +262,8 @@ class RowSnapshot:
     ) -> tuple[Columns, int]:
         """Return the spans, the open ones cut at the end, and the number of rows whose details are overwritten.
 
-        With a `start_ns`, spans are clipped to the window, and those outside of it are left out. The self time of a
-        clipped span excludes its children within the window. `device_of` returns the device intervals of spans by their
-        ids. With `marks`, open spans have the attribute `OPEN`.
+        With a `start_ns`, spans are clipped to the window, and those outside of it are left out. `device_of` returns
+        the device intervals of spans by their ids. With `marks`, open spans have the attribute `OPEN`.
         """
         rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in self.rings)])
         threads = np.repeat([ring.thread_id for ring in self.rings], [len(ring.rows) for ring in self.rings])
@@ -341,7 +332,6 @@ class RowSnapshot:
 
 
 def _measure_children(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
-    """Return, for each open span, the total time of its children, including open ones."""
     children_ns = {span.span_id: span.children_ns for span in opened}
     line = {span.span_id: (span.thread_id, span.task_id) for span in opened}
     for span in opened:
@@ -351,7 +341,6 @@ def _measure_children(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
 
 
 def _number_sites(tree: CallTree, node: Int64s) -> tuple[tuple[Site, ...], Int32s]:
-    """Return the distinct sites of the given nodes, and the index of each node's site among them."""
     numbers = np.array(tree.site_of, dtype=np.int64)[node]
     used = np.bincount(numbers, minlength=len(tree.sites)) > 0
     places = (np.cumsum(used) - 1).astype(np.int32)

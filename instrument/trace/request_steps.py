@@ -21,9 +21,11 @@ from instrument.trace.joined import THOUSANDTHS
 
 
 class PartSeries(NamedTuple):
-    """Series of batches. A series is the batches of one request, one name and one thread, in order of time. It is a run
-    of indices in `order`. Series are ordered by request, then by name. `spent_ns` is the total time of a series'
-    batches."""
+    """Series of batches, ordered by request, then by name. A series has the batches of one request, name and thread in
+    order of time.
+
+    A series is a run of indices in `order`. `spent_ns` is the total time of its batches.
+    """
 
     order: Int64s
     first: Int64s
@@ -44,8 +46,7 @@ class PartSeries(NamedTuple):
 
 
 class NamedParts(NamedTuple):
-    """The first and the longest series, and the first and the last batch, for each pair of a request and a batch
-    name."""
+    """The batches by request and batch name: the first and the longest series, the first and the last batch."""
 
     first: Int64s
     longest: Int64s
@@ -70,7 +71,6 @@ class Parts:
 
     @cached_property
     def series(self) -> PartSeries:
-        """The batches grouped by request, name and thread."""
         if len(self.thread_id) and bool((self.thread_id == self.thread_id[0]).all()):
             threads, count = np.zeros(len(self.thread_id), dtype=np.int64), 1
         else:
@@ -86,7 +86,6 @@ class Parts:
 
     @cached_property
     def named(self) -> NamedParts:
-        """The batches grouped by request and name."""
         runs = self.series
         first = find_group_starts(runs.request * len(self.names) + runs.name)
         of = np.repeat(np.arange(len(first)), np.diff(first, append=len(runs.first)))
@@ -112,7 +111,6 @@ class StepKinds:
         """The smallest weight in any batch of a name, by name, for batches with weights."""
 
     def learn(self, parts: Parts) -> None:
-        """Learn from the batches of some requests."""
         names, series, per_name = parts.names, parts.series, parts.named
         spent_ns = np.zeros(len(names), dtype=np.int64)
         np.add.at(spent_ns, series.name, series.spent_ns)
@@ -148,7 +146,7 @@ class StepKinds:
             self.least[names[place]] = min(self.least.get(names[place], FARTHEST), int(least[place]))
 
     def kind_by_name(self) -> Mapping[str, tuple[str, str]]:
-        """Return the kind of each batch name, and the name of the batch that represents steps of that kind."""
+        """Return the kind of each batch name, and the batch name that represents the kind."""
         counts, turns = self._counts, self._turns
         kind = {name: name for name in self._spent_ns}
         for a, b in sorted({*counts, *self._alike}):
@@ -163,7 +161,6 @@ class StepKinds:
 
 
 def _split_pair(names: Sequence[str], pair: int) -> tuple[str, str]:
-    """Return the two batch names of a pair, given by its number."""
     first, second = divmod(pair, len(names))
     return names[first], names[second]
 
@@ -172,7 +169,7 @@ APART = 8
 """The minimum ratio of the weight of a batch with a prompt to the weight of the lightest batch."""
 
 LEAST_CHUNKS = 2
-"""The number of equal chunks above which batches of equal weight, except the last, are recognised as one prompt."""
+"""The number of chunks above which batches of equal weight and a lighter last one count as one prompt."""
 
 CLEARLY = 2
 """The ratio of two batches' weights above which one batch is clearly heavier than the other."""
@@ -190,7 +187,6 @@ class Steps:
 
     @cached_property
     def count(self) -> Int64s:
-        """The number of steps per request."""
         return np.diff(self.first, append=len(self.lead))
 
     @cached_property
@@ -237,9 +233,11 @@ def _make_runs(firsts: Int64s, counts: Int64s) -> Int64s:
 
 
 def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the batch that represents each step, ordered by request and kind of step, and the number of steps of each
-    request and kind. Threads that run equally many batches of a name at once are workers of the same steps. Other
-    threads take turns."""
+    """Return the batch that represents each step, by request and kind, and the number of steps of each request and
+    kind.
+
+    Threads that run equally many batches of a name at once are workers of the same steps. Other threads take turns.
+    """
     series = parts.series
     of_chosen = np.full(len(parts.named.first), -1, dtype=np.int64)
     of_chosen[chosen] = np.arange(len(chosen))
@@ -272,8 +270,6 @@ def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longes
 
 
 def _merge_series(parts: Parts, series_places: Sequence[int]) -> list[int]:
-    """Return the batches of several series in order of time. A batch is left out if it overlaps the previous batch and
-    ran on another thread."""
     series = parts.series
     items = [
         place
@@ -295,9 +291,8 @@ def count_prefills(
 ) -> Int64s:
     """Return, for each request, the number of steps that make its first token.
 
-    `least` is the least weight of any request, by batch name. If all steps of a request are clearly heavier, they are
-    the prompt of an answer with one token. `streamed_ns` returns the times at which requests sent the first part of
-    their answer, `FARTHEST` without a stream.
+    `least` is the least weight of any request, by batch name. A request with only clearly heavier steps has one token.
+    `streamed_ns` returns the times at which requests sent the first part of their answer, `FARTHEST` without a stream.
     """
     counts = np.ones(len(steps.first), dtype=np.int64)
     if not len(counts):
@@ -354,7 +349,7 @@ def _count_prefills(weights: Sequence[int]) -> int:
 
 
 def measure_usual(parts: Parts, steps: Steps) -> Int64s:
-    """Return, for each request, the median length of its steps."""
+    """Return the median length of each request's steps."""
     lengths = (parts.end_ns - parts.start_ns)[steps.lead]
     order = np.lexsort((lengths, steps.request))
     return np.asarray(lengths[order][steps.first + steps.count // 2])

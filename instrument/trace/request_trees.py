@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 LOOK_BACK = 64
-"""The number of newest spans with a request's key that are candidates for the hand-off span."""
+"""The number of newest spans with a request's key among which its hand-off span is searched."""
 
 
 def graft(saved: Saved) -> Saved:
@@ -57,7 +57,6 @@ def graft(saved: Saved) -> Saved:
 
 
 def with_own_facts(facts: Trace) -> Trace:
-    """Return the trace with facts moved to its requests."""
     if not len(facts.columns.attributes.having(FACTS)):
         return facts
     joined = join(facts.columns, facts.apart_ns)
@@ -66,10 +65,7 @@ def with_own_facts(facts: Trace) -> Trace:
 
 def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     """Return the trace with one tree for each request, and with the requests' facts. Without a `run`, no request gets a
-    trace id.
-
-    If a move would make parents cyclic, the request becomes the parent instead, or the original parent remains.
-    """
+    trace id."""
     trace = move_facts(trace, joined.rows, joined.of, joined.keys)
     moves = _rows_to_move(trace, joined)
     parent = trace.parent.copy()
@@ -114,7 +110,7 @@ def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
 
 
 def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
-    """Return the rows that serve a request and are above it, so that they cannot move below it."""
+    """Return the rows that serve a request and are above it. They cannot move below it."""
     rows_above = [np.zeros(0, dtype=np.int64)]
     places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
     while (goes_on := above != NONE).any():
@@ -169,7 +165,6 @@ def _choose_hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns
 
 
 def _are_cyclic(parent: Int32s) -> Bools:
-    """Return True for rows whose ancestors are cyclic."""
     above = parent.copy()
     for _ in range(len(parent).bit_length() + 1):
         if not (above != NONE).any():
@@ -181,9 +176,8 @@ def _are_cyclic(parent: Int32s) -> Bools:
 def make_remotes_by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return trace ids made from keys, by row. A request's id is made from its first key. A root whose key no request
-    here has also gets an id. Only the first request with a key gets the key's trace id, because other processes cannot
-    distinguish later ones."""
+    """Return trace ids made from keys, for requests and for roots whose key no request here has. Only the first request
+    with a key gets the key's id."""
     have_traces = {int(root_id[row]) for row in remotes}
     remote_by_row: dict[int, RemoteParent] = {}
     used_keys: set[str] = set()
@@ -208,8 +202,8 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 def move_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
     """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved.
 
-    `requests` has the requests' rows in `trace`, ordered by start time. `of` has, for each row of `trace`, the index of
-    its request in `requests`. `keys_of` maps that index to the request's keys.
+    `requests` has the requests' rows, ordered by start time. `of` has the index of each row's request. `keys_of` maps
+    that index to the request's keys.
     """
     rows = trace.attributes.having(FACTS)
     if not len(rows):
@@ -260,7 +254,6 @@ def _list_fact_texts(attributes: Mapping[str, Any]) -> list[str]:
 
 
 def _drop_fact_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
-    """Return a span's attributes without the lists of facts, which are now attributes of requests."""
     names = [text.partition(" ")[2] for text in _list_fact_texts(attributes)]
     lists = [name for name in names if name + FACT_KEYS in attributes]
     read_names = {FACTS, *lists, *(name + FACT_KEYS for name in lists)}
@@ -268,7 +261,7 @@ def _drop_fact_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, Attr
 
 
 def _update_fact(keep: str, before: Any, value: Any) -> Any:
-    """Combine the value of a fact with a later one: to the last, the largest, the sum or a list, as `keep` requires."""
+    """Return the last, the largest, the sum or a list of a fact's values, as `keep` requires."""
     if keep == "list":
         return (*(before or ()), value)[:ATTRIBUTE_LIMIT]
     if before is None or keep == "last":
@@ -312,7 +305,6 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
 
 
 def _sort_by_tree(trace: Columns) -> Int64s:
-    """Return the rows ordered by root, then by start time, then by length with the longest first, then by id."""
     starts, ends = trace.start_ns, trace.end_ns
     is_later = (starts[1:] > starts[:-1]) | ((starts[1:] == starts[:-1]) & (ends[1:] <= ends[:-1]))
     if is_later.all():  # then a stable sort by root is enough, in a fifth of the time
@@ -321,8 +313,8 @@ def _sort_by_tree(trace: Columns) -> Int64s:
 
 
 def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
-    """Return, for the row of each nested request with a key, the ids of the span around that request and of that span's
-    root. A request that already has a link is left out."""
+    """Return the ids of the span around each nested request with a key, and of that span's root, by the request's
+    row."""
     origins: dict[int, tuple[int, int]] = {}
     for place in joined.keys:
         row = int(joined.rows[place])
@@ -368,8 +360,8 @@ class Interruptions:
         self._newest: list[Span] = []
 
     def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
-        """Return the rows that are not interruptions, and for each of them its interruptions from this trace and
-        earlier ones."""
+        """Return the rows that are not interruptions, and the interruptions of each, from this trace and earlier
+        ones."""
         alone = trace.are_of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)

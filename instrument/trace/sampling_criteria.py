@@ -19,11 +19,11 @@ from instrument.recording.tally import Tally
 from instrument.recording.trace_context import RANDOM_BITS, RemoteParent, threshold_of
 
 LEAST_CALLS = 100
-"""The number of requests after which an endpoint's usual time is known. Until then, requests that are not notable
+"""The number of requests after which the usual time of an endpoint is known. Until then, requests that are not notable
 remain undecided."""
 
 USUAL_FOR_NS = 10**9
-"""Nanoseconds between two computations of the endpoints' usual times."""
+"""The time in ns between two computations of the endpoints' usual times."""
 
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
 
@@ -62,7 +62,6 @@ class TailSampler:
         """The roots of requests that are kept in any case."""
 
     def change_settings(self, capture: Capture) -> None:
-        """Use other settings from now on."""
         if capture.limit != self.capture.limit:
             self.allowance = _Allowance(capture.limit)
         if capture.slow_over != self.capture.slow_over:
@@ -70,10 +69,7 @@ class TailSampler:
         self.capture = capture
 
     def update_usual_times(self, ended: Collection[EndedRequest]) -> None:
-        """Compute the usual times of endpoints again if they are old or lack the endpoint of a request.
-
-        The times come from the histograms of the tally, which counts all requests since the session began.
-        """
+        """Compute the usual times of endpoints again if they are old or lack the endpoint of a request."""
         usual = self.capture.slow_over
         newest_ns = max((request.end_ns for request in ended), default=0)
         is_recent = newest_ns - self._looked_ns < USUAL_FOR_NS and not any(map(self.is_early, ended))
@@ -93,7 +89,7 @@ class TailSampler:
         return self.capture.slow_over is not None and request.site.key not in self._slow_ns
 
     def is_asked_for(self, request: EndedRequest) -> bool:
-        """Return True if `wanted` has the request, or if its caller's trace is kept."""
+        """Return True if `wanted` has the request, or if its caller's trace is kept. Removes it from `wanted`."""
         if request.root_id in self.wanted:
             self.wanted.discard(request.root_id)
             return True
@@ -111,7 +107,7 @@ class TailSampler:
 
 
 def _condition_holds(condition: Where, request: EndedRequest) -> bool:
-    """Return True if a condition is true for the request's attributes or, if they lack it, for its site's."""
+    """Return True if a condition is true for an attribute of the request or, without that attribute, of its site."""
     value = request.attributes.get(condition.attribute)
     if value is None:
         value = dict(request.site.attributes).get(condition.attribute)
@@ -126,7 +122,6 @@ def _compares_true(value: object, comparison: str, bound: str | bool | float) ->
 
 
 def _find_endpoint(site: Site) -> object:
-    """Return the endpoint of a site, None if it is no site of requests."""
     return site.key if site.kind == "request" else None
 
 
@@ -139,7 +134,7 @@ class _Allowance:
         self._at_ns = 0
 
     def take_token(self, now_ns: int) -> bool:
-        """Return True and count one request if the rate allows another request at this time."""
+        """Take a token for a request, if one is left at this time. Return True if so."""
         if self._rate is None:
             return True
         if self._at_ns and now_ns > self._at_ns:

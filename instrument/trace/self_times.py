@@ -31,10 +31,7 @@ def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
 
 
 def waiting_times(trace: Columns) -> Int64s:
-    """Return the waiting part of each span's self time, in which the span was not active.
-
-    A span that was always active has no waiting time.
-    """
+    """Return the part of each span's self time in which the span was not active."""
     if not (trace.active_ns < trace.total_ns).any():
         return np.zeros(len(trace), dtype=np.int64)
     in_children_ns = np.zeros(len(trace), dtype=np.int64)
@@ -45,8 +42,7 @@ def waiting_times(trace: Columns) -> Int64s:
 
 
 def were_suspended(trace: Columns) -> Bools:
-    """Return an array over all rows, True for generators that spent most of their suspended time while their consumers
-    ran."""
+    """Return True for generators that spent most of their suspended time while their consumers ran."""
     stood_ns = trace.total_ns - trace.active_ns
     if not (stood_ns > 0).any():
         return np.zeros(len(trace), dtype=np.bool_)
@@ -65,8 +61,7 @@ def were_suspended(trace: Columns) -> Bools:
 def compute_turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the turns of intervals by group and time: the index of the interval, and the turn's begin and end.
 
-    Each instant belongs to the group's open interval with the highest rank. Ranks are distinct. The time is n log n for
-    any number of simultaneous intervals.
+    Each instant belongs to the group's open interval with the highest rank. Ranks are distinct. The time is n log n.
     """
     filled = np.flatnonzero(starts < ends)
     if not len(filled):
@@ -94,11 +89,7 @@ def _find_edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, I
 
 
 def find_highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
-    """Return the highest rank among the intervals that cover each index, `NONE` without any.
-
-    Each interval is the union of two blocks, which may overlap. The size of a block is a power of two. Ranks pass from
-    each block to its two halves, down to single indices.
-    """
+    """Return the highest rank among the intervals that cover each index, `NONE` without any."""
     exponents = np.frexp((ends - firsts).astype(np.float64))[1] - 1
     by_exponent = np.argsort(exponents, kind="stable")
     of_each = np.searchsorted(exponents[by_exponent], np.arange(int(exponents.max()) + 2))
@@ -120,7 +111,7 @@ SEVERAL = -2
 
 class _Open(NamedTuple):
     """The spans that were open at the given moments, the innermost last. Each was open from moment `first` to before
-    moment `end`.
+    `end`.
 
     A moment is a time on a thread. Moments are numbered by thread, then by time.
     """
@@ -137,12 +128,10 @@ class Clock(NamedTuple):
     least_ns: int
     width: int
     distinct_ns: Int64s | None
-    """The sorted distinct times, if the number of a time is its index among them. None if each time is its own
-    number."""
+    """The sorted distinct times, if the number of a time is its index among them, else None."""
 
     @classmethod
     def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:
-        """Return the clock for some times, at least one."""
         threads, least_ns, most_ns = find_distinct(thread_ids), int(times_ns.min()), int(times_ns.max())
         width = most_ns - least_ns + 2
         if least_ns > -FARTHEST_NS and most_ns < FARTHEST_NS and len(threads) * width < FARTHEST_NS:
@@ -151,13 +140,11 @@ class Clock(NamedTuple):
         return cls(threads, 0, len(distinct_ns) + 1, distinct_ns)
 
     def knows_threads(self, thread_ids: Int64s) -> Bools:
-        """Return True for each thread from which the clock was made."""
         places = np.searchsorted(self.threads, thread_ids).clip(max=len(self.threads) - 1)
         return np.asarray(self.threads[places] == thread_ids)
 
     def number_times(self, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the numbers of times on threads of the clock. All times before the clock's first time share a number,
-        as do all after its last one."""
+        """Return the numbers of times on threads of the clock. Times outside of the clock's range are clipped to it."""
         thread = np.searchsorted(self.threads, thread_ids)
         if self.distinct_ns is not None:
             return np.asarray(thread * self.width + np.searchsorted(self.distinct_ns, times_ns))
@@ -169,7 +156,7 @@ def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_n
     """Return the row of the innermost wanted span that was open at each given time and thread, `NONE` without any.
 
     The result is `SEVERAL` if another task had an open span that does not enclose the innermost one. A span does not
-    contain its end. Of two that begin at once, the shorter is the inner one. The time is n log n for any depth.
+    contain its end. Of two that begin at once, the shorter is the inner one.
     """
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)
@@ -219,11 +206,7 @@ def _count_on_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: In
 
 
 def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
-    """Return, for each span at its moment, the number of open spans around it on other tracks.
-
-    The search goes up in runs. A run is a chain of spans on one track, each of which was open during the whole span
-    below it.
-    """
+    """Return, for each span at its moment, the number of open spans around it on other tracks."""
     up, level = _find_parents(trace, opened), trace.level[opened.row]
     is_run = (up != NONE) & (line[up] == line) & (opened.first[up] <= opened.first) & (opened.end <= opened.end[up])
     top = nearest(up, ~is_run)
@@ -241,7 +224,6 @@ def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, sp
 
 
 def _find_parents(trace: Columns, opened: _Open) -> Int32s:
-    """Return the index of each open span's parent, `NONE` if the parent was not open or is on another thread."""
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int32)
     place_of[opened.row] = np.arange(len(opened.row))
     up = place_of[trace.parent[opened.row]]

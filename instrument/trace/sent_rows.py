@@ -27,13 +27,13 @@ from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, Unsett
 DERIVED = 3 << 62
 STAGES_BITS = 5
 """The number of low bits for the stage in the id of a stage's span. The higher bits come from the request's id. The id
-is negative, unlike ids of recorded spans and device intervals."""
+is negative, unlike those of recorded spans."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that batches served, with its time in the queue and the mean size of its batches. `sampled_ids` are the
-    trace id and the span id at a collector, None for a dropped request."""
+    """A request that batches served, with its time in the queue and the mean size of its batches. `sampled_ids` are its
+    trace id and span id at a collector, None for a dropped request."""
 
     span: Span
     queue_ns: int
@@ -46,7 +46,7 @@ class Settled:
     """The outcome of a round of settling for one process: the rows and stages to send, and the requests that batches
     served.
 
-    The rows of `trace` have the process's own ids. They are ordered by tree, the root first. `links` has the requests
+    The rows of `trace` have the process's own ids, and are ordered by tree, the root first. `links` has the requests
     that each row serves as a batch.
     """
 
@@ -160,7 +160,6 @@ class SentRows:
         return remotes
 
     def _collect_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
-        """Return the attributes of the sent rows that have any, including links to the spans that caused them."""
         trace = self._found
         having = np.asarray(trace.attributes.rows(), np.int64)
         attributes = {row: trace.attributes[row] for row in having[self._out[having]].tolist()}
@@ -199,7 +198,6 @@ class SentRows:
         return parent_by_row
 
     def _find_caller(self, piece: int) -> RemoteParent:
-        """Return the parent of a row whose parent is in another process."""
         unit = int(self._unit[piece])
         remote = self._remotes.get(unit)
         flags, state = (OWN_TRACE_FLAGS, "") if remote is None else (remote.flags, remote.state)
@@ -209,7 +207,6 @@ class SentRows:
         )
 
     def _link_batches(self) -> Mapping[int, tuple[LinkedSpan, ...]]:
-        """Return links from each batch to the requests that it serves, without dropped requests."""
         served, links_by_batch = self._joined.served, dict[int, dict[LinkedSpan, None]]()
         pairs = np.flatnonzero((served.request != NONE) & self._out[served.batch])
         linked: dict[int, LinkedSpan | None] = {}
@@ -227,7 +224,7 @@ class SentRows:
         return {batch: tuple(row_links) for batch, row_links in links_by_batch.items()}
 
     def _link_nested_requests(self) -> Mapping[int, Mapping[str, AttributeValue]]:
-        """Return, by row of each nested request with a key, a link to the span in which the request began."""
+        """Return a link to the span around each nested request with a key, by the request's row."""
         link_by_row: dict[int, Mapping[str, AttributeValue]] = {}
         for place in self._joined.keys:
             row = int(self._joined.rows[place])
@@ -243,7 +240,6 @@ class SentRows:
     # ---------------------------------------------------------------- stages
 
     def _find_stages(self, units: set[int]) -> list[Stages]:
-        """Return the stages of the requests in some trees."""
         served = self._joined.served
         theirs = np.append(self._decisions.find_rows_of_trees(units)[self._joined.rows], False)
         request = np.where(theirs[served.request], served.request, NONE)
@@ -253,7 +249,6 @@ class SentRows:
         return [entry for entry in all_stages if theirs[entry.place]]
 
     def _send_stages(self, its_stages: Sequence[Stages]) -> None:
-        """Add spans for the stages of sent requests to the outcomes of their processes."""
         gathered = self._gathered
         sent_stages = [entry for entry in its_stages if self._out[self._joined.rows[entry.place]]]
         if not sent_stages:
@@ -288,12 +283,12 @@ class SentRows:
 
 
 DECISION_WAIT_NS = 2 * 10**9
-"""Nanoseconds after its end at which a request comes due. By then late rows of all processes have been read."""
+"""The time in ns after its end at which a request comes due. By then late rows of all processes have been read."""
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""`CONTEXT_NS` is the time in ns for which settled requests and rows with keys remain, because later rows may need
-them. The newest `MOST_CONTEXT` rows with keys of each process remain longer."""
+"""All settled rows with keys remain for `CONTEXT_NS`, and after that the newest `MOST_CONTEXT` per process. Later rows
+may need them to find their request."""
 
 MOST_AT_ONCE = 6_000
 """The maximum number of rows that one round settles, to bound its memory. The oldest are settled first."""
@@ -316,7 +311,7 @@ class Settling:
     def settle(
         self, now_ns: int, *, at_once: bool = False, is_last: bool = False, asks_queues: bool = False
     ) -> dict[int, Settled]:
-        """Settle what is due at `now_ns`; with `at_once` everything that has ended, with `is_last` everything.
+        """Settle the rows that are due at `now_ns`, with `at_once` all that have ended, with `is_last` all.
 
         Return the outcome of each process with rows, by the index of the process.
         """
@@ -341,7 +336,7 @@ class Settling:
         return sent_rows.outcome
 
     def _limit_round(self, horizon_ns: int) -> int:
-        """Return the time up to which this round settles rows."""
+        """Return the time up to which this round settles rows, so that they are about `MOST_AT_ONCE` at most."""
         ends = [member.rows["end_ns"][member.state != SETTLED] for member in self.members]
         due = np.concatenate([np.zeros(0, np.int64), *ends])
         due = due[due <= horizon_ns]
@@ -393,7 +388,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
 
 
 def _may_be_needed(decisions: Decisions, units: set[int]) -> Bools:
-    """Return an array over the rows, True for rows of dropped requests that a later notable request may need."""
+    """Return True for rows of dropped requests that a later notable request may need."""
     member, end_ns = decisions.gathered.member, decisions.found.end_ns
     newest: dict[int, int] = {}
     for unit in units:
@@ -409,7 +404,6 @@ def _may_be_needed(decisions: Decisions, units: set[int]) -> Bools:
 
 
 def _has_undecided_rows(decisions: Decisions, number: int) -> bool:
-    """Return True if a process has waiting rows that can still be decided."""
     gathered, unit = decisions.gathered, decisions.unit
     waits = (gathered.member == number) & decisions.is_undecided & (gathered.state == WAITING)
     is_open = np.append(gathered.state == OPEN, True)[unit]

@@ -70,7 +70,7 @@ LATENCIES = {
     },
 }
 """The metric of each stage's time in seconds, for generations (True) and for other requests (False). The names for
-generations are those of vLLM and SGLang, which are proposed for OpenTelemetry."""
+generations are those of vLLM and SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,6 @@ class Stages:
     is_generation: bool
 
     def named(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, begin and end of each stage that exists."""
         names = LATENCIES[self.is_generation]
         for name, interval in zip(names, (self.queue, self.prefill, self.decode), strict=True):
             if interval is not None:
@@ -100,11 +99,10 @@ class Stages:
 
 
 def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
-    """Return the stages of each complete request that a batch serves.
+    """Return the stages of each complete request that a batch serves. A request that ended in the queue has only a
+    queue.
 
-    A request that ended in the queue has only a queue.
-
-    The kinds of steps are learned from these requests. `kinds` has the kinds learned earlier, and is updated.
+    `kinds` has the kinds of steps that were learned earlier, and learns from these requests.
     """
     batches, between = find_served_intervals(trace, joined)
     queues = _find_queues(between)
@@ -158,7 +156,6 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
 
 
 def _find_generations(trace: Columns, joined: Joined) -> set[int]:
-    """Return the indices of requests that are generations by a rule or an attribute."""
     rows = [trace.attributes.having(name) for name in GENERATION]
     rows.append(
         np.flatnonzero(trace.are_of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites]))
@@ -231,13 +228,12 @@ def _name_longest(trace: Columns, joined: Joined, times: Sequence[tuple[int, int
 
 
 def make_spans_of_stages(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
-    """Return the spans of the stages of all requests, by the request's row."""
     return make_stage_spans(trace, joined, find_stages(trace, joined))
 
 
 def make_stage_spans(trace: Columns, joined: Joined, all_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
-    """Return spans for stages, by the request's row. The spans are children of the request on its thread and task.
-    Their ids follow the largest id of the trace."""
+    """Return spans for stages, by the request's row. They are children of the request, with ids after the largest id of
+    the trace."""
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     spans: dict[int, list[Span]] = {}
     stalled_by = _name_longest(trace, joined, [stall for item in all_stages for stall in item.stalls])

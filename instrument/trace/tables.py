@@ -56,7 +56,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def import_duckdb() -> ModuleType:
-    """Import DuckDB. Raises `InstrumentError`, which names the package extra, if it is not installed."""
+    """Import DuckDB. Raises `InstrumentError` with the install command if it is missing."""
     try:
         import duckdb
     except ImportError as problem:
@@ -100,7 +100,7 @@ def restrict_access(connection: Any) -> Any:
 
 
 def make_span_frame(trace: Trace) -> Any:
-    """Return the spans as a DuckDB relation, which can be converted to a data frame."""
+    """Return the spans as a DuckDB relation."""
     return open_database(trace).sql(_WITH_INTERVALS)
 
 
@@ -122,7 +122,7 @@ from spans s join given_members m using (span_id) group by all order by s.start_
 
 
 def make_batch_frame(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
-    """Return the batches as a DuckDB relation. The shares of a batch add up to its own time."""
+    """Return the batches as a DuckDB relation."""
     served, connection = joined.served, open_database(facts, attributes=False)
     members = {
         "span_id": facts.columns.span_id[served.batch],
@@ -139,7 +139,7 @@ PARTS = {name: f"{name.partition(' ')[0]}_ns" for name in (QUEUE, SHARE, WAITING
 
 
 def make_request_frame(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
-    """Return the requests as a DuckDB relation. The parts of a request's time add up to `total_ns`."""
+    """Return the requests as a DuckDB relation."""
     span_id, names = facts.columns.span_id[joined.rows], ledger.names
     columns = ledger.times_by_part(PARTS, len(span_id))
     is_phase = np.array([name not in PARTS for name in names] or [False], dtype=np.bool_)[ledger.part]
@@ -211,7 +211,6 @@ def _clean_texts(names: Any) -> NDArray[np.object_]:
 
 
 def _read_attributes(trace: Columns) -> Iterator[Arrays]:
-    """Yield the table of attributes in chunks of `ROWS_AT_ONCE` rows."""
     with_attributes = trace.attributes.rows()
     for first in range(0, len(with_attributes), ROWS_AT_ONCE):
         yield _make_table(

@@ -30,8 +30,8 @@ INT64 = 1 << 63
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
 LONGEST_PLAIN = 4_000
-"""The maximum size in bytes of a JSON text that is decoded without a check for long numbers. A longer text may have a
-number with more digits than Python accepts."""
+"""The maximum size in bytes of a JSON text that is decoded without a check for numbers with more digits than Python
+accepts."""
 
 LIMIT_BYTES = 2 << 30
 """The maximum number of bytes of text that `load` accepts by default. Browsers fail with far less."""
@@ -55,9 +55,10 @@ def remove_surrogates(text: str) -> str:
 
 
 def make_safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
-    """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain. The function
-    never fails and runs no code of foreign types, because the text of a tensor would wait for the device and expose its
-    data."""
+    """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain.
+
+    Never fails, and runs no code of foreign types: the text of a tensor would wait for the device and expose its data.
+    """
     if isinstance(value, str):
         return remove_surrogates(value)
     if value is None or isinstance(value, bool):
@@ -113,8 +114,7 @@ def check_type(value: object, *kinds: type) -> Any:
 
 
 def check_ints(values: Sequence[Any]) -> Sequence[int]:
-    """Return the values. Raises `ValueError` unless all are 64-bit ints. One call is faster than `check_type` for each
-    value."""
+    """Return the values. Raises `ValueError` unless all are 64-bit ints."""
     if set(map(type, values)) != {int} or not -INT64 <= min(values) <= max(values) < INT64:
         return [check_type(value, int) for value in values]
     return values
@@ -133,8 +133,8 @@ PLAIN = {str, int, bool}
 
 
 def encode_rows(attributes_of: Attributes, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
-    """Yield the JSON of each row's attributes. Equal attributes are encoded once. With `finite`, infinities and NaN
-    become texts, because viewers cannot read them."""
+    """Yield the JSON of each row's attributes. With `finite`, infinities and NaN become texts, because viewers cannot
+    read them."""
     text_by_key: dict[object, str] = {}
     for row in rows:
         attributes = attributes_of[row]
@@ -179,8 +179,7 @@ class PackedAttributes:
         return self._rows
 
     def having(self, name: str) -> Int64s:
-        """Return the rows with an attribute of this name, in order. Flat JSON is searched as text, without decoding,
-        because there each string before a colon is a name."""
+        """Return the rows with an attribute of this name, in order. Flat JSON is searched as text, without decoding."""
         written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
         at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
         text_of_match = np.searchsorted(ends, at, side="right")
@@ -194,7 +193,6 @@ class PackedAttributes:
         return np.asarray(self._rows[has[self._numbers]])
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the values of an attribute in the given rows. JSON that rows share is decoded once."""
         places = self._place[rows]
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
@@ -216,7 +214,7 @@ class PackedAttributes:
 
 
 def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
-    """Return the indices of a byte in the texts. The search is done in chunks, to bound the memory."""
+    """Return the indices of a byte in the texts, found in chunks to bound the memory."""
     every = np.frombuffer(texts, dtype=np.uint8)
     parts = [
         np.flatnonzero(every[first : first + BYTES_AT_ONCE] == ord(byte)) + first
@@ -226,8 +224,8 @@ def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
 
 
 def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the attributes in the given JSON texts, with lists as tuples. Decoding the texts together takes half of
-    the time. Raises `TraceError` if a text is no JSON object."""
+    """Return the attributes in the given JSON texts, with lists as tuples. Raises `TraceError` if a text is no JSON
+    object."""
     try:
         objects = json.loads(b"[%b]" % b",".join(texts))
     except ValueError as problem:
@@ -256,7 +254,6 @@ def _make_reader(name: str) -> Callable[[bytes], Any]:
 
 
 def convert_lists(value: Any) -> Any:
-    """Return an attribute's value with lists as tuples."""
     if not isinstance(value, list):
         return value
     return tuple([convert_lists(item) if isinstance(item, list) else item for item in value])
@@ -282,7 +279,6 @@ class GatheredAttributes:
         self._numbers = array("q")
 
     def add(self, row: int, text: bytes) -> None:
-        """Add the attributes of a new row."""
         number = self._known.get(text)
         if number is None:
             if self._refuse is not None:
@@ -296,7 +292,6 @@ class GatheredAttributes:
         self._numbers.append(number)
 
     def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
-        """Add the attributes of new rows. Equal texts are rare here, so each is stored on its own."""
         number = len(self._ends)
         extend(self._ends, [*accumulate(map(len, texts), initial=len(self._texts))][1:])
         self._texts += b"".join(texts)

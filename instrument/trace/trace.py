@@ -42,8 +42,8 @@ from instrument.trace.indices import NONE
 class Allocation:
     """An allocation of torch's allocator, or a release (`size_bytes` below 0), from torch.profiler.
 
-    `device` is `HOST` for host memory. `allocated_bytes` and `reserved_bytes` are the allocator's totals after it: the
-    memory in use, and the memory from the driver.
+    `device` is `HOST` for host memory. `allocated_bytes` is the memory in use afterwards, and `reserved_bytes` the
+    memory from the driver.
     """
 
     device: int
@@ -68,8 +68,7 @@ class Views(Sequence[Thing]):
     """A sequence of objects, which are made from columns on access. It equals any sequence of equal objects."""
 
     @abstractmethod
-    def _make(self, rows: slice) -> Iterable[Thing]:
-        """Return the objects of some rows."""
+    def _make(self, rows: slice) -> Iterable[Thing]: ...
 
     @overload
     def __getitem__(self, place: int) -> Thing: ...
@@ -98,8 +97,7 @@ class Views(Sequence[Thing]):
 
 
 class Allocations(Views[Allocation]):
-    """Allocations as packed `rows` of 56 bytes, while an object takes 320. Times count from `base_ns`. The rows must
-    not change."""
+    """Allocations as packed `rows` of 56 bytes. Times count from `base_ns`. The rows must not change."""
 
     FACTS = attrgetter(*(member.name for member in fields(Allocation)))
 
@@ -108,7 +106,6 @@ class Allocations(Views[Allocation]):
 
     @classmethod
     def of(cls, allocations: Iterable[Allocation]) -> Allocations:
-        """Pack allocations. Raises `OverflowError` for a number beyond 64 bits."""
         if isinstance(allocations, Allocations):
             return allocations
         try:
@@ -117,7 +114,6 @@ class Allocations(Views[Allocation]):
             raise OverflowError("an allocation has a number beyond 64 bits") from problem
 
     def move_times(self, by_ns: int) -> Allocations:
-        """Return the allocations with all times moved by `by_ns`."""
         return Allocations(self.rows, self.base_ns + by_ns)
 
     @property
@@ -128,7 +124,6 @@ class Allocations(Views[Allocation]):
         return np.asarray(self.rows["at_ns"].clip(*edges) + self.base_ns)
 
     def in_order(self) -> Allocations:
-        """Return the allocations sorted by time. Allocations at the same time keep their order."""
         return Allocations(self.rows[np.argsort(self.rows["at_ns"], kind="stable")], self.base_ns)
 
     def __len__(self) -> int:
@@ -147,7 +142,7 @@ class Allocations(Views[Allocation]):
 
 
 def columns_of_spans(spans: Sequence[Span]) -> Columns:
-    """Return the columns of spans, in the same order, at 1.2 us a span. Raises `ValueError` for inconsistent spans."""
+    """Return the columns of spans, in the same order. Raises `ValueError` for inconsistent spans."""
     sites: dict[Site, int] = {}
     errors: dict[str | None, int] = {None: NONE}
     site_numbers = _number_values(map(attrgetter("site"), spans), sites)
@@ -171,7 +166,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
 
 
 def with_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
-    """Return the trace with additional spans. These have no device intervals and no remote parents."""
+    """Return the trace with additional spans, without device intervals and remote parents."""
     if not spans:
         return trace
     more = columns_of_spans(spans)
@@ -251,7 +246,6 @@ def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
 
 
 def _group_intervals(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
-    """Yield the index in `rows` of each row with device intervals, and these intervals."""
     device = trace.device
     begins, ends = np.searchsorted(device.row, rows), np.searchsorted(device.row, rows, side="right")
     counts = ends - begins
@@ -265,11 +259,8 @@ def _group_intervals(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[
 
 
 class SpanViews(Views[Span]):
-    """A sequence of span objects, which are made from columns on access.
-
-    Access by one index makes one object. Any other access makes and keeps all objects. Changes to objects do not change
-    `columns`.
-    """
+    """A sequence of span objects, which are made from columns on access. Access by one index makes one object, any
+    other access makes and keeps all. Changes to objects do not change `columns`."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
@@ -305,9 +296,9 @@ NO_NOTES = OwnNotes()
 class MergedProcess:
     """A process of a merged trace. `facts` is a trace without spans, on the process's own clock.
 
-    If the trace has several processes, `facts` has the gauges of this one alone. `windows` are the intervals of its
-    files. `threads`, `devices`, `streams` and `absent` (spans) map merged numbers to the process's own numbers. The
-    process's times were moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from this process.
+    `windows` are the intervals of its files. `threads`, `devices`, `streams` and `absent` (spans) map merged numbers to
+    the process's own numbers. Its times were moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from
+    this process.
     """
 
     facts: Trace
@@ -324,14 +315,17 @@ class MergedProcess:
 class Trace:
     """A trace: columns of saved or collected spans, with the facts that are needed to interpret them.
 
-    `spans` are views of the rows of `columns`. A list of spans becomes columns here, at 1.2 us a span. `threads` maps
-    native thread ids to names. `losses` counts lost data by reason. `notes` are sentences on data that could not be
-    observed. `window` is the index of the recording window. `samples` are ordered by time, device and name, `gpus` are
-    their devices. No span after `held_from_ns` was overwritten, and none at all if it is 0. `kernels` and
-    `allocations`, ordered by time, are torch.profiler's data in the interval `watched`, None without any. `flops` are
-    from operators in that data. `startup` has the process's start-up, None without a session. `died` describes the
-    abnormal end of a process. `apart_ns` is the largest difference of the processes' clocks. `processes` are those of a
-    merged trace, empty for a trace of one process. `own_notes` has those `notes` that are true for this process alone.
+    - `spans` are views of the rows of `columns`. A list of spans becomes columns, at 1.2 us a span.
+    - `threads` maps native thread ids to names.
+    - `losses` counts lost data by reason. `notes` are sentences on data that could not be observed. `own_notes` has the
+      notes that are true for this process alone.
+    - `window` is the index of the recording window. No span after `held_from_ns` was overwritten, and none at all if it
+      is 0.
+    - `samples` are ordered by time, device and name. `gpus` are their devices.
+    - `kernels` and `allocations`, ordered by time, and `flops` are torch.profiler's data in the interval `watched`,
+      None without any.
+    - `startup` has the process's start-up, None without a session. `died` describes the abnormal end of a process.
+    - `processes` are those of a merged trace, else empty. `apart_ns` is the largest difference of their clocks.
     """
 
     origin: Origin
@@ -358,19 +352,15 @@ class Trace:
     columns: Columns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Convert a list of spans to columns. Raises `ValueError` for inconsistent spans."""
         views = self.spans if isinstance(self.spans, SpanViews) else SpanViews(columns_of_spans(self.spans))
         self.spans, self.columns = views, views.columns
 
     def with_columns(self, columns: Columns) -> Trace:
-        """Return a trace with the same facts and other columns."""
         return replace(self, spans=SpanViews(columns))
 
     def iterate_samples(self) -> Iterator[tuple[int, Sample]]:
-        """Yield the samples of all gauges on the trace's clock, each with the pid of its process.
-
-        The pid is 0 for a gauge that all processes of a merged trace share.
-        """
+        """Yield the samples of all gauges on the trace's clock, each with the pid of its process, 0 for a gauge that
+        all processes share."""
         pid = 0 if self.processes else self.origin.pid
         yield from ((pid, sample) for sample in self.samples)
         for process in self.processes:

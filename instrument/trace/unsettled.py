@@ -27,8 +27,7 @@ MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
 
 LEAST_PACKED = 500
-"""The minimum number of rows of a thread that are packed together. Packing a row takes 0.25 us, and reduces its 73
-bytes to 3 to 8."""
+"""The minimum number of rows of a thread that are packed together. Packing reduces a row from 73 bytes to 3 to 8."""
 
 MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
@@ -82,7 +81,7 @@ class Newest(OrderedDict[Key, Value]):
 
 
 class Decided(NamedTuple):
-    """The decision about a request. Spans that come after the decision get the root and the caller stored here."""
+    """The decision about a request, with the root and the caller for spans that come later."""
 
     is_kept: bool
     root_id: int
@@ -90,8 +89,6 @@ class Decided(NamedTuple):
 
 
 class _PackedRows(NamedTuple):
-    """The packed rows of one thread, and their earliest end time."""
-
     data: bytes
     size: int
     thread_id: int
@@ -104,7 +101,6 @@ class _PackedRows(NamedTuple):
         return cls(zlib.compress(by_place.data, 1), len(rows), thread_id, int(rows["end_ns"].min()))
 
     def rows(self) -> NDArray[np.void]:
-        """Unpack the rows."""
         by_place = np.frombuffer(zlib.decompress(self.data), np.uint8).reshape(-1, self.size)
         rows: NDArray[np.void] = np.ascontiguousarray(by_place.T).view(ROWS).reshape(-1)
         return rows
@@ -162,7 +158,7 @@ class UnsettledRows:
         self._sizes = Newest[int, int](MOST_ROOTS)
 
     def drop_requests(self, root_ids: set[int]) -> None:
-        """Drop the waiting rows of requests that the caller sends itself. The requests are given by their roots."""
+        """Drop the waiting rows of requests that the caller sends itself, given by their roots."""
         self.unpack()
         theirs = np.isin(self.rows["root_id"], np.fromiter(root_ids, np.uint64, len(root_ids)))
         theirs &= self.state != SETTLED
@@ -170,7 +166,6 @@ class UnsettledRows:
         self.state[theirs] = SETTLED
 
     def has_row(self, span_id: int) -> bool:
-        """Return True if the row of a span is waiting."""
         self.unpack()
         return bool(((self.rows["span_id"] == span_id) & (self.state == WAITING)).any())
 
@@ -181,7 +176,6 @@ class UnsettledRows:
 
     @property
     def packed(self) -> int:
-        """The number of rows that are packed."""
         return sum(piece.size for piece in self._packed)
 
     # ---------------------------------------------------------------- reading
@@ -230,10 +224,7 @@ class UnsettledRows:
         self.served_from_ns = min([self.served_from_ns, *begins])
 
     def are_sampled(self, root_ids: NDArray[np.uint64], start_ns: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return True for rows in the random sample, given the root and the start time of each.
-
-        For a tree that began before the process served, the caller's decision counts.
-        """
+        """Return True for rows in the random sample, given the root and the start time of each."""
         capture, caller = self.sampler.capture, self.caller
         are_of_share = are_in_sample(self.ids.trace_lows(root_ids), capture.sample)
         if caller is not None:
@@ -242,7 +233,6 @@ class UnsettledRows:
         return are_of_share
 
     def _append_rows(self, pieces: Sequence[tuple[NDArray[np.void], int]]) -> None:
-        """Add waiting rows, given as arrays of rows with their thread."""
         count = sum(len(rows) for rows, _ in pieces)
         if count:
             self.lingers = True
@@ -252,10 +242,8 @@ class UnsettledRows:
             self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
 
     def _pack_rows(self, rows: NDArray[np.void], thread_id: int) -> NDArray[np.void]:
-        """Pack the rows that are not needed until they are settled.
-
-        Return the rows that are: roots of requests, and rows with details.
-        """
+        """Pack the rows that are not needed until they are settled. Return the others: roots of requests, and rows with
+        details."""
         is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
         is_plain = ~(is_root | have_details(rows))
         if np.count_nonzero(is_plain) < LEAST_PACKED:
@@ -314,7 +302,6 @@ class UnsettledRows:
             self.lingers = bool((self.state != SETTLED).any())
 
     def ended_request(self, row: Any) -> EndedRequest:
-        """Return the request whose root has this row."""
         span_id = int(row["span_id"])
         detail = self.details.get(span_id) or RowDetail()
         return EndedRequest(
@@ -393,7 +380,6 @@ class UnsettledRows:
     # ---------------------------------------------------------------- settling
 
     def keep_rows(self, is_kept: NDArray[np.bool_]) -> None:
-        """Drop all rows for which `is_kept` is False."""
         is_dropped = ~is_kept
         if not is_dropped.any():
             return
@@ -403,5 +389,4 @@ class UnsettledRows:
         self.rows, self.thread_id, self.state = self.rows[is_kept], self.thread_id[is_kept], self.state[is_kept]
 
     def with_details(self) -> NDArray[np.bool_]:
-        """Return an array over the rows, True for rows with details."""
         return have_details(self.rows)

@@ -1,1 +1,1 @@
-"""Records the requests of servers, and continues the traces of their callers."""
+"""Record the requests of servers, and continue the traces of their callers."""

@@ -1,7 +1,7 @@
 """Record the requests and websockets of ASGI apps: each is one span, which begins when the server calls the app.
 
-The span includes all middleware, and ends when the last part of the answer has been sent. Later work of the app, such
-as background tasks, is not part of the span.
+The span includes all middleware, and ends with the last part of the answer. Later work, such as background tasks, is
+not part of it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 KINDS = ("http", "websocket")
-"""The types of ASGI scopes that are recorded. The type `lifespan` is not recorded."""
+"""The types of ASGI scopes that are recorded."""
 
 PLAIN = (b"traceparent", b"tracestate", b"content-length")
-"""The headers that are read for every request, even if the rule names none."""
+"""The headers that are read for every request."""
 
 NOWHERE = (None, None)
 CONTENT_TYPE, CONTENT_LENGTH = (b"content-type",), (b"content-length",)
@@ -42,7 +42,7 @@ TIMINGS, TRAILERS = b"server-timing", "http.response.trailers"
 
 WHOLE_FILE = "http.response.pathsend"
 FILES = (WHOLE_FILE, "http.response.zerocopysend")
-"""The messages of ASGI extensions by which an app sends a file. The first one always ends the answer."""
+"""The types of ASGI messages by which an app sends a file. The first type always ends the answer."""
 
 
 class AsgiApp(ServedApp):
@@ -84,8 +84,7 @@ async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive:
 class AsgiChannel:
     """The messages between a server and its app in one exchange.
 
-    An exchange does not refer to its channel, because contexts may keep the exchange for a long time. The class has no
-    `__init__`, because a call of it takes 0.05 us.
+    The exchange does not refer to its channel, because contexts may keep the exchange for a long time.
     """
 
     __slots__ = ("exchange", "server_receive", "server_send")
@@ -95,20 +94,17 @@ class AsgiChannel:
     server_send: Send
 
     def receive(self) -> Awaitable[Message]:
-        """Receive a message from the server."""
         return self.server_receive()
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Send a message to the server."""
         return self.server_send(message)
 
     def end(self) -> None:
-        """End the exchange with its last message."""
         self.exchange.end()
 
 
 class Http(AsgiChannel):
-    """The messages of one HTTP request. Only messages from the app are read."""
+    """The messages of one HTTP request. Messages from the server are passed on unread."""
 
     __slots__ = ("_headers", "_is_events", "is_complete", "is_last_cancelled")
 
@@ -137,13 +133,12 @@ class Http(AsgiChannel):
         return self._send_last(message) if is_last else self.server_send(message)
 
     def _count_items(self, body: bytes) -> int:
-        """Count the server-sent events in a part of the answer. For any other content type, a part is one item."""
+        """Count the server-sent events in a part of the answer. A part with any other content is one item."""
         if self.exchange.stream is None:
             self._is_events = self._is_event_stream()
         return (body.count(b"\n\n") or 1) if self._is_events else 1
 
     def _is_event_stream(self) -> bool:
-        """Return True if the answer has the content type of server-sent events."""
         try:
             kind = self._find_header(CONTENT_TYPE)
             return kind is not None and kind.startswith(b"text/event-stream")
@@ -152,13 +147,12 @@ class Http(AsgiChannel):
             return False
 
     def _find_header(self, names: tuple[bytes]) -> bytes | None:
-        """Return a header of the answer, None if the header is missing or if the headers are an iterator."""
+        """Return the value of an answer's header, None if it is missing or if the headers are an iterator."""
         headers = self._headers
         (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
         return value
 
     def _file_bytes(self, message: Message) -> int:
-        """Return the bytes of a file that the app sends, from `Content-Length` or else from the file's size."""
         length = self._find_header(CONTENT_LENGTH)
         if length is not None and length.isdigit():
             return int(length)
@@ -185,10 +179,10 @@ class Http(AsgiChannel):
 
 
 class TimedHttp(Http):
-    """The messages of a request whose answer has timings (`AnswerTimings`). For a stream they are also in a trailer.
+    """The messages of a request whose answer has timings (`AnswerTimings`).
 
-    A trailer is sent if the server and the client accept it (`http.response.trailers`, `TE`) and the answer has no
-    `Content-Length`.
+    A stream has its final timings in a trailer. A trailer is sent only if server and client accept it, and the answer
+    has no `Content-Length`.
     """
 
     __slots__ = ("_has_own_trailer", "_method", "_takes_trailer", "_timings_at_end")
@@ -240,7 +234,7 @@ class TimedHttp(Http):
 
 
 class Websocket(AsgiChannel):
-    """The messages of one websocket. The messages that the app sends are the exchange's items."""
+    """The messages of one websocket. Those that the app sends are the exchange's items."""
 
     __slots__ = ()
 
@@ -272,7 +266,6 @@ class Websocket(AsgiChannel):
 
 
 def get_arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
-    """Return the `Arrivals` of both types of requests, by type."""
     return {kind: exchanges.get_arrivals(kind, _read_path, _read_plain, _read_all) for kind in KINDS}
 
 
@@ -300,7 +293,7 @@ def _read_all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[
 
 
 def _read_headers(headers: Any, scope: Message) -> Any:
-    """Return the headers of a request. If they are an iterator, put a new one into the scope for the app."""
+    """Return the headers of a request. An iterator of headers is replaced by a new one in the scope, for the app."""
     if iter(headers) is not headers:
         return headers
     pairs = tuple(headers)
@@ -309,7 +302,7 @@ def _read_headers(headers: Any, scope: Message) -> Any:
 
 
 def _read_attribute(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
-    """Return the value of a request's attribute by its OpenTelemetry name, None if the request lacks it."""
+    """Return a request's attribute by its OpenTelemetry name, None if the request lacks it."""
     if name == "url.path":
         return str(scope["path"])
     if name == "url.query":

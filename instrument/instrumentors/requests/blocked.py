@@ -1,12 +1,10 @@
 """Record blocks of event loops: callbacks that ran longer than `limits.blocked` while a request was open.
 
-asyncio's loops run each callback and each step of a task by `Handle._run`. This method is replaced by one that reads
-the clock before and after. `LoopPlaces` samples the lines where callbacks block.
+asyncio runs each callback and each step of a task by `Handle._run`. This method is replaced by one that reads the clock
+before and after. uvloop runs callbacks in C, so its methods that schedule callbacks are replaced. Protocol methods such
+as `data_received`, which uvloop calls directly, are not timed.
 
-uvloop runs callbacks in C. So its methods that schedule a callback are replaced by methods that schedule a timed
-callback. Protocol methods such as `data_received` are not timed, because uvloop calls them directly.
-
-Garbage collections of Python longer than the limit are recorded, too, because they stop all threads of the process.
+Long garbage collections are recorded, too, because they stop all threads of the process.
 """
 
 from __future__ import annotations
@@ -31,17 +29,19 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import get_ident, sleep
 
 ASYNCIO = "asyncio.events"
-"""The module of asyncio's `Handle`, which runs the callbacks of a loop."""
+"""The module that defines asyncio's `Handle`, which runs the callbacks of a loop."""
 
 UVLOOP = "uvloop"
-"""The module of the class `Loop` of uvloop."""
+"""The module that defines uvloop's `Loop`."""
 
 NEWEST = 256
-"""The number of a thread's newest rows to search for the blocking span, which ends just before the callback."""
+"""The number of a thread's newest rows among which the blocking span is searched."""
 
 OPEN_LIMIT = 1_000
-"""The maximum number of open requests up to which all open spans are searched for the blocking span. With more
-requests, only the innermost open span is read."""
+"""The maximum number of open requests at which all open spans are searched for the blocking span.
+
+With more requests, only the innermost open span is considered.
+"""
 
 BLOCKERS_KNOWN = 100
 """The maximum number of sites in `BLOCKERS`. Blocks by further sites are recorded but not counted."""
@@ -50,10 +50,8 @@ NEVER_NS = 1 << 62
 
 
 def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record callbacks of asyncio's loops that take longer than `limit_ns`, from now on.
-
-    Raises `AttributeError` or `TypeError` in a version without `Handle._run`.
-    """
+    """Record callbacks of asyncio's loops that take longer than `limit_ns`. Raises `AttributeError` or `TypeError`
+    without `Handle._run`."""
     handle: Any = module.Handle
     run, now = handle._run, recorder.now_ns
     if not isinstance(run, FunctionType):
@@ -82,10 +80,8 @@ def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECOR
 
 
 def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record callbacks of uvloop's loops that take longer than `limit_ns`, from now on.
-
-    Raises `AttributeError` in a version without the replaced methods.
-    """
+    """Record callbacks of uvloop's loops that take longer than `limit_ns`. Raises `AttributeError` without the methods
+    to replace."""
     owner: Any = module.Loop
     now = recorder.now_ns
 
@@ -130,7 +126,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
 
 
 class _NamedCallback(functools.partial[None]):
-    """A timed callback of a loop, which the loop's logs show as the original callback."""
+    """A timed callback of a loop. In the loop's logs it appears as the original callback."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.args[1], name)
@@ -140,16 +136,16 @@ class _NamedCallback(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callbacks whose wrapper needs their name, because the loop logs it with exceptions."""
+"""The types of callbacks whose wrapper must have their name, because the loop logs the name with exceptions."""
 
 
 def _call_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in the current context, just as `Context.run` calls it in another context."""
+    """Call a function in the current context. It has the form of `Context.run`, which uses another context."""
     return function(*args)
 
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
-"""The number of times that each site has blocked an event loop, and the site's longest block in ns."""
+"""The number of times that each site has blocked an event loop, and its longest block in ns."""
 
 
 def _note_slow_callback(
@@ -177,7 +173,7 @@ def _note_slow_callback(
 
 
 def _read_newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
-    """Return the newest spans of this thread that have ended since `begun_ns`, sorted by end time."""
+    """Return this thread's newest spans that ended after `begun_ns`, sorted by end time."""
     thread_id = get_native_id()
     for ring in recorder.rings():
         if ring.thread_id == thread_id and not ring.ended:
@@ -189,7 +185,7 @@ def _read_newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
 def _find_blocking_site(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """Return the site of the innermost span that took most of the callback's time. Ended spans are searched first."""
+    """Return the site of the innermost span that took more than half of the callback's time, None without one."""
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
@@ -214,7 +210,7 @@ def _find_blocking_site(
 
 
 def _describe_function(callback: Any) -> tuple[str, dict[Any, Any]]:
-    """Return the name of a callback's function or of a task's coroutine, and its file and line as attributes."""
+    """Return the name of a callback's function or task's coroutine, and its file and line as attributes."""
     while isinstance(callback, functools.partial):
         callback = callback.func
     tasks = sys.modules.get("asyncio.tasks")
@@ -234,11 +230,11 @@ def _describe_function(callback: Any) -> tuple[str, dict[Any, Any]]:
 
 
 COLLECTOR = "gc"
-"""The module with the list of functions that Python calls before and after a garbage collection."""
+"""The module with the list of functions that Python calls around a garbage collection."""
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record garbage collections that take longer than `limit_ns`, once a span has been recorded."""
+    """Record garbage collections that take longer than `limit_ns`. None is recorded before the first span."""
     callbacks: Any = module.callbacks
     now = recorder.now_ns
     begun_ns = 0
@@ -269,24 +265,23 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
 # The places of slow callbacks.
 
 STACK = "code.stacktrace"
-"""The attribute for a stack, as OpenTelemetry names it (semantic conventions, code)."""
+"""OpenTelemetry's name for the attribute with a stack."""
 
 LONGEST_LOOK_S = 0.05
-"""The maximum interval between two samples of a loop's stack, in seconds."""
+"""The maximum interval in seconds between two samples of a loop's stack."""
 
 REST_NS = 60_000_000_000
-"""The time in ns after which the sampling stops if no callback was slow."""
+"""The ns without a slow callback after which the sampling stops."""
 
 FRAMES = 32
-"""The maximum number of frames to search for the service's own code, from the innermost one on."""
+"""The maximum number of innermost frames that are searched for the service's own code."""
 
 
 class LoopPlaces:
-    """The lines of code at which callbacks slower than `limit_ns` block event loops, found by samples of stacks.
+    """A sampler of the code that blocks event loops, in callbacks slower than `limit_ns`.
 
-    The sampling thread starts after the first slow callback, because such a callback usually recurs, and stops after a
-    while without one. While `is_on` is True, the loop calls `begin` and `end` around each callback. Otherwise a
-    callback costs one read of a variable.
+    The sampling thread runs from a first slow callback until there was none for `REST_NS`. While `is_on` is True, the
+    loop calls `begin` and `end` around each callback.
     """
 
     def __init__(self, recorder: Recorder, limit_ns: int) -> None:
@@ -299,16 +294,14 @@ class LoopPlaces:
         self.is_on = False
 
     def begin(self, begun_ns: int) -> None:
-        """Store that a callback begins on this thread, so that its stack can be sampled."""
+        """Store the start time of this thread's callback, so that its stack can be sampled."""
         self._begun[get_ident()] = begun_ns
 
     def end(self) -> None:
-        """Note that the callback of this thread has ended."""
         self._begun[get_ident()] = 0
 
     def take_places(self, begun_ns: int) -> tuple[str, ...]:
-        """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling unless it
-        runs."""
+        """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self._begun.clear()
@@ -319,7 +312,6 @@ class LoopPlaces:
         return stacks.most_common(1)[0][0] if stacks else ()
 
     def stop(self) -> None:
-        """Stop the sampling."""
         self.is_on = False
 
     def _run(self) -> None:
@@ -334,7 +326,6 @@ class LoopPlaces:
                 self._seen.clear()
 
     def _sample_places(self, slow: list[tuple[int, int]]) -> None:
-        """Sample the stacks of slow callbacks, and drop the samples of ended ones."""
         frames = sys._current_frames()
         for key in [key for key in self._seen if key not in slow]:
             del self._seen[key]
@@ -347,11 +338,8 @@ class LoopPlaces:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Return a stack as texts with file, line and function.
-
-    The stack begins at the innermost frame of the service's own code or, without such a frame, at the innermost frame.
-    It ends before the frame of this module.
-    """
+    """Return a stack as texts with file, line and function. It begins at the service's innermost frame, if there is
+    one."""
     places: list[tuple[CodeType, int]] = []
     while frame is not None and len(places) < FRAMES:
         if str(frame.f_globals.get("__name__", "")).startswith("instrument."):
@@ -373,7 +361,6 @@ def _is_service_code(code: CodeType) -> bool:
 
 @functools.cache
 def _list_installed() -> tuple[str, ...]:
-    """Return the folders of the standard library and of installed packages."""
     import sysconfig
 
     paths = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -381,7 +368,7 @@ def _list_installed() -> tuple[str, ...]:
 
 
 def attributes_of(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
-    """Return attributes for a blocked loop: the innermost line of the stack, and the stack up to `limit` characters."""
+    """Return a blocked loop's attributes: the stack's innermost line, and the stack, up to `limit` characters each."""
     if not stack:
         return {}
     text = stack[0][:limit]

@@ -1,10 +1,10 @@
 """Record a request and its answer (an exchange) as one span, from the server's call of the app to the last byte.
 
-The adapter of a server begins and ends the exchange. The router of a framework reports the route. Headers and the query
-are recorded only if the rule names them. Bodies are never recorded, only their length.
+A server's adapter begins and ends the exchange. A framework's router reports the route. The span is named by method and
+route, such as `GET /items/{id}`. Without a route, it is named by the method. A call of gRPC is named
+`package.Service/Method`.
 
-A span is named by method and route, such as `GET /items/{id}`, or by the method alone if there is no route. A call of
-gRPC is named `package.Service/Method`.
+Headers and the query are recorded only if the rule names them. Bodies are never recorded, only their length.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ else:
     server_timing = LazyModule("instrument.instrumentors.requests.server_timing")
 
 HEADER = "http.request.header."
-"""The prefix of the attributes that hold headers of a request."""
+"""The prefix of the attributes with headers of a request."""
 
 SERVER_TIMING = "Server-Timing"
-"""The header of an answer that holds the parts of the request's time."""
+"""The header of an answer with the parts of the request's time."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
 CLIENT_GONE = "client gone"
@@ -61,12 +61,12 @@ OUTCOMES: Mapping[str, str] = {
     "ClientDisconnected": CLIENT_GONE,
     "WebSocketDisconnect": CLIENT_GONE,
 }
-"""The outcome of a request that ends with an exception, by the exception's class. The recorder has further outcomes."""
+"""The outcome of a request that ends with an exception, by the exception's class."""
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """Return the outcome of a request that ends with an exception, None for other exceptions. All members of an
-    exception group must have the same outcome."""
+    """Return the outcome of a request that an exception ended, None for an unknown exception. A group has the outcome
+    that all its members share."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -78,17 +78,20 @@ BEGIN = "begin of a request"
 """The name under which faults at the start of a request are counted."""
 
 GAPS_KEPT = 10_000
-"""The maximum number of gaps between items of a stream to store for the median. Later gaps do not count."""
+"""The maximum number of gaps between a stream's items from which the median is computed. Later gaps do not count."""
 
 ADDRESSES_KNOWN = 8
-"""The maximum number of addresses with endpoints of their own. It limits memory, as callers can invent addresses."""
+"""The maximum number of addresses with endpoints of their own. This limits memory, as callers can invent addresses."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
-"""The exchange of the request on which the code in a context works."""
+"""The exchange of the request on which the current context works."""
 
 
 Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
-"""A request's method, and the scheme, address and port to which it was sent (None for a call by name, as in gRPC)."""
+"""A request's method, and the scheme, address and port to which it was sent.
+
+Scheme, address and port are None for a call by name, as in gRPC.
+"""
 
 UNREAD = "messages of apps that could not be read"
 
@@ -96,14 +99,15 @@ CLOSE_CODE, ABNORMAL = "websocket.close_code", 1006
 """The attribute for a websocket's close code, and the code of a lost connection (RFC 6455)."""
 
 EXCHANGE = "_instrument_exchange"
-"""The attribute in which a connection or handler object holds its exchange."""
+"""The attribute of a connection or handler object that refers to its exchange."""
 
 Attach = Callable[[Any, "Exchanges"], list[Undo]]
-"""A function that makes a server's module record requests. It returns the functions that restore the module."""
+"""A function that replaces functions of a server's module to record its requests. It returns the functions that undo
+this."""
 
 
 class Exchanges:
-    """The settings and endpoints of a rule for requests. `is_on` is False once the rule has been removed."""
+    """The settings and endpoints of a rule for requests. `is_on` is False after the rule's removal."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
         self._rule = rule
@@ -137,29 +141,26 @@ class Exchanges:
         """The settings of the rule that has replaced this one. Apps that a server still holds use them."""
 
     def get_arrivals(self, protocol: str, *reads: Any) -> Arrivals:
-        """Return the `Arrivals` of a protocol, which all apps share. `reads` are the functions that read a request."""
+        """Return the `Arrivals` of a protocol, which all apps share. `reads` are functions that read a request."""
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
     def sites(self) -> list[Site]:
-        """Return the sites of all requests so far, including open ones."""
         endpoints = self.endpoints, *list(self._at.values())
         return [*(site for part in endpoints for site in part.sites()), *list(self.jobs.values())]
 
     def is_path_recorded(self, path: str) -> bool:
-        """Return True if a request to a path is to be recorded now."""
         current = CURRENT.get()
         if not self.is_on or not self.recorder.on or (current is not None and current.frame is not None):
             return False  # an app inside an app: the request has a span already
         return not self.ignores_path(path)
 
     def ignores_path(self, path: str) -> bool:
-        """Return True if the rule ignores requests to a path."""
         return self.ignores and (path in self._exact or path.startswith(self._begins))
 
     def read_caller(self, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Caller | None:
-        """Return the caller's span from headers, if the rule continues its trace. Add the headers that the rule records
-        to `facts`."""
+        """Return the caller's span from headers, None unless the rule continues its trace. Put the headers that the
+        rule records into `facts`."""
         for header, name in self._headers.items():
             if (value := headers.get(header)) is not None:
                 facts[name] = [value.decode("latin-1")]
@@ -173,12 +174,12 @@ class Exchanges:
         return None
 
     def timings_for(self, headers: Mapping[bytes, bytes]) -> server_timing.AnswerTimings | None:
-        """Return the timings for the answer to a request with these headers, None if the rule wants none."""
+        """Return the timings for the answer to a request, None if the rule wants none. `headers` are the request's."""
         is_asked = self.times_all or (self._timed_by is not None and self._timed_by in headers)
         return server_timing.AnswerTimings(self.recorder) if is_asked else None
 
     def endpoints_at(self, address: tuple[Any, ...], facts: Mapping[str, AttributeValue]) -> Endpoints | None:
-        """Return the endpoints of an address, None if there are already `ADDRESSES_KNOWN` other addresses."""
+        """Return the endpoints of an address, None beyond `ADDRESSES_KNOWN` addresses."""
         endpoints = self._at.get(address)
         if endpoints is None and len(self._at) < ADDRESSES_KNOWN:
             endpoints = self._at.setdefault(address, Endpoints(self._rule, self.recorder, facts))
@@ -186,7 +187,7 @@ class Exchanges:
 
 
 class Stream:
-    """The times of the items of a streamed answer, in ns."""
+    """The times in ns at which the items of a streamed answer were sent."""
 
     __slots__ = ("_now_ns", "first_ns", "gaps", "items", "last_ns")
 
@@ -196,7 +197,7 @@ class Stream:
         self.gaps: list[int] = []
 
     def add_items(self, count: int) -> None:
-        """Count `count` items that the app has passed to the server at the same time."""
+        """Count items that the app has passed to the server together."""
         now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
@@ -206,7 +207,6 @@ class Stream:
         self.items += count
 
     def facts(self, begun_ns: int) -> dict[str, Any]:
-        """Return the attributes of a stream whose request began at `begun_ns`."""
         attributes = {FIRST_ITEM: self.first_ns - begun_ns, LAST_ITEM: self.last_ns - begun_ns, ITEMS: self.items}
         if self.gaps:
             attributes[LONGEST_GAP] = max(self.gaps)
@@ -215,7 +215,7 @@ class Stream:
 
 
 class _HandedItem:
-    """An awaitable that hands an item from an asynchronous generator to `SteppedItems`."""
+    """An awaitable that passes an asynchronous generator's item to `SteppedItems`."""
 
     __slots__ = ("item",)
 
@@ -232,7 +232,7 @@ async def _hand_over(items: AsyncIterator[Any]) -> None:
 
 
 class SteppedItems:
-    """A proxy of an asynchronous generator. The exchange's span is waiting while the generator is suspended."""
+    """A proxy of an asynchronous generator. The exchange's span counts as waiting while the generator is suspended."""
 
     __slots__ = ("_exchange", "_items", "_steps")
 
@@ -260,17 +260,17 @@ class SteppedItems:
         return handed.item
 
     async def aclose(self) -> None:
-        """Close the generator, and stop tracking its waits."""
         self._steps.close()
         await self._exchange.track_waits(self._items.aclose())
 
 
 class Exchange:
-    """A request and its answer. Only one context at a time may use the exchange. Calls after its end have no effect.
+    """A request and its answer. Only one context at a time may use it. Calls after its end have no effect.
 
-    `frame` is the open span, None after the last byte. `facts` are the span's attributes, which must not change after
-    the last byte. `stream` is None unless the answer is streamed. `timing` is None if the answer has no timings.
-    `failure` is the exception behind the answer, and `is_events` is True for server-sent events; some servers set them.
+    `frame` is the open span, None after the last byte. `facts` are the span's attributes, which must not change later.
+    `stream` is None unless the answer is streamed. `timing` is None if the answer has no timings.
+
+    Some servers set `failure`, the exception behind the answer, and `is_events`, which is True for server-sent events.
     """
 
     __slots__ = (
@@ -292,45 +292,46 @@ class Exchange:
 
     @property
     def is_open(self) -> bool:
-        """True until the last byte of the answer is sent."""
+        """True until the answer's last byte is sent."""
         return self.frame is not None
 
     def add_prefix(self, prefix: str) -> None:
-        """Note the prefix of a mounted app, which precedes the route."""
+        """Add the prefix of a mounted app, which precedes the route."""
         self.prefix += prefix.rstrip("/")
 
     def set_route(self, route: str) -> None:
-        """Rename the span by the route that a router has found."""
+        """Rename the span by the route that the router has found."""
         route = self.prefix + route
         if self.frame is not None and route != self.route:
             self.route = route
             self.method.recorder.rename(self.frame, self.method.site_of(route))
 
     def track_waits(self, awaitable: Any) -> Any:
-        """Wrap an awaitable of the app, so that the span counts as waiting while the awaitable is suspended."""
+        """Wrap an awaitable of the app. While it is suspended, the span counts as waiting."""
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
     def set_status(self, status: Any) -> None:
-        """Store the status of the answer, if it is a number, so that it survives a crash of the process."""
+        """Store the answer's status, 0 if it is not a number. It survives a crash of the process."""
         self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
 
     def add_items(self, count: int = 1) -> None:
-        """Note that the app has passed items of a streamed answer to the server."""
+        """Count items of a streamed answer that the app has passed to the server."""
         if self.stream is None:
             self.stream = Stream(self.method.recorder.now_ns)
         self.stream.add_items(count)
 
     def begin_answer(self, status: Any, content_type: str | None) -> None:
-        """Store the status and content type of the answer. A status below 500 clears an earlier `failure`."""
+        """Store the status and content type of the answer. A status below 500 clears `failure`."""
         self.set_status(status)
         self.is_events = content_type is not None and content_type.startswith("text/event-stream")
         if self.status < FIRST_OF_SERVER:
             self.failure = None
 
     def add_part(self, body: Any, *, is_last: bool = False) -> None:
-        """Count a part of the answer and its items: the server-sent events in it, or one item for other answers."""
+        """Count a part of the answer and its items. An item is a server-sent event or, for other content, the part
+        itself."""
         try:
             self.answer_bytes += len(body)
             if self.timing is not None:
@@ -342,7 +343,7 @@ class Exchange:
             self.count_unread()
 
     def finish(self, error: BaseException | None = None, *, is_gone: bool = False, in_parts: bool = True) -> None:
-        """End the exchange when the server has finished, with the given exception or the stored failure, if any.
+        """End the exchange after the server has finished, with `error` or else the stored failure.
 
         `is_gone` is True if the client has closed the connection. `in_parts` is False for a websocket.
         """
@@ -360,13 +361,13 @@ class Exchange:
             self.end_after_parts()
 
     def end_after_parts(self) -> None:
-        """End the exchange with the last part of the answer. An answer in a single part is not a stream."""
+        """End the exchange with the last part of the answer. A single part is not a stream."""
         if self.stream is not None and self.stream.items == 1:
             self.stream = None
         self.end()
 
     def fail(self, error: BaseException) -> None:
-        """End the exchange with an exception of the app. Note status 500, unless the app has answered before."""
+        """End the exchange with an exception of the app. The status is 500 if the app has not sent one."""
         if outcome_by(error) == CLIENT_GONE:
             self._forget_failure()
         elif outcome_of(error) is None:
@@ -374,13 +375,14 @@ class Exchange:
         self.end(error)
 
     def _forget_failure(self) -> None:
-        """Drop the status of an answer that failed because the client disconnected, as the client never got it."""
+        """Drop the status of an answer that failed because the client disconnected. The client never got the status."""
         if self.frame is not None and self.status >= FIRST_OF_SERVER:
             self.status = 0
             self.facts.pop(STATUS, None)
 
     def end(self, error: BaseException | str | None = None) -> None:
-        """End the span, with an exception or an error's name if given. Record a later exception separately."""
+        """End the span, with an exception or an error's name if given. An exception after the end is recorded
+        separately."""
         frame, self.frame = self.frame, None
         if frame is None:
             if isinstance(error, BaseException):
@@ -405,7 +407,7 @@ class Exchange:
         return None if outcome == CLIENT_GONE else error
 
     def _fail_late(self, error: BaseException) -> None:
-        """Record an exception of the app after its answer, such as one of a background task."""
+        """Record an exception that the app raises after its answer, such as in a background task."""
         recorder = self.method.recorder
         if outcome_of(error) is not None or outcome_by(error) == CLIENT_GONE or not recorder.on:
             return
@@ -417,33 +419,31 @@ class Exchange:
             FAULTS.note("end of a request", fault)
 
     def break_off(self, outcome: str = CLIENT_GONE) -> None:
-        """End the exchange of an incomplete answer, with the outcome as the reason."""
+        """End the exchange of an incomplete answer. The outcome is the reason."""
         if self.frame is not None:
             self.facts[OUTCOME] = outcome
             self.end()
 
     def count_unread(self) -> None:
-        """Count a message of the app that cannot be read. The server reports the mistake to the app."""
         self.method.recorder.count(UNREAD)
 
 
 def current_exchange() -> Exchange | None:
-    """Return the open exchange for which the calling code works, None without one."""
+    """Return the open exchange of the current context, None without one."""
     exchange = CURRENT.get()
     return exchange if exchange is not None and exchange.frame is not None else None
 
 
 def exchange_of(holder: Any) -> Exchange | None:
-    """Return the open exchange of a connection or handler object, None without one."""
     exchange: Exchange | None = getattr(holder, EXCHANGE, None)
     return exchange if exchange is not None and exchange.frame is not None else None
 
 
 class Arrivals:
-    """A factory for the exchanges of one protocol. Its functions read the request object of a server.
+    """A factory for the exchanges of one protocol. Its functions read a server's request object.
 
-    `read_path` reads the path, and `read_plain` the `Arrival`, caller and length. If the rule needs more, or
-    `read_plain` is None, `read_all` reads the `Arrival`, the headers by lower-case names, and the rule's attributes.
+    `read_path` reads the path, and `read_plain` the `Arrival`, caller and length. `read_all` reads the `Arrival`, the
+    headers, and the rule's attributes. It is used if the rule needs more than `read_plain` reads, or if that is None.
     """
 
     __slots__ = ("_is_plain", "_key", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
@@ -466,7 +466,8 @@ class Arrivals:
         self._methods: dict[Arrival, Method] = {}
 
     def begin(self, request: Any) -> Exchange | None:
-        """Begin the span of a request. Return None if the request is not recorded, or after a fault. Never raises."""
+        """Begin the span of a request. Return None for a request that is not recorded, and after a fault. Never
+        raises."""
         exchanges = self.exchanges
         current = CURRENT.get()  # the same test as `is_path_recorded`, whose call would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
@@ -525,7 +526,7 @@ def make_readers(
     query: Callable[[Any], str | None],
     client: Callable[[Any], str | None],
 ) -> tuple[Any, Any, Any]:
-    """Make the three functions of an `Arrivals` for requests whose headers are a case-insensitive mapping of texts.
+    """Make the three functions that `Arrivals` needs, for requests with a case-insensitive mapping of headers.
 
     `arrival` reads the method, the scheme and the address of the server's socket.
     """
@@ -564,14 +565,13 @@ class ServedApp:
         return getattr(self.app, name)
 
     def serves(self, exchanges: Exchanges) -> bool:
-        """Return True if the proxy records by the settings of `exchanges`."""
         return self._exchanges is exchanges
 
 
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 
 ENDPOINT_LIMIT = 1_000
-"""The maximum number of endpoints per address. Requests to further endpoints are named by their method alone."""
+"""The maximum number of endpoints per address. Requests to other endpoints are named by their method alone."""
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 
@@ -579,14 +579,12 @@ CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """The protocols that call a method by name. Their requests have no route."""
 
 Key = tuple[str, str, str]
-"""An endpoint's protocol (`http` or `websocket` of ASGI, `wsgi`, or one of `CALLED`), method and route."""
+"""An endpoint's protocol, method and route. The protocol is ASGI's `http` or `websocket`, `wsgi`, or in `CALLED`."""
 
 
 class Endpoints:
-    """The sites of all endpoints at one address. The address is among the sites' attributes.
-
-    Thread-safe: concurrent threads get the same site.
-    """
+    """The sites of all endpoints at one address, with the address as attributes. Concurrent threads get the same
+    site."""
 
     def __init__(
         self,
@@ -601,12 +599,11 @@ class Endpoints:
         self._sites: dict[Key, Site] = {}
 
     def site_of_endpoint(self, protocol: str, method: str, route: str = "") -> Site:
-        """Return the site of an endpoint. Beyond the limit, return the site of the method without a route."""
+        """Return the site of an endpoint. Beyond `ENDPOINT_LIMIT`, return the method's site without a route."""
         key = (protocol, method, route)
         return self._sites.get(key) or self._make_site(key)
 
     def sites(self) -> list[Site]:
-        """Return the sites of all endpoints so far."""
         return list(self._sites.values())
 
     def _make_site(self, key: Key) -> Site:
@@ -642,9 +639,9 @@ class Endpoints:
 
 
 class Method:
-    """The sites of one method at one address: `site` without a route, and one per route.
+    """The sites of one method at one address, with and without a route.
 
-    `facts` are the attributes of the address if it has no endpoints of its own.
+    `facts` has the address if the address has no endpoints of its own.
     """
 
     __slots__ = ("_endpoints", "_name", "_protocol", "close_request", "facts", "open_request", "recorder", "site")
@@ -661,5 +658,4 @@ class Method:
         self.site = endpoints.site_of_endpoint(protocol, name)
 
     def site_of(self, route: str) -> Site:
-        """Return the site of the endpoint with a route."""
         return self._endpoints.site_of_endpoint(self._protocol, self._name, route)

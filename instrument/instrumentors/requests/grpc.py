@@ -1,10 +1,9 @@
-"""Record the calls that servers of gRPC and grpclib handle. Each is one span.
+"""Record the calls that servers of gRPC and grpclib handle, each as one span.
 
-With gRPC the span lasts from the call of the handler to the last message. With grpclib the span lasts from the call's
-arrival to its trailers.
+With gRPC the span lasts from the handler's call to the last message, with grpclib from the call's arrival to its
+trailers. A status that is the server's fault makes the span an error.
 
-Names and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45). A status that is the server's fault
-makes the span an error.
+Names and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45).
 """
 
 from __future__ import annotations
@@ -34,20 +33,21 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass
 from instrument.runtime.faults import FAULTS
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""The statuses that are errors of the server. Any other status is the caller's fault, so the span has no error."""
+"""The statuses that are errors of the server. A span with any other status has no error."""
 
 DEADLINE_SLACK_S = 0.05
-"""Seconds before a call's deadline within which a cancelled call counts as timed out, because clocks may differ."""
+"""Seconds to a call's deadline under which a cancelled call counts as timed out. The clocks of client and server may
+differ."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 
 _attached: list[Arrivals] = []
-"""The `Arrivals` of each attached rule. The interceptors of all servers use the last one."""
+"""The `Arrivals` of each attached rule. All interceptors use the last one."""
 
 
 class _ArrivedCall(NamedTuple):
-    """A call that has arrived at a server. `name` replaces the name of a method that the server lacks, or is None."""
+    """A call that has arrived at a server. `name` replaces the method's name if the server lacks the method."""
 
     details: Any
     context: Any = None
@@ -55,14 +55,14 @@ class _ArrivedCall(NamedTuple):
 
 
 class _Service:
-    """A server whose calls are recorded."""
+    """A gRPC server whose calls are recorded."""
 
     def __init__(self, grpc: Any) -> None:
         self.grpc = grpc
         self._names = {status.value[0]: status.name for status in grpc.StatusCode}
 
     def arrivals_for(self, details: Any) -> Arrivals | None:
-        """Return the `Arrivals` for a call, None if it is not to be recorded."""
+        """Return the `Arrivals` for a call, None if the call is not recorded."""
         arrivals = _attached[-1] if _attached else None
         return (
             arrivals
@@ -71,7 +71,7 @@ class _Service:
         )
 
     def record_handler(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
-        """Wrap the handler of a call so that it is recorded. Never raises."""
+        """Wrap a handler so that its calls are recorded. Never raises."""
         if handler is None:
             self.record_refusal(details, arrivals, "UNIMPLEMENTED")
             return None
@@ -97,14 +97,14 @@ class _Service:
             exchange.end(error)
 
     def status_of(self, context: Any) -> str:
-        """Return the name of the status that the service has set for a call, OK by default."""
+        """Return the name of the status that the service has set for a call, by default OK."""
         code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of a method: wraps its handler, deserializer and serializer, and ends its span."""
+    """A call of a method. It wraps the method's handler, deserializer and serializer, and ends the call's span."""
 
     _service: _Service
     _arrivals: Arrivals
@@ -116,7 +116,7 @@ class _Call:
     _broken: BaseException | None = None
 
     def wrap_behaviour(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function of a handler so that it is recorded. A coroutine function remains a coroutine function."""
+        """Wrap a handler's function to record its call. A coroutine function remains a coroutine function."""
         if self._is_async and inspect.isasyncgenfunction(behaviour):
             return self._wrap_async_generator(behaviour)
         if self._is_async and inspect.iscoroutinefunction(behaviour):
@@ -124,7 +124,7 @@ class _Call:
         return self._wrap_function(behaviour)
 
     def wrap_deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-        """Wrap a deserializer to also record requests that it cannot read, because these never get to a handler."""
+        """Wrap a deserializer. A request that it cannot read is recorded too, although it never gets to a handler."""
         if deserialize is None:
             return None
 
@@ -163,13 +163,12 @@ class _Call:
         return serialize_noted
 
     def _begin_span(self, context: Any) -> Exchange | None:
-        """Begin the span of the call. Return None if that fails."""
         self._is_begun = True
         self.exchange = self._arrivals.begin(_ArrivedCall(self._details, context))
         return self.exchange
 
     def _add_timings(self, context: Any) -> None:
-        """Add the timings to the trailing metadata of the call, once, if the rule asks for them."""
+        """Add the timings to the call's trailing metadata, once, if the rule asks for them."""
         exchange = self.exchange
         try:
             if exchange is not None and exchange.timing is not None and exchange.is_open and context is not None:
@@ -180,7 +179,8 @@ class _Call:
             FAULTS.note("server timing", fault)
 
     def _note_return(self, context: Any) -> None:
-        """Handle the handler's return. A unary call ends later, when its answer has been serialized."""
+        """End the span after the handler's return. The span of a unary call ends later, when the answer is
+        serialized."""
         self._add_timings(context)
         try:
             is_last = self._is_streamed or type(context) is _NotedContext or self._service.status_of(context) != "OK"
@@ -192,7 +192,7 @@ class _Call:
             self.end(context)
 
     def end(self, context: Any, error: BaseException | None = None) -> None:
-        """End the span with the status that the caller gets, and with the handler's exception, if any."""
+        """End the span with the call's status and, if there is one, the handler's exception."""
         exchange = self.exchange
         if exchange is None or not exchange.is_open:
             return
@@ -280,14 +280,14 @@ class _Call:
         return serve_recorded
 
     def __del__(self) -> None:
-        """Count a call whose handler was never called, for example because too many calls were open."""
+        """Count a call whose handler was never called, because too many calls were open, for example."""
         if not getattr(self, "_is_begun", True):
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
 
 @dataclass(slots=True, eq=False)
 class _AnswerStream:
-    """A proxy of the iterator of a stream's answers. Its end ends the call."""
+    """A proxy of an iterator of answers. The call ends with the iterator."""
 
     _call: _Call
     _answers: Any
@@ -311,13 +311,14 @@ class _AnswerStream:
             CURRENT.reset(token)
 
     def __del__(self) -> None:
-        """End the call of a stream that the server has dropped, for example because its caller has disconnected."""
+        """End a call whose stream the server has dropped, because the caller has disconnected, for example."""
         self._answers = None
         self._call.end(self._context, GeneratorExit())
 
 
 class _NotedContext:
-    """A proxy of the context of a plain function on asyncio. It stores the status, which that context hides."""
+    """A proxy of the context that grpc.aio passes to a plain function. It stores the status, which that context
+    hides."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -339,13 +340,12 @@ class _NotedContext:
 
 
 def _is_gone(context: Any) -> bool:
-    """Return True if the caller of a sync server has disconnected. On asyncio the handler is cancelled instead."""
+    """Return True if the caller of a sync server has disconnected. On asyncio, the handler is cancelled instead."""
     is_active = getattr(context, "is_active", None)
     return is_active is not None and not is_active()
 
 
 def _is_abort(error: BaseException) -> bool:
-    """Return True for the exception that `context.abort` raises."""
     return type(error).__name__ == "AbortError" or (type(error) is Exception and not error.args)
 
 
@@ -438,7 +438,6 @@ def _attach_interceptor(
 
 
 def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the calls of all servers of grpclib."""
     stream = module.Stream
     arrivals = exchanges.get_arrivals("grpc", lambda call: call[0][":path"], None, _read_grpclib_call)
     handle, send, send_trailers = module.request_handler, stream.send_message, stream.send_trailing_metadata
@@ -492,7 +491,7 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _end_grpclib_call(exchange: Exchange, error: BaseException | None) -> None:
-    """End a call with the status that its caller got, and with the handler's exception, if any."""
+    """End a call of grpclib with its status and, if there is one, the handler's exception."""
     status, kind = exchange.facts.get(RPC_STATUS), type(error).__name__
     exchange.failure = None
     is_broken_off = kind in ("CancelledError", "StreamTerminatedError")
@@ -524,4 +523,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     },
     "grpclib": {"grpclib.server": _attach_grpclib},
 }
-"""The functions that attach to servers, by kind of server and module."""
+"""The functions that make a server's module record requests, by kind of server and module."""

@@ -1,10 +1,10 @@
 """Record the requests of servers that call handlers without ASGI or WSGI: http.server, aiohttp, Tornado and Sanic.
 
 A request is one span, from the call of the handler or app to the last byte of the answer. Each message that the service
-sends over a websocket is an item of the request. WSGI and ASGI apps are recorded by other modules.
+sends over a websocket is an item of the request.
 
-Requests of http.server are named by their methods, because its handlers have no routes. The route of a request of
-Tornado is the path pattern of the handler.
+Requests of http.server are named by their methods, because its handlers have no routes. Tornado's route is the path
+pattern of the handler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from instrument.instrumentors.requests.exchange import (
 
 
 def is_closed(transport: Any) -> bool:
-    """Return True if the transport of a connection is closed or missing."""
     return transport is None or bool(transport.is_closing())
 
 
@@ -42,7 +41,7 @@ def _is_websocket(headers: Any) -> bool:
 
 
 def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests of all handlers, except those whose class overrides `handle_one_request`."""
+    """Record the requests of handlers of http.server, unless a class overrides `handle_one_request`."""
     handler = module.BaseHTTPRequestHandler
     handle, parse, flush = handler.handle_one_request, handler.parse_request, handler.flush_headers
     arrivals = exchanges.get_arrivals("wsgi", *_HTTP_SERVER)  # like an app of WSGI it has its thread for itself
@@ -97,7 +96,6 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _count_parts(file: Any, exchange: Exchange) -> None:
-    """Count each part that is written to a handler's file as a part of the answer."""
     write = file.write
 
     def write_counted(data: Any) -> Any:
@@ -128,13 +126,13 @@ _HTTP_SERVER = make_readers(
 
 
 def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests that the handler of a connection passes to the application."""
+    """Record the requests that a connection of aiohttp passes to the application."""
     owner, base = module.RequestHandler, module.StreamWriter
     handle = owner._handle_request
     http, websocket = (exchanges.get_arrivals(kind, *_AIOHTTP) for kind in ("http", "websocket"))
 
     class StreamWriter(base):  # type: ignore[misc, valid-type]
-        """The server's writer of an answer, extended to count the bytes and items of the exchange."""
+        """The server's writer of answers, which also counts the exchange's bytes and items."""
 
         exchange: Exchange | None = None
         method = ""
@@ -206,7 +204,7 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_aiohttp_websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Count each message that the service sends over a websocket as an item of the exchange."""
+    """Count each message that the service sends over a websocket of aiohttp."""
     owner = module.WebSocketResponse
 
     def note_message(websocket: Any, data: Any, *args: Any, **kwargs: Any) -> None:
@@ -237,11 +235,11 @@ _AIOHTTP = make_readers(
 # Tornado
 
 TORNADO_ROUTE = "_instrument_route"
-"""The attribute of Tornado's request object for its route."""
+"""The attribute of Tornado's request object with its route."""
 
 
 def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests of all handlers, with their exceptions, bytes and routes."""
+    """Record the requests of Tornado's handlers, with exceptions, bytes and routes."""
     handler, connection = module.RequestHandler, sys.modules["tornado.http1connection"].HTTP1Connection
     matcher = sys.modules["tornado.routing"].PathMatches
     execute, match, write_headers, finish = handler._execute, matcher.match, connection.write_headers, connection.finish
@@ -323,7 +321,7 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_tornado_websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Count each message that a websocket's handler sends, and note exceptions of its functions for messages."""
+    """Count the messages that a websocket's handler sends, and note the exceptions of its callbacks."""
     handler, protocol = module.WebSocketHandler, module.WebSocketProtocol
     write_message, run = handler.write_message, protocol._run_callback
 
@@ -382,7 +380,6 @@ _TORNADO = make_readers(
 
 
 def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests that a connection passes to the app."""
     mixin = module.HttpProtocolMixin
     setup = mixin._setup
     http, websocket = (exchanges.get_arrivals(kind, *_SANIC) for kind in ("http", "websocket"))
@@ -420,7 +417,7 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _note_sanic_part(response: Any, data: Any = None, end_stream: Any = None) -> None:
-    """Note the status of an answer of Sanic, and count its part."""
+    """Note the status of an answer, and count a part of it."""
     exchange = current_exchange()
     if exchange is None or response.stream is None or response.stream.send is None:
         return
@@ -438,19 +435,18 @@ def _note_sanic_part(response: Any, data: Any = None, end_stream: Any = None) ->
 
 
 def _note_sanic_failure(_: Any, exception: Any, *args: Any, **kwargs: Any) -> None:
-    """Note an exception for which Sanic looks up an error handler."""
+    """Note an exception before Sanic looks for its error handler."""
     if (exchange := current_exchange()) is not None:
         exchange.failure = exception
 
 
 def _note_sanic_message(connection: Any, message: Any) -> None:
-    """Count a message that any task sends over a websocket of Sanic."""
     if (exchange := exchange_of(connection)) is not None:
         exchange.add_part(message)
 
 
 def _attach_sanic_websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Store the status of the answer to a websocket's handshake, and store the exchange at the new connection."""
+    """Store the status of a websocket's handshake, and attach the exchange to the new connection."""
     owner = module.WebSocketProtocol
     shake_hands = owner.websocket_handshake
 
@@ -466,7 +462,7 @@ def _attach_sanic_websocket(module: Any, _: Exchanges) -> list[Undo]:
 
 
 def _attach_sanic_app(module: Any, _: Exchanges) -> list[Undo]:
-    """Note exceptions of websockets' handlers, because Sanic only logs them."""
+    """Note exceptions of websocket handlers, which Sanic only logs."""
     owner = module.Sanic
     run = owner._websocket_handler
 
@@ -511,4 +507,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         "sanic.server.websockets.impl": partial(_attach_note, "WebsocketImplProtocol", "send", _note_sanic_message),
     },
 }
-"""The functions that attach to servers, by kind of server and module. `WSGIContainer` is in `servers.SEAMS`."""
+"""The functions that make a server's module record requests, by kind of server and module."""

@@ -1,14 +1,10 @@
 """Record the requests and batches of model servers with worker processes: LitServe, mosec, BentoML and Ray Serve.
 
-LitServe's requests are recorded as those of an ASGI app. In a worker, each call of the service's `decode_request`,
-`predict` and `encode_response` is a batch of the worker's unanswered requests. Calls in asynchronous loops are not
-recorded.
-
-mosec's front end sends batches to workers. Each batch is a span from its arrival at a worker to its answers. A request
-is a span from its arrival at the first stage to the answer of the last stage.
-
-A request of Ray Serve is a span from a replica's call of the deployment to the last answer. HTTP requests are named by
-method and route. Calls through a handle are named by deployment and method.
+- LitServe: requests are those of an ASGI app. In a worker, each call of `decode_request`, `predict` and
+  `encode_response` is a batch of the worker's unanswered requests. Calls in asynchronous loops are not recorded.
+- mosec: a batch is a span from its arrival at a worker to its answers. A request is a span from its arrival at the
+  first stage to the answer of the last stage.
+- Ray Serve: a request is a span from a replica's call of the deployment to the last answer.
 """
 
 from __future__ import annotations
@@ -33,18 +29,18 @@ from instrument.runtime.agent_socket import shared_file
 from instrument.runtime.faults import FAULTS
 
 LITSERVE_STREAM = "encode_response"
-"""The method of LitServe's API that returns the stream of a streamed answer. Its span ends with the last item."""
+"""The method of LitServe's API that returns the stream of an answer. Its span ends with the stream."""
 
 
 class _LitServeRequests(threading.local):
-    """The ids of the requests that a thread has taken and not answered."""
+    """The ids of the requests that the current thread has taken and not yet answered."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
 
 
 def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Add the id that LitServe gives to a request to the request's span, as its key."""
+    """Give a request's span the id of LitServe as its key."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
@@ -62,7 +58,7 @@ def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each call of the service by a LitServe worker, as a batch of the worker's open requests."""
+    """Record each call of the service by a LitServe worker as a batch of the worker's open requests."""
     recorder, open_requests = exchanges.recorder, _LitServeRequests()
     sites: dict[str, Site] = {}
     put, inject = module.LitLoop.put_response, module._inject_context
@@ -114,10 +110,10 @@ def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 BATCH_SIZE = "requests"
-"""The attribute for the number of requests in a batch."""
+"""The attribute with the number of requests in a batch."""
 
 INGRESS, EGRESS, OK = 1, 2, 200
-"""The bits of a request's state that mosec sets at the first and at the last stage, and the status of success."""
+"""The bits that mosec sets in a request's state at the first and at the last stage, and the HTTP status of success."""
 
 MOSEC_STATUSES: Mapping[str, int] = {
     "OK": 200,
@@ -126,12 +122,12 @@ MOSEC_STATUSES: Mapping[str, int] = {
     "INTERNAL_ERROR": 500,
     "TIMEOUT_ERROR": 408,
 }
-"""The HTTP status of an answer, by the flag that a mosec worker sends."""
+"""The HTTP status of an answer, by a mosec worker's flag."""
 
 
 MOSEC_SLOTS = 1 << 14
-"""The maximum number of open requests per mosec server. With more open requests, the spans of some requests begin only
-at the last stage."""
+"""The maximum number of open requests per mosec server. With more, some requests' spans begin only at the last
+stage."""
 
 _MOSEC_BEGIN = Struct("<qq")
 _MOSEC_REQUEST = Site("mosec", "request")
@@ -154,11 +150,9 @@ class _MosecBegins:
                     os.close(file)
 
     def note(self, number: int, at_ns: int) -> None:
-        """Store the start time of a request by its number."""
         _MOSEC_BEGIN.pack_into(self._memory, number % MOSEC_SLOTS * _MOSEC_BEGIN.size, number, at_ns)
 
     def begin_ns(self, number: int, otherwise_ns: int) -> int:
-        """Return the start time of a request by its number, `otherwise_ns` if it is unknown."""
         noted_number, at_ns = _MOSEC_BEGIN.unpack_from(self._memory, number % MOSEC_SLOTS * _MOSEC_BEGIN.size)
         return at_ns if noted_number == number and 0 < at_ns <= otherwise_ns else otherwise_ns
 
@@ -175,7 +169,7 @@ class _MosecBatches:
         self._events = self._begin_ns = 0
 
     def begin(self, ids: Sequence[bytes], states: Sequence[int]) -> None:
-        """Begin a batch of the requests with the given numbers. End the previous batch if it was not answered."""
+        """Begin a batch of requests, and end a previous batch that was not answered."""
         self.end(None, (), ())
         self._events = 0
         numbers = [int.from_bytes(request_id, "big") for request_id in ids]
@@ -187,13 +181,13 @@ class _MosecBatches:
         self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
 
     def count_parts(self, count: int) -> None:
-        """Count parts of streamed answers, which another thread sends."""
+        """Count parts of streamed answers. Another thread sends them."""
         self._events += count
 
     def end(self, flag: Any, ids: Sequence[bytes], states: Sequence[int]) -> None:
-        """End the batch after its answers have been sent, and end the requests that are then complete.
+        """End the batch after its answers have been sent, with the status `flag`. Also end its complete requests.
 
-        `flag` is the status of the answers. A request is complete after its last stage, or with an error.
+        A request is complete after its last stage, or with an error.
         """
         frame, self._frame = self._frame, None
         if frame is None:
@@ -243,7 +237,7 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_bento(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each adaptive batch of BentoML, with a key for each of its requests."""
+    """Record each adaptive batch of BentoML, and give each of its requests a key."""
     dispatcher, recorder = module.CorkDispatcher, exchanges.recorder
     wait, compute = dispatcher.inbound_call, dispatcher.outbound_call
     key_by_input: dict[int, str] = {}
@@ -365,7 +359,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Separate the loop of `@serve.batch` from the first request, because the loop starts in that request's context."""
+    """Separate the loop of `@serve.batch` from the request in whose context it starts."""
     queue = module._BatchQueue
     loop = queue._process_batches
 
@@ -378,7 +372,7 @@ def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _mute_process(class_name: str) -> Attach:
-    """Return an `Attach` that stops the recording in each process that creates an object of a given class."""
+    """Return an `Attach` that stops recording in each process that creates an object of a class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         def mute(*_: Any, **__: Any) -> None:
@@ -413,7 +407,7 @@ class _RayAnswer(asgi_apps.Http):
 
 
 async def _send_nothing(_: Any) -> None:
-    """Do nothing, because the replica itself sends the messages."""
+    """Do nothing. The replica itself sends the messages."""
 
 
 SEAMS: Mapping[str, Mapping[str, Attach]] = {
@@ -429,4 +423,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         "ray.dashboard.subprocesses.module": _mute_process("SubprocessModule"),  # asked twice a second by the dashboard
     },
 }
-"""The functions that attach to servers, by kind of server and module."""
+"""The functions that make a server's module record requests, by kind of server and module."""

@@ -1,9 +1,9 @@
 """Continue traces between services: read the caller's span from headers, and pass the current span on.
 
-The caller's span is read from the headers of W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
+The caller's span is read by W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
 
-If a request is open in `instrument` and OpenTelemetry has no open span, OpenTelemetry's `trace.get_current_span()`
-returns the current span of `instrument`. So clients that OpenTelemetry instruments pass on that span.
+During a request, OpenTelemetry's `trace.get_current_span()` returns the current span of `instrument`, unless
+OpenTelemetry has an open span. So clients that OpenTelemetry instruments pass on that span.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ OPENTELEMETRY = "opentelemetry.trace"
 
 Header = bytes | str
 Caller = Header | tuple[Header, ...]
-"""The span of a caller in a form for `remote_of`: a `traceparent`, a pair with a `tracestate`, or a stored span."""
+"""A caller's span in a form that `remote_of` takes: a `traceparent`, a pair with the `tracestate`, or a stored span."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 """A function that reads the caller's span from headers with lower-case names."""
 
 
 def with_state(parent: Header | None, state: Header) -> Caller | None:
-    """Pair a `traceparent` with its `tracestate`. A `tracestate` beyond `STATE_LIMIT` is cut to one more than the
-    limit. Return None without a `traceparent`."""
+    """Pair a `traceparent` with its `tracestate`. Without a `traceparent`, return None.
+
+    A `tracestate` beyond `STATE_LIMIT` is cut to one more than the limit.
+    """
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 
 def read_w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
-    """Read the caller's span from headers by W3C Trace Context."""
     parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
     return parent if state is None else with_state(parent, state)
 
 
 def read_configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
-    """Read the caller's span from headers by the propagators that `OTEL_PROPAGATORS` names."""
+    """Read the caller's span from headers by the propagators in `OTEL_PROPAGATORS`."""
     try:
         from opentelemetry import propagate, trace
 
@@ -62,7 +63,7 @@ def read_configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
 
 
 def choose_extractor() -> Extract:
-    """Return the reader of callers: `read_configured` if `OTEL_PROPAGATORS` names further formats, else `read_w3c`."""
+    """Return `read_configured` if `OTEL_PROPAGATORS` names a format besides W3C Trace Context, else `read_w3c`."""
     propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
     if propagators <= {"tracecontext"}:
         return read_w3c
@@ -75,7 +76,7 @@ def choose_extractor() -> Extract:
 
 
 def read_environment() -> str:
-    """Return the caller's span from environment variables (`TRACEPARENT`, `TRACESTATE`), in the form of `Origin`."""
+    """Return the caller's span from the variables `TRACEPARENT` and `TRACESTATE`, in the form of `Origin`."""
     headers = {
         name.lower().replace("_", "-").encode(): os.fsencode(value)
         for name, value in os.environ.items()
@@ -85,7 +86,7 @@ def read_environment() -> str:
 
 
 def current_span_ids(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
-    """Return the exported trace id, span id, flags and state of the innermost open span, None without a span."""
+    """Return the exported trace id, span id, flags and state of the innermost open span, None without one."""
     trace_of = recorder.trace_of
     span = None if trace_of is None else recorder.current_trace()
     return None if span is None or trace_of is None else trace_of(*span)
@@ -135,7 +136,7 @@ def _make_span_class() -> Any:
     from opentelemetry.trace import NonRecordingSpan
 
     class CurrentSpan(NonRecordingSpan):
-        """A substitute for a span of OpenTelemetry. It has the ids of a span of `instrument`, and records nothing."""
+        """A substitute for OpenTelemetry's span. It has the ids of our span, and records nothing."""
 
         is_of_instrument = True
 
@@ -152,11 +153,11 @@ def _make_span(trace_id: int, span_id: int, flags: int, state: str) -> Any:
 TRACE_ID, SPAN_ID = "trace_id", "span_id"
 
 _CLASSES = {"logging": ("Logger", "makeRecord"), "structlog._base": ("BoundLoggerBase", "_process_event")}
-"""The class and method that make log records or events, by the logging library's module."""
+"""The class and the method that make log records or events, by module."""
 
 
 class LogRecords(Switch):
-    """The instrumentor of `logs: auto`. It adds the trace id and span id to log records."""
+    """The instrumentor of `logs: auto`, which adds trace id and span id to log records."""
 
     key = "logs"
     module = "logging"
@@ -165,7 +166,6 @@ class LogRecords(Switch):
         return module_name in _CLASSES
 
     def attach_to(self, module: Any) -> None:
-        """Make the imported module add the ids to its log records."""
         class_name, name = _CLASSES[module.__name__]
         owner = getattr(module, class_name, None)
         if hasattr(owner, name):
@@ -201,7 +201,6 @@ class LogRecords(Switch):
         return undo
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on log records."""
         if not self._met:
             return [Verdict("logs", "waiting", why="logging not imported")]
         return [Verdict("logs", "attached", "logging")]

@@ -1,7 +1,7 @@
 """Record the jobs of Celery, RQ, Dramatiq, arq, TaskIQ and FastStream, and the events of Gradio, as requests.
 
-A request is named by the job's task. A request continues the caller's trace if the message has a `traceparent`. The
-time in the queue is recorded if the message has the time at which it was queued.
+A request is named by the job's task. If the message has a `traceparent`, the caller's trace continues. If it has the
+time at which it was queued, the time in the queue is recorded.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from instrument.recording.spans import TIME_IN_QUEUE, Site
 from instrument.runtime.faults import FAULTS
 
 NO_FAILURES = frozenset({"Retry", "RetryJob", "HandlerException", "NoResultError"})
-"""The exceptions of arq, FastStream and TaskIQ that end a job without an error."""
+"""The exceptions of arq, FastStream and TaskIQ that end a job but are no errors."""
 
 
 Job = tuple[object, object, object, object, "float | None"]
-"""A job's task, queue and id, the carrier of its caller's trace, and the time in s at which it was queued, if known."""
+"""A job's task, queue, id, the carrier of its caller's trace, and the time in s when it was queued (None if
+unknown)."""
 
 
 class _Jobs:
-    """An adapter for one kind of queue, which opens and closes the requests of its jobs."""
+    """An adapter for one kind of queue. It opens and closes the requests of jobs."""
 
     def __init__(self, system: str, exchanges: Exchanges) -> None:
         self._system, self._exchanges = system, exchanges
 
     def begin_job(self, read: Callable[[], Job | None]) -> Any:
-        """Open the request of a job. Return its frame, None if it is not recorded. Never raises."""
+        """Open a job's request. Return its frame, None if it is not recorded. Never raises."""
         exchanges = self._exchanges
         if not exchanges.is_on or not exchanges.recorder.on:
             return None
@@ -60,13 +61,12 @@ class _Jobs:
             return None
 
     def end_job(self, frame: Any, error: BaseException | None) -> None:
-        """Close the request of a job, with an error unless the exception is one of `NO_FAILURES`."""
+        """Close a job's request. An exception among `NO_FAILURES` is no error."""
         if frame is not None:
             is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
             self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
 
     def run_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any) -> Any:
-        """Run a job, and record it as a request. Return its result."""
         frame = self.begin_job(read)
         try:
             result = perform(*args)
@@ -77,7 +77,6 @@ class _Jobs:
         return result
 
     async def await_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a job that is a coroutine, and record it as a request. Return its result."""
         frame = self.begin_job(read)
         try:
             coroutine = perform(*args, **kwargs)
@@ -95,7 +94,7 @@ def _to_seconds(at: datetime) -> float:
 
 
 def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each task of Celery, by the signals that a worker sends before and after it."""
+    """Record each task of Celery, by the signals of a worker before and after it."""
     signals = module.signals
     jobs = _Jobs("celery", exchanges)
     open_frames: dict[int, Any] = {}
@@ -128,7 +127,6 @@ def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each job of RQ in the process that runs it."""
     jobs, perform = _Jobs("rq", exchanges), module.Job.perform
 
     def read_job(job: Any) -> Job:
@@ -143,7 +141,7 @@ def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each message of Dramatiq, by the signals that a worker sends to its middleware."""
+    """Record each message of Dramatiq, by a worker's signals to its middleware."""
     jobs, current = _Jobs("dramatiq", exchanges), threading.local()
     before, after = module.Broker.emit_before, module.Broker.emit_after
 
@@ -168,7 +166,7 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each job of arq, by wrapping the coroutine functions of a worker."""
+    """Record each job of arq, by wrapping a worker's coroutine functions."""
     jobs, init = _Jobs("arq", exchanges), module.Worker.__init__
 
     def record_function(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +208,7 @@ def _attach_taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each message that a handler of FastStream processes, from any broker."""
+    """Record each message that a handler of FastStream processes."""
     jobs, call = _Jobs("faststream", exchanges), module.HandlerItem.call
 
     @replaces(module.HandlerItem, "call")
@@ -225,10 +223,8 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
-    """Return the queue of a broker's message, and the time at which the message was queued (None if unknown).
-
-    For a batch, the first message counts.
-    """
+    """Return the queue of a broker's message, and when it was queued (None if unknown). In a batch, the first message
+    counts."""
     while isinstance(message, (list, tuple)) and message:
         message = message[0]
     if isinstance(message, Mapping):  # of Redis: the id of a stream's message begins with ms
@@ -248,7 +244,7 @@ def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
 def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each event that Gradio's queue passes to a function of the app, under the function's `api_name`.
 
-    Each event of a batch is a request, because each has a caller of its own.
+    Each event of a batch is a request of its own, because each has its own caller.
     """
     jobs, recorder = _Jobs("gradio", exchanges), exchanges.recorder
     process, call = module.Queue.process_events, module.route_utils.call_process_api
@@ -292,7 +288,6 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _read_headers(carrier: object) -> Mapping[bytes, bytes]:
-    """Return the headers in a message, with lower-case names."""
     if not isinstance(carrier, Mapping):
         return {}
     pairs = [(str(name).lower().encode(), value) for name, value in carrier.items() if isinstance(value, str | bytes)]
@@ -308,4 +303,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "faststream": {"faststream._internal.endpoint.subscriber.call_item": _attach_faststream},
     "gradio": {"gradio.queueing": _attach_gradio},
 }
-"""The functions that attach to a queue's library, by package and then by module."""
+"""The functions that attach to a queue's library, by package and module."""

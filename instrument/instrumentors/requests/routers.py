@@ -1,7 +1,7 @@
 """Name requests by the routes that the routers of web frameworks find.
 
-A router's method is replaced when the service imports its module (`ROUTERS`). Each call of the method names the open
-request. This module imports no framework.
+When the service imports a router's module, the router's method is replaced (`ROUTERS`). Each call of the method names
+the open request.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from instrument.runtime.faults import FAULTS
 
 
 class Router(NamedTuple):
-    """A framework's method that finds the route of a request, by class and name.
+    """A framework's method that finds a request's route, by class and name.
 
-    `route` reads the route from the module and the call's arguments, or if `after` is True from the module and the
-    call's result. `note` stores the route unless it is None. `older` is True if older versions lack the method.
+    `route` reads the route from the module and the call's arguments, or from the module and the result if `after` is
+    True. `note` stores the route, unless it is None. `older` is True if older versions lack the method.
     """
 
     owner: str
@@ -32,7 +32,8 @@ class Router(NamedTuple):
     older: bool = False
 
     def attach(self, module: Any) -> Undo:
-        """Read the route at each call of the method. Raises `AttributeError` or `TypeError` without the method."""
+        """Make the router's method name open requests. Raises `AttributeError` or `TypeError` if there is no such
+        method."""
         owner = getattr(module, self.owner)
         original = getattr(owner, self.method)
         if not isinstance(original, FunctionType) and not hasattr(original, "cache_clear"):  # such as a slot
@@ -66,7 +67,6 @@ class Router(NamedTuple):
 
 
 def attach_routers(module: Any) -> list[Undo]:
-    """Read the routes that the routers of a module find, from now on."""
     routers = ROUTERS[module.__name__]
     return [
         router.attach(module)
@@ -81,15 +81,12 @@ def _read_path(_: Any, route: Any, *__: Any) -> str:
 
 
 def _read_fastapi_path(_: Any, route: Any, scope: Any, *__: Any) -> str:
-    """Return the path of a FastAPI route, with the prefixes of its routers, which the scope has."""
     included = scope.get("fastapi", {}).get("effective_route_context")
     path: str = (included if included is not None and included.original_route is route else route).path
     return path
 
 
 def _flask_reader(name: str) -> Callable[..., str | None]:
-    """Return a function that reads the URL rule of a request of Flask or Quart from its context."""
-
     def read_flask_rule(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
         rule = getattr(module if context is None else context, name).url_rule
         return None if rule is None else rule.rule
@@ -103,7 +100,8 @@ def _read_django_route(_: Any, match: Any) -> str:
 
 
 def _channels(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
-    """Return the pattern that matched in a router of Channels, and True if its route leads to another router."""
+    """Return the pattern that matched in a router of Channels, and True if its route leads to another router. Return
+    None without a match."""
     path = scope.get("path_remaining")
     if path is None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -126,12 +124,11 @@ def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
 
 
 def _end_failed(exchange: Exchange, error: BaseException) -> None:
-    """End a websocket with an exception, because its framework only closes it, and the server sees no failure."""
+    """End a websocket with an exception, which its server does not see: the framework only closes the websocket."""
     exchange.finish(error, is_gone=True, in_parts=False)
 
 
 def _read_blacksheep_route(_: Any, match: Any) -> str | None:
-    """Return the pattern of a BlackSheep route, None for the fallback route."""
     return None if match is None or match.pattern == b"*" else match.pattern.decode()
 
 
@@ -173,4 +170,4 @@ ROUTERS: Mapping[str, tuple[Router, ...]] = {
     "sanic.router": (Router("Router", "get", lambda _, match: match[0].uri, after=True),),
     "aiohttp.web_urldispatcher": (Router("UrlMappingMatchInfo", "freeze", _read_aiohttp_route),),
 }
-"""The routers to instrument, by the framework's module."""
+"""The routers to instrument, by module."""

@@ -1,7 +1,7 @@
 """Record the requests of servers by endpoint, without a function rule. `Requests` instruments the imported servers.
 
-Servers of ASGI and WSGI call a recording proxy of their app. Once the rule is removed, the proxy only calls the app.
-Other servers have adapters, which are loaded with the server (`KINDS`).
+Servers of ASGI and WSGI call a proxy of their app, which records requests until the rule is removed. Other servers have
+adapters, which are loaded with the server (`KINDS`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ else:
 
 
 def _make_recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
-    """Return a proxy that records an app under a rule. If the app is already such a proxy, return the app."""
+    """Return a proxy that records an app under a rule. An app that is such a proxy is returned itself."""
     inner = app
     while isinstance(inner, ServedApp):
         if inner.serves(exchanges):
@@ -45,7 +45,7 @@ def _make_recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
 
 
 def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
-    """Return the `Attach` of a server that passes the app to a method at each request."""
+    """Return the `Attach` for a server that passes the app to a method at each request."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         owner = getattr(module, class_name)
@@ -67,7 +67,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
 
 
 def _attach_to_stored_app(class_name: str, method: str, kind: Any, place: str = "app") -> Attach:
-    """Return the `Attach` of a server whose method reads the app from an attribute of its object (`place`)."""
+    """Return the `Attach` for a server whose method reads the app from the attribute `place` of its object."""
     path, _, name = place.rpartition(".")
     holder_of = operator.attrgetter(path) if path else None
 
@@ -82,12 +82,11 @@ def _attach_to_stored_app(class_name: str, method: str, kind: Any, place: str = 
 
 
 def _join_attaches(*ways: Attach) -> Attach:
-    """Join several `Attach` functions of a module into one."""
     return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
 
 
 def _attach_to_app_argument(name: str, position: int, kind: Any) -> Attach:
-    """Return the `Attach` of a server's function that takes the app as its argument at `position`."""
+    """Return the `Attach` for a server's function with the app as its argument at `position`."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         return [change_argument(module, name, position, lambda app: _make_recording_app(app, kind, exchanges))]
@@ -96,11 +95,11 @@ def _attach_to_app_argument(name: str, position: int, kind: Any) -> Attach:
 
 
 EMBEDDING = frozenset({"uwsgi"})
-"""The modules by which servers in C that embed Python are recognised. They call the app without Python code."""
+"""The modules that identify servers in C. Such servers call the app without Python code."""
 
 
 def _attach_to_app_class(class_name: str) -> Attach:
-    """Return the `Attach` of a framework's app class, for servers in C, which call its `__call__`."""
+    """Return the `Attach` for a framework's app class. Servers in C call the app's `__call__`."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         if EMBEDDING.isdisjoint(sys.modules):
@@ -119,7 +118,7 @@ def _attach_to_app_class(class_name: str) -> Attach:
 
 
 def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the app of gunicorn's workers that call a WSGI app themselves, unlike uvicorn's workers.
+    """Record the WSGI app of gunicorn's own workers, not of uvicorn's.
 
     An app of Tornado is left alone, because Tornado's worker tests the app's type.
     """
@@ -177,8 +176,7 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         "bottle": _attach_to_app_class("Bottle"),
     },
 }
-"""The functions that attach to servers of ASGI and WSGI, by kind of server and module. The other adapters have tables
-of the same form."""
+"""The functions that make a server's module record requests, by kind of server (ASGI, WSGI) and module."""
 
 KINDS: Mapping[str, tuple[str, Any]] = {
     "aiohttp": ("aiohttp", http_servers),
@@ -198,15 +196,14 @@ KINDS: Mapping[str, tuple[str, Any]] = {
     **{name: (name, model_servers) for name in ("litserve", "mosec", "bentoml")},
     **{name: (name, queue_jobs) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
-"""The kind of server of each package or module, and the adapter that has the kind in its `SEAMS`."""
+"""The kind of server of a package or module, and the adapter with this kind in its `SEAMS`."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.ASYNCIO: blocked.attach_asyncio,
     blocked.UVLOOP: blocked.attach_uvloop,
     blocked.COLLECTOR: blocked.attach_collector,
 }
-"""The functions that record event loops blocked for longer than `limits.blocked` and long garbage collections, by
-module."""
+"""The functions that record blocked event loops and long garbage collections, by module."""
 
 REMEDY = "give the function that handles one a rule of `kind: request`"
 
@@ -234,7 +231,8 @@ class Requests(Instrumentor):
         return module_name in self._known or self._find_seam(module_name) is not None
 
     def _find_seam(self, module_name: str) -> tuple[str, Attach] | None:
-        """Return the kind of a module's server, and the function that instruments it. Return None for other modules."""
+        """Return the kind of server that a module belongs to, and the function that instruments the module. Return None
+        for other modules."""
         if module_name[:1].isdigit() and "triton" in self._kinds and triton.TRITON_MODEL.fullmatch(module_name):
             return "triton", triton.attach_triton
         kind, adapter = KINDS.get(module_name) or KINDS.get(module_name.partition(".")[0], ("", None))
@@ -244,7 +242,7 @@ class Requests(Instrumentor):
         return next(((kind, SEAMS[kind][module_name]) for kind in kinds), None)
 
     def attach_to(self, module: ModuleType) -> None:
-        """Instrument the server or router of an imported module. If its version is not supported, a verdict says so."""
+        """Instrument an imported server or router. An unsupported version gets a verdict."""
         name = module.__name__
         if name in self._met:
             return
@@ -270,7 +268,7 @@ class Requests(Instrumentor):
             FAULTS.note(f"requests of {name}", fault)
 
     def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
-        """Apply another rule. Requests that are open now end under the previous rule."""
+        """Apply another rule. Requests that are open now end under the old rule."""
         self.undo()
         self._met.clear()
         before = self._exchanges
@@ -285,22 +283,22 @@ class Requests(Instrumentor):
         return {f"requests {rule.text}": rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Restore the functions of servers and routers. The verdicts still name them."""
+        """Restore the functions of servers and routers. Later verdicts still name them."""
         if self._exchanges is not None:
             self._exchanges.is_on = False
         super().undo()
 
     def has_begun(self) -> bool:
-        """Return True if this rule or a function rule has recorded the start of a request."""
+        """Return True if the start of a request has been recorded, by this rule or a function rule."""
         has_met = self._exchanges is not None and bool(self._exchanges.sites())
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return how often each site blocked an event loop, and the longest block of each site in ns."""
+        """Return the number of blocks of an event loop by each site, and the longest in ns."""
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on the rule, and verdicts on requests that it did not record or name."""
+        """Return the verdict on the rule, and on requests that were not recorded or have no route."""
         if self._exchanges is None:
             return []
         rule: RequestsRule = self.rules[0]
@@ -321,10 +319,7 @@ class Requests(Instrumentor):
         return [verdict, *self._check_unmet(rule, sites, calls_of), *self._check_routes(rule, sites, calls_of)]
 
     def _check_unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
-        """Yield verdicts on connections and queues of this process for which no request was recorded.
-
-        If requests were recorded at another port, a port is named only if an imported server cannot be instrumented.
-        """
+        """Yield verdicts on this process's connections and queues without a recorded request."""
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
         strangers = filter_by_role(sys.modules, "unmet")
         ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
@@ -339,7 +334,7 @@ class Requests(Instrumentor):
             yield Verdict(rule.text, "unmet", "jobs", f"{names} takes jobs from a queue; none was recorded; {REMEDY}")
 
     def _check_routes(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
-        """Yield a verdict on missing routes, if no request has one and no known router is imported."""
+        """Yield a verdict if no request has a route and no known router is imported."""
         strangers = filter_by_role(sys.modules, "unrouted")
         rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
         routed = sum(calls for facts, calls in rows if "http.route" in facts)

@@ -1,11 +1,11 @@
 """Send the parts of a request's time to its client, in the header `Server-Timing` (W3C) of the answer.
 
-When the headers are sent, the parts so far (queue, batches, stall ...) are computed from the spans of this process. The
-parts add up to `total`. `prefill` and `decode` are the stages of a generation. A request that generates nothing has
-`first-batch` and `later-batches` instead.
+The parts (queue, batches, stall ...) are computed from this process's spans up to the answer's headers. They add up to
+`total`. A generation also has the stages `prefill` and `decode`. Any other request in batches has `first-batch` and
+`later-batches`.
 
-The headers of a stream are sent before most of its work. So the timings are sent again at the end of the stream: in a
-trailer, or in a comment of server-sent events, which clients ignore.
+The headers of a stream are sent before most of its work. So the timings are sent again at its end: in a trailer, or in
+a comment of server-sent events, which clients ignore.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from instrument.trace.of_recording import RowSnapshot, have_details
 from instrument.trace.stages import LATENCIES, find_stages
 
 MOST_ROWS, MOST_DETAIL_BYTES = 10_000, 128 << 10
-"""The maximum rows, and bytes of attributes, to read for one answer. With more, only `total` is sent, so that the
-service's thread does not wait."""
+"""The maximum rows, and bytes of attributes, to read for one answer. With more, the answer gets only `total`."""
 
 WITHOUT_PARTS = "Server-Timing without parts: too many spans since the begin of the request"
 
@@ -40,7 +39,7 @@ _TIMES = frozenset(name for names in LATENCIES.values() for name in names.values
 
 
 class AnswerTimings:
-    """The timings of one answer. They have no reference to the exchange, because that would make a cycle."""
+    """The timings of one answer. They do not refer to the exchange, because that would make a reference cycle."""
 
     __slots__ = ("_details_from", "_is_events", "_tail")
 
@@ -50,7 +49,7 @@ class AnswerTimings:
         self._is_events, self._tail = False, b"\n\n"
 
     def header_text(self, exchange: Any) -> str:
-        """Return the value of the header for an open request. If the parts fail, it has only `total`. Never raises."""
+        """Return the header's value for an open request. After a fault it has only `total`. Never raises."""
         frame, recorder = exchange.frame, exchange.method.recorder
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
@@ -61,19 +60,18 @@ class AnswerTimings:
             return _total_text(recorder, frame)
 
     def begin_parts(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
-        """Read the headers of the answer and the method of the request, to decide if a comment may end the body."""
+        """Decide from the answer's headers and the request's method if a comment may end the body."""
         texts = ([text.decode("latin-1") if isinstance(text, bytes) else str(text) for text in pair] for pair in pairs)
         headers = {name.lower(): value for name, value in texts}
         is_open = method != "HEAD" and "content-length" not in headers and "content-encoding" not in headers
         self._is_events = is_open and headers.get("content-type", "").startswith(EVENTS)
 
     def note_sent(self, part: bytes) -> None:
-        """Note a part of the body that was sent."""
         if self._is_events:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]
 
     def timings_comment(self, exchange: Any) -> bytes:
-        """Return a comment with the timings for the end of server-sent events, b"" for other or incomplete bodies."""
+        """Return a comment with the timings, to end server-sent events, b"" for other or incomplete bodies."""
         is_whole, self._is_events = self._is_events and self._tail.endswith(ENDS), False
         return f": server-timing {self.header_text(exchange)}\n\n".encode() if is_whole else b""
 
@@ -95,7 +93,7 @@ def _milliseconds_text(time_ns: int) -> str:
 
 
 def _exceeds_limits(recorder: Recorder, frame: Any, details_from: int) -> bool:
-    """Return True if more rows or attributes than the limits have been recorded since the start of a request."""
+    """Return True if more rows or attributes were recorded since a request's start than may be read."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
     heads, firsts = mapped.read_heads(), mapped.first_row_after(frame.start_ns)
     detail_bytes = 0 if details is None else details.count_used() - details_from
@@ -103,7 +101,7 @@ def _exceeds_limits(recorder: Recorder, frame: Any, details_from: int) -> bool:
 
 
 def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
-    """Return the parts, total and stages of an open request, each as a text with its time in ms."""
+    """Return an open request's parts, total and stages, each as a text with its time in ms."""
     if _exceeds_limits(recorder, frame, details_from):
         recorder.count(WITHOUT_PARTS)
         return [_total_text(recorder, frame)]
@@ -126,7 +124,7 @@ def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
 
 
 def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
-    """Return the trace of an open request: the spans since its start, in its tree and in trees with its keys."""
+    """Return an open request's trace: the spans since its start that are in its tree or in trees with its keys."""
     mapped = recorder.mapped()
     snapshot = RowSnapshot.of(mapped, frame.start_ns, details_from=details_from)
     texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}

@@ -1,8 +1,7 @@
 """Record the requests of models in Triton's Python backend: each is one span, which begins with `execute`.
 
-A request ends when `execute` returns. If the model answers by a response sender (a decoupled model), the request ends
-with the response that is marked as final. If one call has several requests, a span of kind `step` records their common
-work.
+A request ends when `execute` returns or, in a decoupled model, with the response that is marked as final. If a call has
+several requests, a span of kind `step` records their common work.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
 
 TRITON_MODEL = re.compile(r"\d+\.\w+")
-"""The pattern of the name under which the backend imports a model: version and file, such as `1.model`."""
+"""The pattern of the module name of a model in the backend: version and file, such as `1.model`."""
 
 FINAL = 1
-"""The flag of the last response of a decoupled model, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
+"""The flag of a decoupled model's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
 
 
 DROPPED = "dropped"
@@ -39,15 +38,15 @@ NONE = (None, None)
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """The answer that a response sender gives to a request. It is deleted together with the sender."""
+    """The answer by a response sender to a request. It is deleted together with the sender."""
 
     exchange: Exchange
     context: Context
     is_left: bool = False
-    """True after `execute` has returned. Then only the sender can end the answer."""
+    """True after `execute` has returned. From then on, only the sender can end the answer."""
 
     def __del__(self) -> None:
-        """End the request if its sender is deleted without a final response."""
+        """End the request if the sender is deleted without a final response."""
         if self.is_left:
             self.exchange.break_off(DROPPED)
 
@@ -70,7 +69,7 @@ class _Batch:
                 self._opened[id(request)] = requests_of.executing[id(request)] = exchange, context
 
     def end(self, responses: Any, error: BaseException | None = None) -> None:
-        """End the requests with their responses or with an exception. Never raises."""
+        """End the requests, with their responses or an exception. Never raises."""
         opened, self._opened = self._opened, {}
         is_alone = self._frame is None
         for index, request in enumerate(self._requests):
@@ -89,12 +88,11 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def separate_thread(self) -> None:
-        """Separate this thread from the requests, so that its later spans do not belong to them."""
+        """Separate this thread from the requests. Later spans of the thread do not belong to them."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
     async def await_and_end(self, coroutine: Awaitable[Any]) -> Any:
-        """Await the coroutine of `execute`, and end the requests with its responses."""
         try:
             responses = await coroutine
         except BaseException as error:
@@ -132,25 +130,25 @@ class _Requests:
             return None
 
     def step_site(self, name: str) -> Site:
-        """Return the site of the step that serves several requests of a model."""
+        """Return the site of a model's step that serves several requests."""
         return self._steps.setdefault(name, Site(f"{name} batch", "step"))
 
     def leave_to_sender(self, exchange: Exchange) -> bool:
-        """Let the response sender end a request. Return False if the request has no sender."""
+        """Leave the end of a request to its response sender. Return False if it has none."""
         answers = [answer for answer in list(self._answers.values()) if answer.exchange is exchange]
         for answer in answers:
             answer.is_left = True
         return bool(answers)
 
     def undo(self) -> None:
-        """Restore the methods of the backend's classes, and end the open requests."""
+        """Restore the backend's classes, and end the open requests."""
         undo_all(self._undos)
         for answer in list(self._answers.values()):
             answer.is_left = False
             answer.exchange.end()
 
     def _watch_class(self, kind: type) -> None:
-        """Watch the response senders that requests of a class return."""
+        """Watch the response senders that requests of a class create."""
         if kind in self._watched or not hasattr(kind, "get_response_sender"):
             return
         self._watched.add(kind)
@@ -192,7 +190,6 @@ class _Requests:
 def _end_request(
     request: Any, exchange: Exchange, context: Context | None, response: Any, error: BaseException | None = None
 ) -> None:
-    """End a request with its last response or with an exception. Never raises."""
     failed: BaseException | str | None = error
     try:
         is_cancelled = getattr(request, "is_cancelled", None)
@@ -214,7 +211,7 @@ def _read_call(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[
 
 
 def _read_headers(request: Any) -> dict[bytes, bytes]:
-    """Return the trace headers of the caller. The server passes them on if its tracing for OpenTelemetry is on."""
+    """Return the caller's trace headers. The server passes them on if its OpenTelemetry tracing is on."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
     try:
@@ -231,7 +228,7 @@ def _find_error(response: Any) -> str | None:
 
 
 def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests of the model that a module defines, if it defines one."""
+    """Record the requests of the model that a module defines, if any."""
     model = getattr(module, "TritonPythonModel", None)
     execute = getattr(model, "execute", None)
     if model is None or execute is None:
@@ -256,7 +253,7 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @functools.wraps(execute)
     async def awaited(self: Any, requests: Any) -> Any:
-        """Begin the requests in their own task, because the calling thread continues with the next requests."""
+        """Begin the requests in a task of their own. The calling thread continues with the next requests."""
         batch = requests_of.begin(requests)
         coroutine = execute(self, requests)
         return await (coroutine if batch is None else batch.await_and_end(coroutine))

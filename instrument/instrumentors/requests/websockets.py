@@ -1,6 +1,6 @@
 """Record the connections to servers of the package `websockets`: each is a request that lasts as long as its handler.
 
-All servers of the package are recorded. The items of a request are the messages that the service sends.
+The items of a request are the messages that the service sends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from instrument.instrumentors.requests.exchange import (
 from instrument.runtime.faults import FAULTS
 
 ROUTE = "__instrument_route__"
-"""The attribute of a connection for the route that its router has found."""
+"""The attribute of a connection with the route that its router has found."""
 
 
 def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the connections that the servers of a module accept, and those that they refuse."""
+    """Record the connections that a module's servers accept or refuse."""
     arrivals = exchanges.get_arrivals("websocket", *READS)
     is_older = hasattr(module, "Serve")
     entry = module.Serve if is_older else module.serve  # a class in some versions
@@ -56,7 +56,8 @@ def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
-    """Wrap a handler so that connections are recorded. It returns an awaitable, or runs in a thread."""
+    """Wrap a handler to record its connections. The handler returns an awaitable if `is_async`, else it runs in a
+    thread."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
 
@@ -97,7 +98,7 @@ def _begin_request(arrivals: Any, connection: Any) -> Exchange | None:
 
 
 def _end_request(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
-    """End the request of a connection. Exceptions on the connection's close or loss do not count as errors."""
+    """End a connection's request. An exception about its close or loss is no error."""
     if exchange is None:
         return
     code = getattr(connection if hasattr(connection, "close_code") else connection.protocol, "close_code", None)
@@ -110,13 +111,11 @@ def _end_request(exchange: Exchange | None, connection: Any, error: BaseExceptio
 
 
 def _note_message(connection: Any, message: Any, *args: Any, **kwargs: Any) -> None:
-    """Count a message that any task or thread of the service sends."""
     if (exchange := exchange_of(connection)) is not None:
         exchange.add_part(message if hasattr(message, "__len__") else b"")
 
 
 def _record_refusals(connection: Any, arrivals: Any) -> Undo:
-    """Record each connection whose handshake the server refuses."""
     shake_hands = connection.handshake
 
     def note_refusal(self: Any) -> None:
@@ -163,7 +162,6 @@ def _read_path(connection: Any) -> str:
 
 
 def _read_address(connection: Any, name: str) -> Any:
-    """Return `local_address` or `remote_address` of a connection, None if it is closed."""
     try:
         return getattr(connection, name)
     except OSError:
@@ -216,4 +214,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         **{f"websockets.{name}.router": attach_router for name in ("asyncio", "sync")},
     }
 }
-"""The functions that attach to servers, by kind of server and module."""
+"""The functions that make a server's module record requests, by kind of server and module."""

@@ -1,7 +1,7 @@
 """Record the requests of WSGI apps: each is one span, from the server's call of the app to the end of the body.
 
 If the body is a list, a tuple or a file in `wsgi.file_wrapper`, the span ends when the app returns. Any other body is
-wrapped, and closing the body ends the span.
+wrapped, and the span ends when the server closes the body.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ StartResponse = Callable[..., Any]
 ARRIVAL = itemgetter("REQUEST_METHOD", "wsgi.url_scheme", "SERVER_NAME", "SERVER_PORT")
 
 STATUSES = {str(status): status for status in range(100, 1000)}
-"""The integer for each possible status, by the first three characters of a status line."""
+"""The number of each possible status, by the first three characters of a status line."""
 
 LINES_KNOWN = 100
 
 _lines: dict[Any, int] = {}
-"""A cache of statuses by whole status lines. It has up to `LINES_KNOWN` entries."""
+"""A cache of statuses by whole status lines, with up to `LINES_KNOWN` entries."""
 
 
 class WsgiApp(ServedApp):
@@ -85,8 +85,6 @@ class WsgiApp(ServedApp):
 def _add_timings(
     timing: AnswerTimings, exchange: Exchange, environ: dict[str, Any], start_response: StartResponse
 ) -> StartResponse:
-    """Wrap `start_response` so that it adds the timings to the headers of the answer."""
-
     def start(*arguments: Any, **kwargs: Any) -> Any:
         try:
             status, headers, *more = arguments
@@ -100,7 +98,7 @@ def _add_timings(
 
 
 class InterleavedApp(WsgiApp):
-    """A proxy of a WSGI app on a server that begins requests while it sends other answers on the same thread."""
+    """A proxy of a WSGI app, for servers that begin requests while they send other answers on the same thread."""
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         context = copy_context()
@@ -109,7 +107,6 @@ class InterleavedApp(WsgiApp):
 
 
 def _read_status(arguments: Sequence[Any]) -> int:
-    """Return the status from the arguments of `start_response`, 0 without a valid status line."""
     line = arguments[0] if arguments else None
     if not isinstance(line, str):
         return 0
@@ -141,18 +138,17 @@ NAMED = {
     "client.address": "REMOTE_ADDR",
     "user_agent.original": "HTTP_USER_AGENT",
 }
-"""The key in the WSGI environment for each attribute of a request."""
+"""The key in the WSGI environment for each attribute of a request that a rule can name."""
 
 
 def _read_headers(environ: dict[str, Any]) -> dict[bytes, bytes]:
-    """Return the headers in a WSGI environment, with lower-case names."""
     texts = {name[5:]: text for name, text in environ.items() if name.startswith("HTTP_")}
     texts |= {"CONTENT_LENGTH": environ.get("CONTENT_LENGTH")}
     return {name.replace("_", "-").lower().encode(): text.encode("latin-1") for name, text in texts.items() if text}
 
 
 class _Body:
-    """A proxy of the body of an answer, which counts its parts and ends the exchange."""
+    """A proxy of an answer's body. It counts the parts, and ends the exchange."""
 
     __slots__ = ("_body", "_exchange", "_items")
 
@@ -196,7 +192,6 @@ class _Body:
         self._exchange.break_off()
 
     def close(self) -> None:
-        """Close the body, even if parts of it were not sent."""
         exchange = self._exchange
         token = CURRENT.set(exchange)
         try:
@@ -214,7 +209,7 @@ class _Body:
 
 
 class _BodyInContext:
-    """A body that makes its parts in the context of its own request."""
+    """A proxy of a body. It makes the body's parts in the context of the request."""
 
     __slots__ = ("_body", "_context")
 
@@ -229,5 +224,4 @@ class _BodyInContext:
         return self._context.run(self._body.__next__)
 
     def close(self) -> None:
-        """Close the body, even if parts of it were not sent."""
         self._context.run(self._body.close)

@@ -1,7 +1,7 @@
-"""The presets, which are named profiles in files of this folder, and the merging of a profile with its preset.
+"""The presets, which are named profiles in files of this folder.
 
-A profile names a preset with the key `preset`. Mappings are merged key by key. Any other value of the profile, such as
-a list, replaces the preset's whole value.
+A profile names a preset with the key `preset`. Both are merged key by key. Any value of the profile that is no mapping,
+such as a list, replaces the preset's whole value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINES: Mapping[str, str] = {
     "mosec": "mosec",
     "litserve": "litserve",
 }
-"""The preset for each inference engine, by the package of the engine that a service imports."""
+"""The preset for each inference engine, by the engine's package."""
 
 PRESETS: tuple[str, ...] = ("serving", "training", *ENGINES.values(), "fastapi", "transformers")
 
@@ -32,7 +32,6 @@ _FOLDER = Path(__file__).parent
 
 
 def path_of(preset: str) -> str:
-    """Return the path of a preset's file, an ordinary profile."""
     return str(_FOLDER / f"{preset}.yaml")
 
 
@@ -41,12 +40,12 @@ def text_of(preset: str) -> str:
 
 
 def named_by(path: str | os.PathLike[str]) -> str | None:
-    """Return the name of the preset whose file is at a path, None for any other file."""
+    """Return the name of the preset in a file, None if the file is no preset."""
     return next((preset for preset in PRESETS if os.fspath(path) == path_of(preset)), None)
 
 
 def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
-    """Merge the preset that a profile names into its root node. Return the node, and the preset's texts by path."""
+    """Merge a profile's preset into its root node. Return the node, and the preset's texts by path."""
     from instrument.profile.document import Document
 
     key, value = profile.pairs.get("preset", (profile, profile))
@@ -58,7 +57,7 @@ def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
 
 
 def _with_place(node: YamlNode, at: YamlNode) -> YamlNode:
-    """Return a node of a preset. In messages its place is the line in which the profile names the preset."""
+    """Return a preset's node with another place for messages: the line in which the profile names the preset."""
     items = tuple(_with_place(item, at) for item in node.items)
     pairs = {name: (_with_place(key, at), _with_place(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)

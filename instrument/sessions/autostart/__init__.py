@@ -21,7 +21,8 @@ VARIABLE = "INSTRUMENT_AWAITED"
 session."""
 
 FIRST = "first"
-"""The file in the run's folder that the first Python process creates, so that no other process counts as the first."""
+"""The file in the run's folder that the first Python process creates. Other processes thereby know that they are not
+the first."""
 
 
 def begin() -> None:
@@ -38,11 +39,7 @@ def begin() -> None:
 
 
 def is_loaded(package: str) -> bool:
-    """Return True if a package is loaded.
-
-    A namespace package counts only if one of its modules is loaded, because cuda-bindings 12.9 imports the namespace
-    package `cuda` at each start of Python.
-    """
+    """Return True if a package is loaded, for a namespace package if one of its modules is loaded."""
     if package not in sys.modules:
         return False
     module = sys.modules[package]
@@ -59,7 +56,6 @@ def begin_now() -> None:
 
 
 def awaited_value(profile: str, packages: Collection[str]) -> str:
-    """Return the value of `VARIABLE` for a profile's file and the packages to wait for."""
     return " ".join([_state_of(profile), *sorted(packages)])
 
 
@@ -91,11 +87,8 @@ def _is_first() -> bool:
 
 
 def _is_helper() -> bool:
-    """Return True if this process runs no code of the service.
-
-    Such a process is a resource tracker of multiprocessing, or one of our own commands, such as an `instrument run`
-    within a run.
-    """
+    """Return True if this process runs no code of the service: a resource tracker of multiprocessing, or our own
+    command."""
     words = iter(sys.orig_argv[1:])
     if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
         return True
@@ -118,10 +111,9 @@ def _is_own_command(script: str) -> bool:
 
 
 def _start() -> None:
-    """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM ends it. Raises nothing.
+    """Start a session with the profile of `INSTRUMENT_PROFILE`, which SIGTERM ends. Raises nothing.
 
-    Python's garbage collector is off during the start, because it would double the time and free nothing. After the
-    start, all new objects are moved to the collector's oldest generation.
+    Python's garbage collector is off during the start, because it would double the time and free nothing.
     """
     import gc
 
@@ -148,10 +140,8 @@ def _start() -> None:
 
 
 class Wait:
-    """The import hook of a waiting process, which begins the session at the import of one of `packages`.
-
-    The import of another module of `instrument` also begins it.
-    """
+    """The import hook of a waiting process. It begins the session when one of `packages`, or more of `instrument`, is
+    imported."""
 
     def __init__(self, packages: Collection[str]) -> None:
         self._packages = {*packages, "instrument"}
@@ -194,8 +184,7 @@ _waiting: Wait | None = None
 def start_beside_opentelemetry() -> None:
     """Begin our session from OpenTelemetry's autostart, which calls the entry point `opentelemetry_pre_instrument`.
 
-    In `instrument run -- opentelemetry-instrument python service.py`, the `sitecustomize` of OpenTelemetry comes before
-    ours on PYTHONPATH, and does not run ours.
+    Under `opentelemetry-instrument`, OpenTelemetry's `sitecustomize` comes first on PYTHONPATH, and does not run ours.
     """
     if not (os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT_RUN_PID")):
         return

@@ -61,7 +61,7 @@ def _is_main_interpreter():
 
 def _note_unseen(why):
     # type: (str) -> None
-    """Report to the run's agent that this process will not be recorded, by a line in a file."""
+    """Report to the run's agent, by a line in a file, that this process will not be recorded."""
     agent = os.environ.get("INSTRUMENT_AGENT", "")
     try:
         file = os.open(agent + ".unseen", os.O_WRONLY | os.O_APPEND)
