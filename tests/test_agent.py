@@ -72,15 +72,15 @@ from instrument.agent import agent, entry, exporter_process
 serve_exports = exporter_process._serve
 
 def serve_patiently(connection):
-    from instrument.agent.export_loop import ExportLoop
+    from instrument.agent.exporter_child import ExporterChild
 
-    def begin_patiently(*arguments, begin=ExportLoop._begin):
+    def begin_patiently(*arguments, begin=ExporterChild._begin):
         from instrument.otlp import recording_export
 
         recording_export.LAST_METRICS_S = 60
         return begin(*arguments)
 
-    ExportLoop._begin = begin_patiently
+    ExporterChild._begin = begin_patiently
     serve_exports(connection)
 
 exporter_process._serve = serve_patiently

@@ -18,7 +18,7 @@ from otlp_collectors import collecting, take
 from test_agent import agents, begin, children_of, folder, run, until
 from test_agent_containers import ALONE, INSTRUMENT, needs_namespaces
 
-from instrument.agent.export_loop import HANG_S, GaugeThread
+from instrument.agent.exporter_child import HANG_S, GaugeThread
 from instrument.agent.exporter_process import ELSEWHERE, EXPORTER_NAME
 from instrument.device.gauges import GaugeSources
 from instrument.recorder.recorder import RECORDER

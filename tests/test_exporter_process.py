@@ -22,8 +22,9 @@ from instrument.agent.loop import Connection
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import Ids, MeteredFacts, facts_as_json, settings_from
+from instrument.otlp.export_loop import ExportLoop
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.recording_export import ExportedRun, RecordingExport
+from instrument.otlp.recording_export import RecordingExport
 from instrument.profile.model import Capture
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import ExportCheckpoint
@@ -197,11 +198,11 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
     recorder.write_facts({"export": facts_as_json(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
     exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
-    exported, exported_run = RecordingExport(recorder.memory_fd, exporter), ExportedRun({})
-    exported_run.members[0] = exported
+    loop = ExportLoop(lambda *_: None, lambda _: None)
+    exported = loop.begin(0, recorder.memory_fd, exporter)
 
     def look() -> bool:
-        return exported_run.read_and_settle(at_once=True)
+        return loop.read_and_settle(at_once=True)
 
     call = recorder.wrap(lambda: None, Site("f"))
     try:

@@ -20,11 +20,11 @@ from test_agent import INSTRUMENT, folder, until
 from test_handover import agent, listener
 
 import instrument
+from instrument.otlp.recording_export import RecordingExport
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.runtime import agent_socket
 from instrument.runtime.faults import FAULTS
-from instrument.sessions.handover import OwnExport
 from instrument.sessions.session import Session
 
 __all__ = ["agent", "folder", "listener"]
@@ -339,7 +339,7 @@ def test_an_unreadable_recording_is_not_exported_and_the_service_goes_on(
     collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = begin(collector)
-    monkeypatch.setattr(OwnExport, "read_rows", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(RecordingExport, "read", lambda *_, **__: 1 // 0)
     shop.serve_all()
     with suppress(ZeroDivisionError):  # raised on the session's thread, where that has looked first
         session.flush(100)

@@ -17,8 +17,9 @@ from readback import rows_in
 
 from instrument.otlp import export_facts, recording_export, recording_reader
 from instrument.otlp.export_facts import UNMETERED, Ids, MeteredFacts
+from instrument.otlp.export_loop import ExportLoop
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.recording_export import ExportedRun, RecordingExport
+from instrument.otlp.recording_export import RecordingExport
 from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import SENT, ExportCheckpoint, Progress
 from instrument.recording.slot_ring import IntervalRing
@@ -57,17 +58,12 @@ class Service:
 
     def handed_over(self, server: Collector) -> RecordingExport:
         """Its recording as an exporter is given it."""
-        exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, self._note_settled, detects=False)
+        exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, detects=False)
         exporter.start()
-        self.exported = RecordingExport(self.recorder.memory_fd, exporter)
-        self.run = ExportedRun({})
-        self.run.members[0] = self.exported
+        self.run = ExportLoop(lambda *_: None, lambda _: None)
+        self.exported = self.run.begin(0, self.recorder.memory_fd, exporter)
         self.exporter = exporter
         return self.exported
-
-    def _note_settled(self, source: Any) -> None:
-        if self.exported.source is source:
-            self.exported.note_sent()
 
     def look(self, **how: Any) -> bool:
         """Read on, and settle what has ended."""

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from instrument.agent import end_reports
 from instrument.agent.loop import Connection
 from instrument.agent.processes import Process
 from instrument.runtime import agent_socket
+from instrument.runtime.cheap_start import dataclass, field
 
 MOST_CHILDREN = 2
 JOB_LIMIT_S = 60

@@ -3,6 +3,23 @@
 import json
 import os
 import sys
+from types import ModuleType
+from typing import Any
+
+
+class _LateInspect(ModuleType):
+    """A substitute for `inspect`, which `dataclasses` imports, and uses for few classes. It would take 1 MB."""
+
+    def __getattr__(self, name: str) -> Any:
+        import inspect
+
+        return getattr(inspect, name)
+
+
+sys.modules["inspect"] = _LateInspect("inspect")
+import dataclasses  # noqa: E402, F401 - with the substitute
+
+del sys.modules["inspect"]
 
 
 def _main() -> None:

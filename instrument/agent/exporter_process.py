@@ -343,6 +343,6 @@ def exports_spans(process: Process) -> bool:
 
 
 def _serve(connection: socket.socket) -> None:
-    from instrument.agent.export_loop import ExportLoop
+    from instrument.agent.exporter_child import ExporterChild
 
-    ExportLoop(connection).serve()
+    ExporterChild(connection).serve()

@@ -13,11 +13,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from instrument.runtime import agent_socket
+from instrument.runtime.cheap_start import dataclass
 
 MOST_WAITING_PACKETS = 1024
 """The maximum number of unsent packets per connection. A connection with more is closed."""

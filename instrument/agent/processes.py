@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from instrument import clock
 from instrument.agent.loop import Connection
 from instrument.recording.memory_layout import RecordingHead
 from instrument.runtime import agent_socket, environment, file_writing
+from instrument.runtime.cheap_start import dataclass, field
 from instrument.runtime.environment import PROC
 
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3

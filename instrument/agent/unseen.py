@@ -15,13 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from instrument.agent.loop import EventLoop
 from instrument.agent.processes import Process
 from instrument.runtime import agent_socket, environment
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.environment import PROC
 
 LOOK_S = 1.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.metrics_queue import DELAY_NS, PATIENCE_NS, Metrics
 from instrument.otlp.packing import REQUEST_BYTES, Body, Series, split_request
-from instrument.otlp.senders import THREAD_NAME, Response, Sender, make_metrics_url, make_sender
+from instrument.otlp.senders import THREAD_NAME, Response, Sender, import_once, make_metrics_url, make_sender
 from instrument.otlp.service_sdk import (
     detect_attributes,
     drop_parent_id,
@@ -180,7 +180,7 @@ class Exporter:
     def prepare(self) -> None:
         """Import the modules for sending, before `start` does."""
         for name in self._sender.modules:
-            import_module(name)
+            import_once(name)
         if self._detected is None:
             self._detected = detect_attributes()
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,7 +40,7 @@ from instrument.runtime.unpatched import RLock
 from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.of_recording import read_origin, read_saved
 from instrument.trace.request_trees import Interruptions
-from instrument.trace.sent_rows import Settled, Settling
+from instrument.trace.sent_rows import Settled
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
@@ -53,18 +52,6 @@ FACTS_S = 1.0
 
 WAITING_SPANS = 10_000
 """The number of unsent spans in the exporter above which it stops reading rows. The rows wait in the recording."""
-
-SETTLE_EACH_NS = 25 * 10**7
-"""The time in ns between two rounds of settling."""
-
-BEHIND_NS = 5 * 10**9
-"""The maximum time in ns for which settling pauses while the collector has not accepted earlier spans."""
-
-MOST_LOOKS = 20
-"""The maximum number of times that all recordings are read before a scrape is answered, or spans are flushed."""
-
-FULL_RETRY_S = 0.02
-"""Seconds between two attempts to read more rows while the exporter has no space for more spans."""
 
 LAST_METRICS_S = 5.0
 """The maximum seconds for which a new session waits until the last metrics of the previous session are sent."""
@@ -79,7 +66,7 @@ class RecordingExport:
     """
 
     def __init__(self, fd: int, exporter: Exporter, generation: int = 0, *, sends: bool = True) -> None:
-        self._sends = sends
+        self.sends = sends
         self._exporter = exporter
         self._lock = RLock()
         self._place = ExportCheckpoint(fd)
@@ -204,13 +191,13 @@ class RecordingExport:
             reading.base["intervals"] += intervals
             reading.base["kept"] += len(rows) + intervals
             self.write_progress(settled_ns)
-        if trace is not None and self._sends:
+        if trace is not None and self.sends:
             self._exporter.submit_rows(reading.source, trace, rows, links=settled.links, interruptions=hits)
         if trace is not None and self.files is not None:
             self.files.add_spans(spans_of(trace, rows), reading.source)
-        elif self.dataset is not None and not self._sends:
+        elif self.dataset is not None and not self.sends:
             self.dataset.unwritten[self] += len(rows) + intervals
-        if settled.derived and self._sends:
+        if settled.derived and self.sends:
             stages = columns_of_spans(settled.derived)
             self._exporter.submit_rows(reading.derived, stages, np.arange(len(stages)))
         self.note_settled()
@@ -220,7 +207,7 @@ class RecordingExport:
         if files is None or reading is None or not (at_once or files.is_due):
             return
         count, is_written = files.write()
-        if not self._sends:
+        if not self.sends:
             self.note_written(count, is_written=is_written)
 
     def note_written(self, count: int, *, is_written: bool) -> None:
@@ -241,7 +228,7 @@ class RecordingExport:
     @property
     def ids(self) -> Ids | None:
         """The ids of the recording's spans at the collector, None without a collector."""
-        return self._reading.source.ids if self._reading is not None and self._sends else None
+        return self._reading.source.ids if self._reading is not None and self.sends else None
 
     def _is_superseded(self) -> bool:
         """Return True if a later session of the process has begun and has overwritten the rows."""
@@ -271,7 +258,7 @@ class RecordingExport:
         elif progress.is_reported:
             self._reported_fates, progress.is_reported = Counter(progress.fates), False
         unsettled, unanswered = progress.unsettled, progress.unanswered
-        reading = _Reading(self.mapped, progress, facts, self._exporter, self._place, self._sends)
+        reading = _Reading(self.mapped, progress, facts, self._exporter, self._place, self.sends)
         with self._lock:
             self._progress, self._reading = progress, reading
         count_undecided_as_lost(reading.base)
@@ -429,7 +416,10 @@ class RecordingExport:
             progress.is_reported, progress.before = True, Progress().before
             if self.is_ours:
                 self._place.write(progress)
+        if self.sends or self.files is not None:
             return dict(fates)
+        # Without a collector or files nothing was to go anywhere. A dataset writes rows after the end.
+        return {fate: fates[fate] for fate in ("missed", "unread", "unstored") if self.dataset and fates[fate]}
 
 
 def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
@@ -441,123 +431,6 @@ def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
         )
     decided = rows.decided.get(span.root_id)
     return span.root_id in rows.sampler.wanted if decided is None else decided.is_kept
-
-
-def _call(_: int, action: Callable[[], object]) -> None:
-    action()
-
-
-class ExportedRun:
-    """Reads and settles all recordings of one exporter together: in the agent those of a run, elsewhere the process's
-    own. One thread uses an instance.
-
-    `members` has the recordings by number. `attempt(number, action)` runs an action on one recording, and ends that
-    recording's export if it fails. `has_looked` is called after each read of all recordings.
-    """
-
-    def __init__(
-        self,
-        members: dict[int, RecordingExport],
-        attempt: Callable[[int, Callable[[], object]], None] = _call,
-        has_looked: Callable[[], object] = bool,
-    ) -> None:
-        self._settling = Settling()
-        self.members = members
-        self._attempt, self._has_looked = attempt, has_looked
-        self._settled_at_ns = 0
-
-    @property
-    def is_behind(self) -> bool:
-        """True if the reading of a recording has stopped because the exporter has no space for more spans."""
-        return any(member.is_behind for member in list(self.members.values()))
-
-    def read_new(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
-        """Read the new rows of all recordings, in up to `MOST_LOOKS` rounds. Return True if rows are left."""
-        return all(self.read_and_settle(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
-
-    def read_rest(self, end: float) -> None:
-        """Read and settle all rows of all recordings, until the time `end` of the monotonic clock."""
-        while (self.read_and_settle() or self.is_behind) and time.monotonic() < end:
-            time.sleep(FULL_RETRY_S if self.is_behind else 0)
-        while self.read_and_settle(is_last=True) and time.monotonic() < end:
-            pass
-
-    def send_now(self, member: RecordingExport) -> bool:
-        """Send all spans and metrics that a process has recorded so far. Return False if there was no space for all."""
-        has_more = self.read_new(at_once=True, metered=member)
-        member.is_settled()
-        return not (has_more or member.is_behind or member.reading is None)
-
-    def metered(self, members: Sequence[RecordingExport]) -> dict[str, Metered]:
-        """Return the current metrics of recordings for a scrape, by the recording's key."""
-        for member in members:
-            member.is_scraped = True
-            member.before_scrape()
-        self.read_new()
-        metered_of = {member.key: member.metered() for member in self.members.values() if member in members}
-        return {key: metered for key, metered in metered_of.items() if metered is not None}
-
-    def read_and_settle(
-        self, *, is_last: bool = False, at_once: bool = False, metered: RecordingExport | None = None
-    ) -> bool:
-        """Read all recordings, and settle the requests that are due, with `at_once` all that have ended, with `is_last`
-        all. Send the metrics of `metered`. Return True if a recording has more rows."""
-        if not self.members:
-            return False
-        attempt = self._attempt
-        has_more: list[int] = []
-
-        def read(number: int, member: RecordingExport) -> None:
-            if member.read(is_last=is_last, meters=member is metered or is_last):
-                has_more.append(number)
-
-        for number, member in list(self.members.items()):
-            attempt(number, partial(read, number, member))
-        now_ns = time.monotonic_ns()
-        since_ns = now_ns - self._settled_at_ns
-        is_behind = self.is_behind and since_ns < BEHIND_NS
-        is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more
-        if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
-            self._settle_requests(now_ns, is_last=is_last, at_once=at_once and not has_more)
-        for number, member in list(self.members.items()):
-            attempt(number, member.take_metrics)
-        self._has_looked()
-        return bool(has_more) or (self._settling.has_more and not is_behind)
-
-    def _settle_requests(self, now_ns: int, *, is_last: bool, at_once: bool) -> None:
-        self._settled_at_ns = now_ns
-        for member in self.members.values():
-            if member.reading is not None:
-                member.reading.reader.ahead = 0
-        readings = {number: member.reading for number, member in self.members.items() if not member.is_spoilt}
-        numbers = [number for number, reading in readings.items() if reading is not None]
-        members, datasets = [self.members[number] for number in numbers], self.datasets
-        self._settling.taken = [partial(dataset.put_settled, members) for dataset in datasets]
-        self._settling.members = [reading.reader.rows for reading in readings.values() if reading is not None]
-        asks_queues = any(reading.facts.metered.asks for reading in readings.values() if reading is not None)
-        are_over = all(member.is_over for member in self.members.values())
-        settled_by_place = self._settling.settle(
-            now_ns, is_last=is_last or are_over, at_once=at_once, asks_queues=asks_queues
-        )  # fmt: skip
-        for place, settled in settled_by_place.items():
-            member = self.members[numbers[place]]
-            self._attempt(numbers[place], partial(member.take_settled, settled, self._settling.settled_ns))
-        for number in numbers:
-            self._attempt(number, partial(self.members[number].write_progress, self._settling.settled_ns))
-
-    @property
-    def datasets(self) -> list[DatasetExport]:
-        return [*{member.dataset: None for member in self.members.values() if member.dataset is not None}]
-
-    def close_datasets(self, *, at_once: bool = False) -> None:
-        """Add the facts of processes to the datasets that are due, or `at_once` to all, and close their files."""
-        for dataset in self.datasets:
-            members = [member for member in self.members.values() if member.dataset is dataset]
-            if at_once or dataset.is_due:
-                for member in members:
-                    dataset.put_window(member)
-                dataset.close_files()
-            members[0].note_unstored(dataset.take_lost())
 
 
 class _Reading:

@@ -11,6 +11,8 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
     from http.client import HTTPResponse
 
     from instrument.profile.model import Otlp
+
+
+@cache
+def import_once(name: str) -> Any:
+    """Return a module as it was imported first. The exporter of an agent imports `http.client` without TLS."""
+    return import_module(name)
+
 
 THREAD_NAME = "instrument-otlp"
 
@@ -181,8 +190,6 @@ class HttpSender(Sender):
         return packer.compress(body) + packer.flush()
 
     def _send_once(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
-        from http.client import HTTPException
-
         reused = self._connection is not None
         try:
             response, content = self._post(place, body, left_s)
@@ -191,7 +198,7 @@ class HttpSender(Sender):
                 return self._send_once(place, body, count, left_s)
             by = f", by way of the proxy {self._proxy.address}" if self._proxy is not None else ""
             raise _UnavailableError(f"{type(fault).__name__}: {fault}{by}") from fault
-        except HTTPException as fault:
+        except import_once("http.client").HTTPException as fault:
             return Response(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
         if response.status in (429, 502, 503, 504):
             reason = f"HTTP {response.status} {response.reason[:100]}"
@@ -199,19 +206,18 @@ class HttpSender(Sender):
         return _judge_response(response, content, count)
 
     def _post(self, head: bytes, body: bytes, left_s: Callable[[], float]) -> tuple[HTTPResponse, bytes]:
-        from http.client import HTTPException, HTTPResponse
-
+        client = import_once("http.client")
         try:
             connection = self._connection = self._connection or self._connect(left_s)
             try:
                 connection.send(b"%b%d\r\n\r\n%b" % (head, len(body), body), left_s)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # a collector that refuses the size closes early; its answer may still be there to read
-            response = HTTPResponse(Timed(connection, left_s), method="POST")  # type: ignore[arg-type]
+            response: HTTPResponse = client.HTTPResponse(Timed(connection, left_s), method="POST")
             response.begin()
             try:
                 content = response.read(1 << 16)
-            except (HTTPException, OSError):
+            except (client.HTTPException, OSError):
                 content = b""  # the status has been said; the rest is not worth a second delivery
             if response.will_close or not response.isclosed():
                 self.close()
@@ -330,9 +336,7 @@ class GrpcSender(Sender):
                 )
 
     def _send_once(self, place: str, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
-        from importlib import import_module
-
-        grpc: Any = import_module("grpc")
+        grpc = import_once("grpc")
         try:
             channel = self._channel = self._channel or self._open_channel(grpc)
             export = channel.unary_unary(f"/opentelemetry.proto.collector.{place}/Export")

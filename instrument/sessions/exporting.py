@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import ExportError
 from instrument.profile.model import Otlp
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.export_checkpoint import SENT
+from instrument.recording.export_checkpoint import SENT, losses_by_name
 from instrument.recording.spans import Span
 from instrument.recording.trace_context import encode_remote
 from instrument.runtime import environment
@@ -24,17 +24,23 @@ from instrument.runtime.cheap_start import LazyModule, dataclass
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import TIMEOUT_MAX, RLock
 from instrument.sessions.files import Saving
-from instrument.sessions.handover import ABANDONED, GaugeWatch, OwnExport
+from instrument.sessions.handover import ABANDONED, GaugeWatch
 from instrument.sessions.membership import Membership
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp import metrics_queue, recording_reader
+    from instrument.otlp import export_loop, metrics_queue, recording_reader
+    from instrument.otlp.export_loop import EndedExport, ExportLoop
+    from instrument.otlp.recording_export import RecordingExport
 else:
     otlp, recording_reader = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.recording_reader")
+    export_loop = LazyModule("instrument.otlp.export_loop")
     metrics_queue = LazyModule("instrument.otlp.metrics_queue")
+
+UNREAD_LIMIT_S = 1.0
+"""Seconds for which the export of a window waits until all its rows are read. Then the export fails."""
 
 FLUSH_POLL_S = 0.01
 """Seconds between two checks by `flush` whether the agent has sent everything."""
@@ -108,25 +114,29 @@ class Exporting:
         self._scraped: dict[bool, str] = {}
         """The last answers of the agent to scrapes. The key is True for OpenMetrics."""
         self._announced_join = 0
+        self.loop: ExportLoop | None = None
+        """The reader of this process's own recording, None if the agent reads it, nobody does, or its export has
+        ended."""
+        self._read_by: otlp.Exporter | None = None
+        """The exporter for the rows that `loop` reads, None if this process has not begun to read its recording."""
+        self._problem: Exception | None = None
 
     def after_fork_in_child(self) -> None:
-        self._announced_join = 0
+        if self.loop is not None:
+            self.loop.after_fork_in_child()
+        self._announced_join, self.loop, self._read_by = 0, None, None
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.own.origin = self._recorded.origin()
         self.handover.after_fork_in_child()
-        self.choose_exporter()
+        self._choose_reader()
 
     def prepare(self) -> None:
         """Choose whether the agent or this process exports, and import the modules for it."""
         if self._exporter is not None:
             self._exporter.prepare()
-            self.choose_exporter()
-            if self.handover.own is not None and self.handover.is_here:
-                self.handover.own.prepare()
             RECORDER.remote_parent = lambda: encode_remote(otlp.current_parent())
-        elif self._recorded.profile.export.parquet is not None and not self._is_left_to_agent():
-            self._begin_reading()
+        self._choose_reader()
 
     # ---------------------------------------------------------------- who exports
 
@@ -142,7 +152,7 @@ class Exporting:
             account.complain(f"{problem}; the recording of this process ends with it", log=False)
         return True
 
-    def choose_exporter(self) -> None:
+    def _choose_reader(self) -> None:
         """Leave the export to the agent if there is an agent or this process can start one. The choice is final."""
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
             self.handover.is_here, self.handover.has_agent = False, True
@@ -151,29 +161,56 @@ class Exporting:
             if run != self._exporter.own.ids.run:
                 self._exporter.own.ids.run = run
                 self._facts.publish()
+            if self.handover.is_here:
+                self._begin_loop(self._exporter)
+        elif self._recorded.profile.export.parquet is not None and not self._is_left_to_agent():
+            self._begin_loop(self._make_idle_exporter())
+            self.handover.writes_dataset = True
 
     def _is_left_to_agent(self) -> bool:
         return self._recorded.profile.agent != "off" and self._membership.has_agent()
 
-    @property
-    def own_reader(self) -> OwnExport | None:
-        """The reader of this process's own recording, None if the agent reads it or the export has ended."""
-        reader = self.handover.own if self.handover.is_here else None
-        return reader if reader is not None and not reader.is_over else None
+    def _make_idle_exporter(self) -> otlp.Exporter:
+        """Return an exporter that sends nothing, to read the recording for a dataset or for scrapes."""
+        return otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
 
-    def _read_own(self, read: Callable[[], bool]) -> bool:
-        """Return the result of `read()`, which reads more rows. After an error, end the export and return True."""
-        reader = self.own_reader
-        if reader is None or RECORDER.memory_fd < 0:
+    def _begin_loop(self, sender: otlp.Exporter) -> None:
+        """Import what reads the recording, while no fork can come. A forked child would inherit a half-done import."""
+        self._read_by = sender
+        self.loop = export_loop.ExportLoop(self._note_end, self._note_unstored)
+
+    def _note_end(self, _: int, ended: EndedExport) -> None:
+        self.loop, self._problem = None, ended.problem
+        self.handover.left |= losses_by_name({"unread": ended.fates.get("unread", 0)})
+
+    def _note_unstored(self, rows: int) -> None:
+        self.handover.left |= losses_by_name({"unstored": rows})
+
+    def _read_own(self, read: Callable[[ExportLoop, RecordingExport], bool]) -> bool:
+        """Return the result of `read`, which reads more rows of this process. After an error, end the export. Return
+        True if nothing is read here."""
+        loop, sender = self.loop, self._read_by
+        if loop is None or sender is None or RECORDER.memory_fd < 0:
             return True
         try:
-            reader.begin(RECORDER.memory_fd)
-            return read()
+            result = read(loop, loop.recordings.get(0) or self._open_recording(loop, sender))
         except Exception as fault:
-            reader.is_over = True
-            FAULTS.attempt("end of the export", reader.release)
-            FAULTS.note("export of the recording", fault)
-            return True
+            loop.end(0, fault)
+            result = True
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            FAULTS.note("export of the recording", problem)
+        return result
+
+    def _open_recording(self, loop: ExportLoop, sender: otlp.Exporter) -> RecordingExport:
+        """Begin to read this process's recording, at the row at which its last exporter stopped."""
+        settings = self._recorded.dataset()
+        export = loop.begin(0, RECORDER.memory_fd, sender, sends=sender is self._exporter)
+        if settings is not None:
+            key = f"{os.uname().nodename} {os.getpid()}"  # containers may share the folder of its journal
+            disk_bytes = self._recorded.profile.limits.disk_bytes
+            loop.attempt_dataset(partial(loop.begin_dataset, export, settings, key, disk_bytes))
+        return export
 
     def publish_facts(self, *, is_joined: bool) -> None:
         """Write the values that the agent needs for the export into the recording."""
@@ -218,11 +255,21 @@ class Exporting:
                 "agent sends those that `capture` keeps"
             )
         with self.lock.acquired():
-            reader = self.own_reader
-            if reader is None:
-                return list(spans)
-            self._read_own(reader.read_rows)
-            return reader.choose_unsent(spans)
+            self._read_own(lambda loop, _: loop.read_new())
+            export = None if self.loop is None else self.loop.recordings.get(0)
+            return list(spans) if export is None else self._select_unsent(export, spans)
+
+    def _select_unsent(self, export: RecordingExport, spans: Sequence[Span]) -> list[Span]:
+        until, loop = time.monotonic() + UNREAD_LIMIT_S, self.loop
+        export.keep_open(spans)
+        while loop is not None and (loop.read_new(at_once=True) or loop.is_behind):
+            if time.monotonic() > until:
+                raise ExportError(
+                    f"{len(spans)} spans of a window were not sent, because the collector has not accepted earlier "
+                    "ones; those that `capture` keeps are sent later"
+                )
+            time.sleep(export_loop.FULL_RETRY_S)
+        return export.select_unsent(spans)
 
     def count_loss(self, reason: str, count: int) -> None:
         with self.lock.acquired():
@@ -233,7 +280,7 @@ class Exporting:
     def must_read(self) -> bool:
         """Return True if a thread of this process must read the recording while the service runs."""
         recorded = self._recorded
-        is_read = self.own_reader is not None or recorded.profile.schedule is not None
+        is_read = self.loop is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.are_used
 
     def read_recorded(self, timeout_s: float = -1, *, meters: bool = False) -> None:
@@ -247,10 +294,10 @@ class Exporting:
             recorded.ticks.check(time.monotonic_ns())
             recorded.budget.step()
             recorded.windows.read_new_rows()
-            if (reader := self.own_reader) is not None:
+            if self.loop is not None:
                 self._facts.publish_resource()
                 self._facts.publish_counts(at_once=meters)
-                self._read_own(partial(reader.read_rows, meters=meters))
+                self._read_own(lambda loop, export: loop.read_new(metered=export if meters else None))
             while cut:
                 window, origin = cut.popleft()
                 self._saving.write_window(*window, origin)
@@ -271,7 +318,7 @@ class Exporting:
             if openmetrics in self._scraped:
                 return self._scraped[openmetrics]
             why_alone = "for its agent does not answer"
-        if self.handover.own is None and RECORDER.memory_fd >= 0:
+        if not (self._exporter or self._read_by) and RECORDER.memory_fd >= 0:
             FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, self._begin_scrapes))
             self._start_reading()
         nothing = metrics_queue.Metered(self._recorded.origin(), None, [], ())
@@ -281,31 +328,24 @@ class Exporting:
 
     def _begin_scrapes(self) -> None:
         """Begin to read the recording for scrapes alone, and publish to other processes that scrapes need it."""
-        self._begin_reading()
+        self._begin_loop(self._make_idle_exporter())
         self._facts.is_scraped = True
         self._facts.publish()
-
-    def _begin_reading(self) -> None:
-        """Begin to read the recording in this process for metrics, without sending spans."""
-        nowhere = otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
-        self.handover.own = self._recorded.reader(nowhere, sends=False)
-        self.handover.own.prepare()
 
     def _metered_here(self) -> metrics_queue.Metered | None:
         """Return the current metrics of this process, None if the session is busy for longer than `SCRAPE_WAIT_S`."""
         with self.lock.acquired(SCRAPE_WAIT_S) as is_acquired:
             if not is_acquired:
                 return None
-            metered = None
-            if (reader := self.own_reader) is not None:
+            metered_of: dict[str, metrics_queue.Metered] = {}
+            if self.loop is not None:
                 self._facts.publish_counts(at_once=True)
-                self._read_own(reader.read_rows)
-                self._read_own(reader.meter)
-                metered = reader.metered
+                self._read_own(lambda loop, _: loop.read_new())
+                self._read_own(lambda loop, export: bool(metered_of.update(loop.metered([export]))))
             now_ns = time.monotonic_ns()
             gauges = self._recorded.gauges
             samples = gauges.samples(now_ns - GAUGE_AGE_LIMIT_NS, now_ns)
-            snapshot = None if metered is None else metered.snapshot
+            snapshot = next((metered.snapshot for metered in metered_of.values()), None)
             return metrics_queue.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
 
     # ---------------------------------------------------------------- what is still on its way
@@ -319,8 +359,8 @@ class Exporting:
         self.read_recorded(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
-        if (reader := self.own_reader) is not None:
-            self._flush_here(reader, end)
+        if self.loop is not None:
+            self._flush_here(end)
         elif not self.handover.is_here:
             return self.flush_by_agent(end)[0]
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
@@ -331,13 +371,13 @@ class Exporting:
                 time.monotonic_ns(), min(end, time.monotonic() + recording_reader.DEVICE_WAIT_NS / 1e9)
             )
 
-    def _flush_here(self, reader: OwnExport, end: float) -> None:
+    def _flush_here(self, end: float) -> None:
         self._await_device_times(end)
         self._facts.publish_counts(at_once=True)
         is_done = False
         while not is_done:
             with self.lock.acquired(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as is_acquired:
-                is_done = not is_acquired or self._read_own(reader.send_now) or time.monotonic() > end
+                is_done = not is_acquired or self._read_own(_send_now) or time.monotonic() > end
             if not is_done:
                 time.sleep(FLUSH_POLL_S)
 
@@ -389,19 +429,33 @@ class Exporting:
         if count := self.flush_by_agent(0.0)[1]:
             self.handover.left = {ABANDONED: count}
 
-    def read_remaining(self, end: float) -> None:
-        if (reader := self.own_reader) is not None:
-            self._read_own(partial(reader.end, end))
+    def read_remaining(self, until: float) -> None:
+        """Export the remaining rows until the time `until`, if this process reads its own recording."""
+
+        def read(loop: ExportLoop, export: RecordingExport) -> bool:
+            export.has_ended = True
+            loop.read_rest(until)
+            export.is_settled()
+            loop.end_datasets(until)
+            return True
+
+        self._read_own(read)
 
     def finish(self, *, has_delivered: bool) -> None:
         """End the export. Without `has_delivered`, drop unsent rows."""
-        reader = self.handover.own
+        loop, self.loop = self.loop, None
         if not has_delivered and self._exporter is not None:
-            if reader is not None:
-                FAULTS.attempt("end of the export", reader.release)
+            if loop is not None:
+                FAULTS.attempt("end of the export", loop.close)
             self._exporter.stop(0)
-        if reader is not None:
-            FAULTS.attempt("end of the export", reader.finish)
+        for export in () if loop is None else loop.recordings.values():
+            export.has_ended = True
+        if loop is not None:
+            FAULTS.attempt("end of the export", partial(loop.end, 0))
+
+
+def _send_now(loop: ExportLoop, export: RecordingExport) -> bool:
+    return loop.send_now(export)
 
 
 def rows_recorded() -> int:

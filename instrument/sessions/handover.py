@@ -11,182 +11,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.clock import Deadline
 from instrument.device.gauges import RARELY_NS, Gauges
 from instrument.device.nvml import ORDER, VARIABLE
-from instrument.errors import ExportError, InstrumentError
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
 from instrument.recording.slot_ring import GaugePlace
-from instrument.recording.spans import Gpu, Span
+from instrument.recording.spans import Gpu
 from instrument.runtime import environment
-from instrument.runtime.cheap_start import LazyModule, dataclass
-from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.cheap_start import dataclass
+from instrument.runtime.faults import FAULTS
 from instrument.sessions.membership import Membership
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp.metrics_queue import Metered, Metrics
-    from instrument.otlp.recording_export import ExportedRun, RecordingExport
-    from instrument.otlp.span_queue import Source
-    from instrument.profile.model import Parquet
-else:
-    otlp = LazyModule("instrument.otlp")
-
-UNREAD_LIMIT_S = 1.0
-"""Seconds for which the export of a window waits until all its rows are read. Then the export fails."""
-
-
-class OwnExport:
-    """A reader that passes this process's own recording to the session's exporter.
-
-    Without `sends` it only counts metrics for scrapes and writes the `dataset`, if there is one. Only one thread may
-    use the reader at a time, except for `note_sent`.
-    """
-
-    def __init__(
-        self, exporter: otlp.Exporter, *, sends: bool = True, dataset: Parquet | None = None, disk_bytes: int = 0
-    ) -> None:
-        self._exporter = exporter
-        exporter.settled = self.note_sent
-        self.sends = sends
-        self.dataset, self._disk_bytes = dataset, disk_bytes
-        self._run: ExportedRun | None = None
-        self._fates: Mapping[str, int] = {}
-        self.metered: Metered | None = None
-        self.is_over = False
-        """True if the session has ended, and its recording was released, or if the recording could not be read."""
-
-    @property
-    def exports(self) -> bool:
-        """True unless the reader only counts metrics for scrapes."""
-        return self.sends or self.dataset is not None
-
-    def prepare(self) -> None:
-        """Import the needed modules while no fork can happen. A child would inherit a half-done import."""
-        import instrument.otlp.recording_export  # noqa: F401
-
-    def begin(self, memory_fd: int) -> None:
-        """Open the recording, and continue at the row at which its last exporter stopped. Raises `OSError`."""
-        if self._run is not None or self.is_over:
-            return
-        from instrument.otlp.recording_export import ExportedRun, RecordingExport
-        from instrument.otlp.recording_meter import GROUPS
-
-        GROUPS.clear()  # those of the session before
-        exported = RecordingExport(memory_fd, self._exporter, sends=self.sends)
-        self._run = run = ExportedRun({0: exported}, has_looked=lambda: run.close_datasets())
-        if self.dataset is not None:
-            from instrument.otlp.file_exports import DatasetExport
-
-            try:
-                key = f"{os.uname().nodename} {os.getpid()}"  # containers may share the folder of its journal
-                exported.dataset = DatasetExport(self.dataset, key, self._disk_bytes)
-            except (InstrumentError, OSError) as problem:
-                logger.warning("export.parquet: %s", problem)
-
-    @property
-    def _exported(self) -> RecordingExport | None:
-        run = self._run
-        return None if run is None else run.members[0]
-
-    def after_fork_in_child(self) -> None:
-        exported, self._run, self._fates = self._exported, None, {}
-        self.is_over = False
-        if exported is not None:
-            exported.after_fork_in_child()
-
-    # ---------------------------------------------------------------- while it records
-
-    def read_rows(self, *, meters: bool = False) -> bool:
-        """Read more rows and pass sampled spans to the exporter. With `meters`, also send metrics that are not due.
-
-        Return True if rows are left.
-        """
-        return self._run is not None and self._run.read_new(metered=self._exported if meters else None)
-
-    def send_now(self) -> bool:
-        """Have the exporter send all rows recorded so far. Return False if it had no space for all."""
-        return self._run is None or self._run.send_now(self._run.members[0])
-
-    def choose_unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the given spans that this export will not send. Raises `ExportError` if the exporter's queue stayed
-        full."""
-        run, end = self._run, time.monotonic() + UNREAD_LIMIT_S
-        if run is None:
-            return list(spans)
-        from instrument.otlp.recording_export import FULL_RETRY_S
-
-        run.members[0].keep_open(spans)
-        while run.read_new(at_once=True) or run.is_behind:
-            if time.monotonic() > end:
-                raise ExportError(
-                    f"{len(spans)} spans of a window were not sent, because the collector has not accepted earlier "
-                    "ones; those that `capture` keeps are sent later"
-                )
-            time.sleep(FULL_RETRY_S)
-        return run.members[0].select_unsent(spans)
-
-    def meter(self) -> bool:
-        """Read the current metrics for a scrape into `metered`. Return False, because `Exporting._read_own` returns
-        True after an error."""
-        metered_of = {} if self._run is None else self._run.metered(list(self._run.members.values()))
-        self.metered = next(iter(metered_of.values()), None)
-        return False
-
-    def note_sent(self, source: Source) -> None:
-        """Store the position up to which the spans of a recording (`source`) have been sent."""
-        exported = self._exported
-        if exported is not None and exported.owns_source(source):
-            exported.note_sent()
-
-    @property
-    def fates(self) -> Mapping[str, int]:
-        """The counts of this session's spans by outcome, such as sent or dropped."""
-        return self._fates if self._exported is None else self._exported.fates
-
-    # ---------------------------------------------------------------- the end
-
-    def end(self, end: float) -> bool:
-        """Pass the remaining rows of an ended session to the exporter, at most until the time `end`. Return True if the
-        exporter's queue had no room for all of them."""
-        run = self._run
-        if run is None:
-            return False
-        exported = run.members[0]
-        exported.has_ended = True
-        run.read_rest(end)
-        exported.is_settled()
-        if (dataset := exported.dataset) is not None:
-            dataset.forget(exported)
-            dataset.end(end)
-            exported.note_unstored(dataset.take_lost())
-            exported.dataset = None
-        return not exported.is_over
-
-    def finish(self) -> None:
-        """End the export, count the unsent spans, and release the recording."""
-        exported, self.is_over = self._exported, True
-        if exported is None:
-            return
-        try:
-            unread = exported.finish().get("unread", 0)
-            self._fates = Counter({**exported.fates, "unread": unread})
-        finally:
-            self.release()
-
-    def release(self) -> None:
-        """Release the recording. The next session's reader continues from here."""
-        exported, self._run = self._exported, None
-        if exported is not None:
-            exported.close()
-
+    from instrument.otlp.metrics_queue import Metrics
 
 Value = TypeVar("Value")
 
@@ -202,21 +46,17 @@ LOOK_S = 0.005
 
 
 class Handover:
-    """The choice of the exporter, which is this process (`is_here`) or the agent, and the progress of the export.
+    """The choice of the exporter, which is this process (`is_here`) or the agent, and the progress of the export."""
 
-    `own` is the reader in this process, None if nothing is read here.
-    """
-
-    def __init__(self, exporter: otlp.Exporter | None, reader: OwnExport | None) -> None:
-        self._exporter, self.own = exporter, reader
+    def __init__(self, exporter: otlp.Exporter | None) -> None:
+        self._exporter = exporter
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        if self.own is not None:
-            self.own.after_fork_in_child()
-            self.own = self.own if self.own.exports else None
         self.is_here = True
         """True if this process exports its own recording."""
+        self.writes_dataset = False
+        """True if this process writes a dataset, and sends no spans."""
         self.has_agent = False
         """True if an agent of the run exports the recordings that it can read."""
         self.is_refused = False
@@ -304,15 +144,10 @@ class Handover:
 
     def losses(self) -> Mapping[str, int]:
         """Return the counts of spans that the export has lost, in this process or in the agent, by reason."""
-        fates: Mapping[str, int]
-        if self.own is None or not self.own.exports:  # an agent may write files nevertheless
-            of_files = self.progress().fates
-            fates = {fate: of_files[fate] for fate in ("unwritten", "unstored")}
-        elif self.is_here:
-            fates = self.own.fates
-        else:
-            progress = self.progress() if self.has_agent else Progress()
-            fates = progress.unreported() if self.is_abandoned() else progress.fates
+        progress = self.progress()
+        fates = progress.unreported() if self.is_abandoned() else progress.fates
+        if self._exporter is None and not self.writes_dataset:  # an agent may write files nevertheless
+            fates = {fate: fates[fate] for fate in ("unwritten", "unstored")}
         return {**export_checkpoint.losses_by_name(fates), **self.left}
 
 

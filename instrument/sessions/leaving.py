@@ -173,7 +173,7 @@ class Leaving:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, STALLED_AGENT_S)[1]
                     exporting.handover.note_undelivered(count, is_reported=_can_agent_report())
             self._wait_for_collector(deadline)
-        elif exporting.own_reader is not None and exporting.own_reader.dataset is not None:
+        elif exporting.handover.writes_dataset:
             exporting.read_remaining(time.monotonic() + deadline.left_s())
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))

@@ -47,7 +47,7 @@ from instrument.recording.trace_context import (
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
 from instrument.sessions.account import SessionDiagnostics
-from instrument.sessions.handover import Handover, OwnExport
+from instrument.sessions.handover import Handover
 from instrument.sessions.window import WINDOWS_THREAD, Loop, Stretch, WindowReader
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Recorded:
         self.exporter: otlp.Exporter | None = None
         if profile.export.otlp is not None:
             self.exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
-        self.handover = Handover(self.exporter, None if self.exporter is None else self.reader(self.exporter))
+        self.handover = Handover(self.exporter)
         self.costs = Costs(RECORDER)
         self.budget = Budget(RECORDER, self.costs.usual_ns, lambda: self.costs.passed_ns, self.selection.detach)
         self.windows = WindowReader(RECORDER, self.selection, self.origin)
@@ -159,9 +159,6 @@ class Recorded:
     def requests_by(self) -> tuple[str, int]:
         """The attribute by which requests are grouped, "" for none, and the maximum number of groups."""
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
-
-    def reader(self, exporter: otlp.Exporter, *, sends: bool = True) -> OwnExport:
-        return OwnExport(exporter, sends=sends, dataset=self.dataset(), disk_bytes=self.profile.limits.disk_bytes)
 
     def dataset(self) -> Parquet | None:
         """Return the dataset's settings with an absolute path, because the agent runs in another folder."""

@@ -37,13 +37,13 @@ from instrument.recording.spans import (
 )
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s, override_rows
-from instrument.trace.file import Saved
 from instrument.trace.indices import NONE, nearest, topmost_rows
 from instrument.trace.joined import Joined, join
 from instrument.trace.trace import MergedProcess, Trace, spans_of, with_spans
 
-if TYPE_CHECKING:
-    from instrument.trace.merge import Merged  # an exporter has no files to merge
+if TYPE_CHECKING:  # an exporter reads no files
+    from instrument.trace.file import Saved
+    from instrument.trace.merge import Merged
 
 
 LOOK_BACK = 64

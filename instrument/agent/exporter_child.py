@@ -1,4 +1,4 @@
-"""The main loop of the exporter, a child process of the agent that reads recordings and gauges, and sends spans.
+"""The exporter, a child process of the agent that reads recordings and gauges, and sends spans.
 
 The agent sends the exporter a descriptor of each recording, and a message at the end of each process. A new exporter
 continues from the progress stored in the recordings.
@@ -13,12 +13,13 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Origin, Sample
 from instrument.runtime import agent_socket
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.cheap_start import LazyModule, asdict
 from instrument.runtime.faults import logger
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
@@ -278,14 +279,12 @@ def _parse_reading(reading: Any) -> float | None:
 
 if TYPE_CHECKING:
     from instrument.agent import scrapes
-    from instrument.otlp import export_facts, exporter, file_exports, recording_export
+    from instrument.otlp import export_facts, export_loop, exporter, file_exports, recording_export, senders
     from instrument.otlp.metrics_queue import Metered
-    from instrument.otlp.span_queue import Source
     from instrument.recording.distributions import Metric
 else:  # a run that has only its gauges read needs no numpy
-    scrapes = LazyModule("instrument.agent.scrapes")
-    export_facts = LazyModule("instrument.otlp.export_facts")
-    recording_export = LazyModule("instrument.otlp.recording_export")
+    scrapes, senders = LazyModule("instrument.agent.scrapes"), LazyModule("instrument.otlp.senders")
+    export_facts, export_loop = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.export_loop")
     exporter, file_exports = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.file_exports")
 
 READ_INTERVAL_S = 0.2
@@ -301,6 +300,18 @@ MOST_MESSAGE_CHARACTERS = 1000
 """The maximum number of characters of a warning that the agent prints for the exporter."""
 
 
+def import_without_tls() -> None:
+    """Import what the exporter uses, without optional modules that take 3 MB. Later imports get these modules."""
+    hidden = dict.fromkeys(name for name in ("ssl", "_hashlib", "typing_extensions") if name not in sys.modules)
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    try:
+        senders.import_once("http.client")
+        import_module("instrument.otlp.export_loop")
+    finally:
+        for name in (*hidden, "http.client"):
+            del sys.modules[name]
+
+
 class _AgentLogHandler(logging.Handler):
     """A logging handler that sends warnings to the agent, which prints them to the standard error of the runs."""
 
@@ -312,31 +323,27 @@ class _AgentLogHandler(logging.Handler):
         self._send({"said": record.getMessage()[:MOST_MESSAGE_CHARACTERS]})
 
 
-class ExportLoop:
-    """The main loop of the exporter, which serves the agent at the other end of `connection`."""
+class ExporterChild:
+    """The exporter, which serves the agent at the other end of `connection`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
         self._gauges = GaugeThread(self._agent.send)
         self._exporters: dict[Otlp | None, exporter.Exporter] = {}
-        self._recordings: dict[int, recording_export.RecordingExport] = {}
         self._settings: dict[int, Otlp | None] = {}
         self._scopes: dict[int, list[scrapes.Scope]] = {}
         """The scrape scopes of each recording, by the recording's number."""
         self._scrapes: scrapes.Scrapes | None = None
-        self._datasets: dict[tuple[str, str], file_exports.DatasetExport] = {}
-        """The datasets, by run and by their settings as text."""
         self._folder: Path | None = None
         self._ends_at = 0.0
         logger.addHandler(_AgentLogHandler(self._agent.send))
         logger.propagate = False
-        self.faults = 0
 
     def serve(self) -> None:
         """Serve until the agent asks the exporter to end, or until the agent is gone."""
         has_more = False
         while not self._ends_at:
-            wait_s = BUSY_READ_INTERVAL_S if self._is_behind else READ_INTERVAL_S
+            wait_s = BUSY_READ_INTERVAL_S if self._exporters and self._loop.is_behind else READ_INTERVAL_S
             for message, descriptors in self._agent.receive(0 if has_more else wait_s):
                 self._handle_message(message, descriptors)
             if self._agent.has_gone:
@@ -344,30 +351,37 @@ class ExportLoop:
             self._gauges.report_silence(time.monotonic())
             if self._scrapes is not None:
                 self._scrapes.answer_waiting(self._scrape_metrics)
-            has_more = bool(self._recordings) and self._run.read_and_settle()
-        if self._recordings:
-            self._run.read_rest(self._ends_at)
+            if self._exporters:
+                has_more = self._loop.read_and_settle()
+                self._loop.end_settled()
+        if self._exporters:
+            self._end_exports()
+        self._gauges.stop()
+
+    def _end_exports(self) -> None:
+        self._loop.read_rest(self._ends_at)
         for sender in self._exporters.values():
             sender.send_soon()  # all at the same time: one slow collector delays no other
         for sender in self._exporters.values():
             sender.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
-        for number in list(self._recordings):
-            self._end_export(number)
-        for dataset in self._datasets.values():
-            self._attempt_dataset(partial(dataset.end, self._ends_at))
-        self._gauges.stop()
+        self._loop.end_datasets(self._ends_at)
+        for number in list(self._loop.recordings):
+            self._loop.end(number)
 
     @cached_property
-    def _run(self) -> recording_export.ExportedRun:
-        return recording_export.ExportedRun(self._recordings, self._attempt, self._finish_look)
-
-    @property
-    def _is_behind(self) -> bool:
-        return bool(self._recordings) and self._run.is_behind
+    def _loop(self) -> export_loop.ExportLoop:
+        import_without_tls()
+        return export_loop.ExportLoop(
+            self._report_end, lambda rows: self._agent.send({"dataset": rows}), self._note_silence, self._agent.wake
+        )
 
     @cached_property
     def _ended_metrics(self) -> scrapes.EndedMetrics:
         return scrapes.EndedMetrics(self._folder)
+
+    def _note_silence(self) -> None:
+        for sender in self._exporters.values():
+            sender.note_silence()
 
     # ---------------------------------------------------------------- the agent
 
@@ -375,19 +389,32 @@ class ExportLoop:
         if "process" in message:
             self._gauges.ask(message, descriptors)
         elif "export" in message:
-            self._attempt(int(message["export"]), partial(self._begin, int(message["export"]), message, descriptors))
+            number = int(message["export"])
+            self._loop.attempt(number, partial(self._begin, number, message, descriptors))
         elif "folder" in message:
             self._folder = Path(message["folder"])
         elif "listen" in message or "scrape" in message:
             self._begin_scrapes(message, *descriptors)
         elif "end" in message:
             self._ends_at = time.monotonic() + float(message["end"])
-        if (ended := self._recordings.get(int(message.get("ended", 0)))) is not None:
-            ended.has_ended = True
-        if (export := self._recordings.get(int(message.get("flush", 0)))) is not None:
-            self._attempt(int(message["flush"]), partial(self._run.send_now, export))
-        if (export := self._recordings.get(int(message.get("window", 0)))) is not None:
-            self._attempt(int(message["window"]), partial(self._send_window, message, export))
+        elif self._exporters:
+            for name, action in (("ended", self._note_end), ("flush", self._flush), ("window", self._send_window)):
+                number = int(message.get(name, 0))
+                if (export := self._loop.recordings.get(number)) is not None:
+                    self._loop.attempt(number, partial(action, message, export))
+
+    def _note_end(self, _: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
+        export.has_ended = True
+
+    def _flush(self, _: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
+        self._loop.send_now(export)
+
+    def _send_window(self, message: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
+        """Send all spans of a process in the message's interval. Requests that are still open follow once they end."""
+        spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
+        export.keep_open(spans)
+        self._loop.read_new(at_once=True)
+        export.send(export.select_unsent(spans))
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
         """Answer one scrape on a connection, or all scrapes at an address."""
@@ -404,10 +431,11 @@ class ExportLoop:
 
     def _scrape_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
         """Return the metrics of a scope's living processes, and its ended processes' totals by service."""
-        numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
-        members = [self._recordings[number] for number in numbers if number in self._recordings]
-        metered_of = self._run.metered(members)
+        exports = [export for number, export in self._loop.recordings.items() if scope in self._scopes[number]]
+        metered_of = self._loop.metered(exports)
         return list(metered_of.values()), self._ended_metrics.totals_of(scope, metered_of)
+
+    # ---------------------------------------------------------------- recordings
 
     def _begin(self, number: int, message: Mapping[str, Any], descriptors: list[int]) -> None:
         """Begin the export of a recording, with the settings in the agent's message."""
@@ -417,46 +445,30 @@ class ExportLoop:
         (fd,) = descriptors
         try:
             otlp = None if settings.get("otlp") is None else export_facts.settings_from(settings["otlp"])
-            export = recording_export.RecordingExport(
-                fd, self._exporter(otlp), int(message.get("generation", 0)), sends=otlp is not None
-            )
+            generation = int(message.get("generation", 0))
+            export = self._loop.begin(number, fd, self._exporter(otlp), generation, sends=otlp is not None)
         finally:
             os.close(fd)
-        self._recordings[number], self._settings[number] = export, otlp
+        self._settings[number] = otlp
         export.is_scraped = bool(listens or message["is_scraped"])
         if folder := settings.get("captures"):
             export.files = file_exports.KeptFiles(Path(folder), run, disk_bytes)
         if settings.get("parquet"):
-            self._attempt_dataset(partial(self._begin_dataset, export, settings["parquet"], run, disk_bytes))
+            self._loop.attempt_dataset(partial(self._begin_dataset, export, settings["parquet"], run, disk_bytes))
 
     def _begin_dataset(
         self, export: recording_export.RecordingExport, settings: Mapping[str, Any], run: str, disk_bytes: int
     ) -> None:
-        place = run, repr(settings)
-        if place not in self._datasets:
-            file_exports.limit_pyarrow()
-            parsed = file_exports.settings_from(settings)
-            self._datasets[place] = file_exports.DatasetExport(parsed, run, disk_bytes)
-        export.dataset = self._datasets[place]
-
-    def _attempt_dataset(self, action: Callable[[], object]) -> None:
-        """Call an action on a dataset, and report its failure and its lost rows to the agent."""
-        try:
-            action()
-        except Exception as problem:
-            self.faults += 1
-            self._agent.send({"said": f"export.parquet: {problem!s:.500}"})
-        if lost := sum(dataset.take_lost() for dataset in self._datasets.values()):
-            self._agent.send({"dataset": lost})
+        file_exports.limit_pyarrow()
+        self._loop.begin_dataset(export, file_exports.settings_from(settings), run, disk_bytes)
 
     def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
         """Return the exporter for a collector, and start it. For None, return one that sends nothing."""
         if settings not in self._exporters:
             self._stop_unused()
             origin = Origin(os.getpid(), "", 0, 0)
-            sends = settings is not None
-            sender = exporter.Exporter(settings or Otlp(), origin, dict, self._note_settled, detects=False, sends=sends)
-            if sends:
+            sender = exporter.Exporter(settings or Otlp(), origin, dict, detects=False, sends=settings is not None)
+            if settings is not None:
                 sender.start()
             self._exporters[settings] = sender
         return self._exporters[settings]
@@ -470,70 +482,11 @@ class ExportLoop:
         for settings in unused[: max(len(self._exporters) - MOST_EXPORTERS + 1, 0)]:
             self._exporters.pop(settings).stop(0)
 
-    def _note_settled(self, source: Source) -> None:
-        """Store the position up to which the spans of a recording (`source`) have been sent. The sending thread calls
-        this."""
-        for export in list(self._recordings.values()):
-            if export.owns_source(source):
-                export.note_sent()
-        if self._is_behind:
-            self._agent.wake()
-
-    # ---------------------------------------------------------------- recordings
-
-    def _attempt(self, number: int, action: Callable[[], object]) -> None:
-        """Run an action on a recording. If it fails, end the export of that recording only."""
-        try:
-            action()
-        except Exception as problem:  # what another process has recorded may be anything
-            self.faults += 1
-            self._end_export(number, f"{type(problem).__name__}: {problem!s:.500}")
-
-    def _finish_look(self) -> None:
-        """Write files that are due, and end the exports that are done."""
-        for number, export in list(self._recordings.items()):
-            self._attempt(number, partial(self._finish_read, number, export))
-        for sender in self._exporters.values():
-            sender.note_silence()
-        if self._datasets:
-            self._attempt_dataset(self._run.close_datasets)
-
-    def _finish_read(self, number: int, export: recording_export.RecordingExport) -> None:
-        export.write_kept(at_once=False)
-        if not export.is_behind:  # those come first the next time that there was no room for
-            self._recordings[number] = self._recordings.pop(number)
-        if export.is_over and export.is_settled():
-            self._end_export(number)
-
-    def _send_window(self, message: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
-        """Send all spans of a process in the message's interval. Requests that are still open follow once they end."""
-        spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
-        export.keep_open(spans)
-        self._run.read_new(at_once=True)
-        export.send(export.select_unsent(spans))
-
-    def _end_export(self, number: int, problem: str = "") -> None:
-        """End the export of a recording, and report to the agent how many spans were sent and lost."""
-        export, fates = self._recordings.pop(number, None), {}
-        is_sent, scopes = self._settings.pop(number, None) is not None, self._scopes.pop(number, [])
-        try:
-            if export is not None:
-                if export.is_scraped and (metered := export.metered()) is not None:
-                    self._ended_metrics.add(export.key, scopes, metered)
-                export.write_kept(at_once=True)
-                if export.dataset is not None:
-                    self._attempt_dataset(partial(export.dataset.forget, export))
-                ended = export.finish() if export.has_ended else {}
-                # Without a collector or files nothing was to go anywhere. A dataset writes rows after the end.
-                if is_sent or export.files is not None:
-                    fates = dict(ended)
-                elif export.dataset is not None:
-                    fates = {fate: ended[fate] for fate in ("missed", "unread", "unstored") if ended.get(fate)}
-        except Exception as fault:
-            problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
-        try:
-            if export is not None:
-                export.close()
-        except Exception as fault:
-            problem = problem or f"{type(fault).__name__}: {fault!s:.500}"
-        self._agent.send({"done": number, "fates": fates, "problem": problem})
+    def _report_end(self, number: int, ended: export_loop.EndedExport) -> None:
+        """Report to the agent how many spans of a recording were sent and lost."""
+        self._settings.pop(number, None)
+        scopes, problem = self._scopes.pop(number, []), ended.problem
+        if ended.metered is not None:
+            self._ended_metrics.add(ended.key, scopes, ended.metered)
+        text = "" if problem is None else f"{type(problem).__name__}: {problem!s:.500}"
+        self._agent.send({"done": number, "fates": ended.fates, "problem": text})

@@ -1,0 +1,271 @@
+"""Reads recordings together, settles their requests, and has the settled rows sent and written.
+
+The exporter process of an agent has the recordings of its run. A service without an agent has its own recording alone,
+and reads it on a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from instrument.otlp.metrics_queue import Metered
+from instrument.otlp.recording_export import RecordingExport
+from instrument.otlp.recording_meter import GROUPS
+from instrument.runtime.faults import logger
+from instrument.trace.sent_rows import Settling
+
+if TYPE_CHECKING:
+    from instrument.otlp.exporter import Exporter
+    from instrument.otlp.file_exports import DatasetExport
+    from instrument.otlp.span_queue import Source
+    from instrument.profile.model import Parquet
+
+SETTLE_EACH_NS = 25 * 10**7
+"""Nanoseconds between two rounds of settling."""
+
+BEHIND_NS = 5 * 10**9
+"""The maximum nanoseconds for which settling pauses while the collector has not accepted earlier spans."""
+
+MOST_LOOKS = 20
+"""The maximum number of times that all recordings are read before a scrape is answered, or spans are flushed."""
+
+FULL_RETRY_S = 0.02
+"""Seconds between two attempts to read more rows while the exporter has no space for more spans."""
+
+
+class EndedExport(NamedTuple):
+    """The end of a recording's export: its unreported counts of spans, and the problem that ended it.
+
+    `metered` has the last metrics for scrapes, None if no scrape reads them. `key` is the key of the recording.
+    """
+
+    fates: Mapping[str, int]
+    problem: Exception | None
+    key: str = ""
+    metered: Metered | None = None
+
+
+class ExportLoop:
+    """Reads and settles the recordings of one exporter together.
+
+    `recordings` has the recordings by number. `report_end` is called with a recording's number at the end of its
+    export, `report_unstored` with the number of lost rows in a dataset whose processes have ended. `has_looked` is
+    called after each look at all recordings, `has_room` when spans were sent while reading pauses. One thread uses an
+    instance, except for `note_sent`.
+    """
+
+    def __init__(
+        self,
+        report_end: Callable[[int, EndedExport], object],
+        report_unstored: Callable[[int], object],
+        has_looked: Callable[[], object] = bool,
+        has_room: Callable[[], object] = bool,
+    ) -> None:
+        self._report_end, self._report_unstored = report_end, report_unstored
+        self._has_looked, self._has_room = has_looked, has_room
+        self.recordings: dict[int, RecordingExport] = {}
+        self.datasets: dict[tuple[str, Parquet], DatasetExport] = {}
+        """The datasets by run and settings."""
+        self._settling = Settling()
+        self._settled_at_ns = 0
+        self.faults = 0
+        GROUPS.clear()  # those of the session before
+
+    # ---------------------------------------------------------------- recordings
+
+    def begin(
+        self, number: int, fd: int, exporter: Exporter, generation: int = 0, *, sends: bool = True
+    ) -> RecordingExport:
+        """Begin the export of a recording, see `RecordingExport`. Raises `TraceError` and `OSError`."""
+        exporter.settled = self.note_sent
+        export = self.recordings[number] = RecordingExport(fd, exporter, generation, sends=sends)
+        return export
+
+    def begin_dataset(self, export: RecordingExport, settings: Parquet, key: str, disk_bytes: int) -> None:
+        """Begin to write the settled requests of a recording into the dataset of its run, whose name is `key`."""
+        from instrument.otlp.file_exports import DatasetExport
+
+        place = key, settings
+        if place not in self.datasets:
+            self.datasets[place] = DatasetExport(settings, key, disk_bytes)
+        export.dataset = self.datasets[place]
+
+    def attempt(self, number: int, action: Callable[[], object]) -> None:
+        """Call an action on a recording. If it fails, end the export of that recording only."""
+        try:
+            action()
+        except Exception as problem:  # what another process has recorded may be anything
+            self.faults += 1
+            self.end(number, problem)
+
+    def attempt_dataset(self, action: Callable[[], object]) -> None:
+        """Call an action on datasets. Log its failure, and count the rows that were lost."""
+        try:
+            action()
+        except Exception as problem:
+            self.faults += 1
+            logger.warning("export.parquet: %.500s", problem)
+        for dataset in self.datasets.values():
+            if lost := dataset.take_lost():
+                member = next((export for export in self.recordings.values() if export.dataset is dataset), None)
+                note = self._report_unstored if member is None or member.reading is None else member.note_unstored
+                note(lost)
+
+    def end(self, number: int, problem: Exception | None = None) -> None:
+        """End the export of a recording, and report what became of its spans."""
+        export, ended = self.recordings.pop(number, None), EndedExport({}, problem)
+        if export is None and problem is None:
+            return
+        try:
+            if export is not None:
+                with closing(export):
+                    ended = ended._replace(key=export.key, metered=export.metered() if export.is_scraped else None)
+                    export.write_kept(at_once=True)
+                    if export.dataset is not None and export.dataset in self.datasets.values():
+                        self.attempt_dataset(partial(export.dataset.forget, export))
+                    ended = ended._replace(fates=export.finish() if export.has_ended else {})
+        except Exception as fault:
+            ended = ended._replace(problem=problem or fault)
+        self._report_end(number, ended)
+
+    def end_settled(self) -> None:
+        """End the exports of ended processes whose spans are all sent or lost."""
+        for number, export in list(self.recordings.items()):
+            self.attempt(number, partial(self._end_if_settled, number, export))
+
+    def _end_if_settled(self, number: int, export: RecordingExport) -> None:
+        if export.is_over and export.is_settled():
+            self.end(number)
+
+    def end_datasets(self, until: float) -> None:
+        """Close the files of all datasets, and upload them until the time `until` of the monotonic clock."""
+        for place, dataset in list(self.datasets.items()):
+            for export in self.recordings.values():
+                if export.dataset is dataset:
+                    self.attempt_dataset(partial(dataset.forget, export))
+            self.attempt_dataset(partial(dataset.end, until))
+            del self.datasets[place]
+
+    def close(self) -> None:
+        """Release all recordings, whose exports another exporter can continue."""
+        while self.recordings:
+            self.recordings.popitem()[1].close()
+
+    def after_fork_in_child(self) -> None:
+        """Close the parent's recordings in the child. The parent continues to export them."""
+        for export in self.recordings.values():
+            export.after_fork_in_child()
+
+    def note_sent(self, source: Source) -> None:
+        """Store the position up to which the spans of a recording (`source`) have been sent. The sending thread calls
+        this."""
+        for export in list(self.recordings.values()):
+            if export.owns_source(source):
+                export.note_sent()
+        if self.is_behind:
+            self._has_room()
+
+    # ---------------------------------------------------------------- reading
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the reading of a recording has stopped because the exporter has no space for more spans."""
+        return any(export.is_behind for export in list(self.recordings.values()))
+
+    def read_new(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
+        """Read the new rows of all recordings, in up to `MOST_LOOKS` looks. Return True if rows are left."""
+        return all(self.read_and_settle(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
+
+    def read_rest(self, until: float) -> None:
+        """Read and settle all rows of all recordings, until the time `until` of the monotonic clock."""
+        while (self.read_and_settle() or self.is_behind) and time.monotonic() < until:
+            time.sleep(FULL_RETRY_S if self.is_behind else 0)
+        while self.read_and_settle(is_last=True) and time.monotonic() < until:
+            pass
+
+    def send_now(self, export: RecordingExport) -> bool:
+        """Send all spans and metrics that a process has recorded so far. Return False if there was no space for all."""
+        has_more = self.read_new(at_once=True, metered=export)
+        export.is_settled()
+        return not (has_more or export.is_behind or export.reading is None)
+
+    def metered(self, exports: Sequence[RecordingExport]) -> dict[str, Metered]:
+        """Return the current metrics of recordings for a scrape, by the recording's key."""
+        for export in exports:
+            export.is_scraped = True
+            export.before_scrape()
+        self.read_new()
+        metered_of = {export.key: export.metered() for export in self.recordings.values() if export in exports}
+        return {key: metered for key, metered in metered_of.items() if metered is not None}
+
+    def read_and_settle(
+        self, *, is_last: bool = False, at_once: bool = False, metered: RecordingExport | None = None
+    ) -> bool:
+        """Read all recordings, and settle the requests that are due.
+
+        With `at_once`, settle all requests that have ended. With `is_last`, settle all requests. Send the metrics of
+        `metered`. Return True if a recording has more rows.
+        """
+        if not self.recordings:
+            return False
+        has_more: list[int] = []
+
+        def read(number: int, export: RecordingExport) -> None:
+            if export.read(is_last=is_last, meters=export is metered or is_last):
+                has_more.append(number)
+
+        for number, export in list(self.recordings.items()):
+            self.attempt(number, partial(read, number, export))
+        now_ns = time.monotonic_ns()
+        since_ns = now_ns - self._settled_at_ns
+        is_behind = self.is_behind and since_ns < BEHIND_NS
+        is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more
+        if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
+            self._settle_requests(now_ns, is_last=is_last, at_once=at_once and not has_more)
+        for number, export in list(self.recordings.items()):
+            self.attempt(number, partial(self._finish_look, number, export))
+        if self.datasets:
+            self.attempt_dataset(self._close_datasets)
+        self._has_looked()
+        return bool(has_more) or (self._settling.has_more and not is_behind)
+
+    def _finish_look(self, number: int, export: RecordingExport) -> None:
+        export.take_metrics()
+        export.write_kept(at_once=False)
+        if self.is_behind and not export.is_behind:  # the next look begins with those for which there was no room
+            self.recordings[number] = self.recordings.pop(number)
+
+    def _settle_requests(self, now_ns: int, *, is_last: bool, at_once: bool) -> None:
+        self._settled_at_ns = now_ns
+        readings = []
+        for number, export in self.recordings.items():
+            if (reading := export.reading) is not None:
+                reading.reader.ahead = 0
+                readings += [] if export.is_spoilt else [(number, export, reading)]
+        exports = [export for _, export, _ in readings]
+        self._settling.taken = [partial(dataset.put_settled, exports) for dataset in self.datasets.values()]
+        self._settling.members = [reading.reader.rows for *_, reading in readings]
+        settled_by_place = self._settling.settle(
+            now_ns,
+            is_last=is_last or all(export.is_over for export in self.recordings.values()),
+            at_once=at_once,
+            asks_queues=any(reading.facts.metered.asks for *_, reading in readings),
+        )
+        for place, settled in settled_by_place.items():
+            number, export, _ = readings[place]
+            self.attempt(number, partial(export.take_settled, settled, self._settling.settled_ns))
+        for number, export, _ in readings:
+            self.attempt(number, partial(export.write_progress, self._settling.settled_ns))
+
+    def _close_datasets(self) -> None:
+        """Add the facts of processes to the datasets that are due, and close their files."""
+        for dataset in self.datasets.values():
+            if dataset.is_due:
+                for export in self.recordings.values():
+                    if export.dataset is dataset:
+                        dataset.put_window(export)
+                dataset.close_files()
