@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (319, 4),
-    "agent": (4_418, 15),
+    "agent": (4_388, 15),
     "chrome": (3_302, 9),
     "cli": (2_976, 16),
     "compat": (1_170, 6),
@@ -350,14 +350,14 @@ LINES_AND_FILES = {
     "fleet": (136, 1),
     "instrumentors": (12_368, 40),
     "native": (9_144, 26),
-    "otlp": (5_163, 16),
+    "otlp": (5_311, 17),
     "profile": (2_623, 8),
     "proposal": (1_366, 4),
     "recorder": (2_536, 10),
     "recording": (4_112, 15),
     "report": (13_814, 37),
     "runtime": (2_799, 13),
-    "sessions": (6_457, 19),
+    "sessions": (6_343, 19),
     "trace": (10_318, 29),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
