@@ -127,7 +127,8 @@ class _Packets:
             track.process.process_labels.extend(map(remove_surrogates, labels))
 
     def _intern(self, table: str, entry: Any, **facts: Any) -> int:
-        """Return the number of an interned entry, and define a new one in the current packet."""
+        """Return the number of an interned entry. An entry without a number gets one, and is defined in the current
+        packet."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
         if number is None:

@@ -1,7 +1,8 @@
 """Defines pairs of events that time spans on a device, and the contexts that own the pairs.
 
-`Placing` converts the times of pairs to the host's clock. The distance of an event to an anchor has an uncertainty, but
-the order of events on a stream is certain. `Placing` uses both, so that intervals nest in a trace as on the device.
+`Placing` converts the times of pairs to the host's clock by anchors: events whose time is known on both clocks. A
+converted time has an uncertainty, but the order of events on a stream is certain. `Placing` corrects times that
+contradict this order. So intervals nest in a trace as on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Follow spans where execution leaves the calling code: to tasks, other threads, compilers and CUDA graphs.
 
-The parent of a new span is found in the current context (`contextvars`). To save time, the current span is written to
-the context only when the context is copied, explicitly or by the start of a task.
+Each context (`contextvars`) has a chain of its open spans. The innermost open span is the parent of a new span. A
+copied context takes its first parent from a context variable. To save time, this variable is not set for each span, but
+only before a reported copy. In an event loop, some copies are not reported, so a request there sets the variable when
+it begins. In a loop that does not report its tasks, each span sets it.
 
 Work that a request passes to another thread belongs to the request. The wait in an executor's queue is a phase of the
 request.

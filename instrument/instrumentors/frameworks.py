@@ -107,8 +107,8 @@ ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
         True,
     ),
 }
-"""The entry points of each framework, and the function that describes an object. The last item is True if one
-description counts for all objects of a class."""
+"""The entry points of each framework, the function that describes the object of a call, and a flag. The flag is True if
+all objects of a class share one description."""
 
 OBSERVERS: Mapping[str, str] = {"jax": "JaxFunctions", "keras": "KerasLayers", "sklearn": "SklearnEstimators"}
 """The class in `jax_keras_sklearn` that instruments a framework beyond its `ENTRIES`."""

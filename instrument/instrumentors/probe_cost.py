@@ -275,8 +275,8 @@ class Costs:
         self._cold_ns: float | None = None
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure the costs in 6 ms, or read those that another process of the run measured. Outside a run, measure
-        `cold_ns`, too."""
+        """Measure the costs, which takes 6 ms, or read those that another process of the run measured. Outside a run,
+        measure `cold_ns`, too."""
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
         costs, self.passed_ns = self._share_measurement("costs", measure)

@@ -60,7 +60,7 @@ from instrument.runtime.faults import FAULTS
 
 EACH = "[]"
 FACTS_OF_REQUEST = 2
-"""The mode of the C reader for facts of requests, in place of keys."""
+"""The mode in which the C reader reads facts of requests, and no keys."""
 
 TEXTS_KNOWN = 4096
 """The maximum number of key texts whose shortened form is cached. At the limit the cache is emptied."""

@@ -140,7 +140,8 @@ def _make_totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndO
 def _make_gauges(
     parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None
 ) -> Iterator[MetricAndOrigin]:
-    """Yield the newest sample of each gauge, of processes if `of_processes`, else of machines."""
+    """Yield the newest sample of each gauge: of processes for True in `of_processes`, of machines for False, of both
+    for None."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
         newest = {

@@ -74,7 +74,8 @@ class Source:
     def requests(
         self, trace: Columns, rows: Int64s, most_bytes: int, ids: SpanIds | None = None, **facts: Any
     ) -> Iterator[Body]:
-        """Pack rows of a trace as requests. `facts` are the arguments of `SpanPacker`."""
+        """Pack rows of a trace into OTLP export requests of at most `most_bytes`. `facts` are the arguments of
+        `SpanPacker`."""
         from instrument.otlp.packed_spans import SpanIds, SpanPacker
         from instrument.otlp.span_forms import PROTOBUF, request_bodies
         from instrument.trace.indices import Groups, rank_distinct

@@ -543,4 +543,5 @@ EVERYTHING = Profile(
     device=Device(host_ns=10**9),
     source="the default of a Profiler",
 )
-"""The profile with which `Profiler` records a training loop without a profile. The path "" is the whole model."""
+"""The default profile of a `Profiler`, for a training loop whose user names no profile. The path "" is the whole
+model."""

@@ -177,7 +177,8 @@ class Comparison(View):
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def unclear_beyond(self, limit: float) -> list[Change]:
-        """Return the call paths with a large share of the time that may be slower by more than `limit`."""
+        """Return the call paths with at least `MAJOR_SHARE` of the time for which a slowdown beyond `limit` is not
+        ruled out."""
         return [
             change
             for change in self.changes

@@ -1,8 +1,9 @@
 """The explanation of a slow request or window: the causes of its excess (the time that similar requests do not need).
 
-Requests are similar if they have the same endpoint and like work: engine steps, weight in batches, and sizes among
-their attributes. The typical time is the mean over the middle half of up to `NEAREST` similar requests, sorted by wall
-time. A cause accounts for its time beyond its own typical time. Any excess beyond all causes is unexplained.
+Requests are similar if they have the same endpoint and need similar amounts of work. Amounts of work are the number of
+engine steps, the weight in batches, and attributes that name a size, such as tokens. The typical time is the mean over
+the middle half of up to `NEAREST` similar requests, sorted by wall time. A cause accounts for its time beyond its own
+typical time. Any excess beyond all causes is unexplained.
 
 For a window, the mean of its requests is explained.
 
@@ -72,7 +73,7 @@ SLOWED = (listed.SLOW, listed.OWN, listed.COPY, listed.FILL, listed.TRANSPORTED)
 """The causes that look the same as a lack of processors or memory. Only a gauge can distinguish them."""
 
 STOPPED = (listed.SLOW, listed.OWN, listed.COPY)
-"""The causes that look the same as a single long stop of a thread."""
+"""The causes that cannot be distinguished from a long stop of a thread, such as a garbage collection."""
 
 KEY_LENGTH = 40
 

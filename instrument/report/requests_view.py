@@ -5,8 +5,8 @@ the running phase that began last, on any thread or task of the request. A momen
 parts add up to the wall time. If the profile's rules read keys of requests, phases in other processes count, too.
 Batches and the times between them are then also parts (see `instrument.trace.ledger`).
 
-A span is a phase if its rule or scope declares one (`phase:`), or if its kind is `phase`. Operators and scopes of the
-user are not phases.
+A span is a phase if its rule or scope declares a phase (`phase:`). Without a declaration, spans of the kinds `phase`,
+`copy`, `layer`, `loader` and `comm`, spans named `queue`, and waits for a lock are phases. All other spans are not.
 """
 
 from __future__ import annotations

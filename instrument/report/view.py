@@ -1,7 +1,7 @@
 """The options of views, the recording that views read, and the JSON form of their numbers.
 
-A view is a function ``name(recording, options)`` in ``report/name_view.py`` and returns a frozen dataclass. The fields
-and public properties of that class are the numbers of the view. The method `lines` prints the numbers.
+A view `NAME` is the function ``NAME(recording, options)`` in ``report/NAME_view.py``, and returns a frozen dataclass.
+The fields and public properties of that class are the numbers of the view. The method `lines` prints the numbers.
 """
 
 from __future__ import annotations

@@ -17,9 +17,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 RESETTABLE_SIGNALS = (signal.SIGINT, signal.SIGHUP)
-"""The signals that get our handler only when the service resets its own handler to the default.
+"""The signals that get our handler only if the service first sets a handler of its own, and then sets the default
+again.
 
-Otherwise they keep the default. A handler in Python cannot end a program while the main thread runs C code.
+In all other cases the default remains set, because it ends a program even while the main thread runs C code. A handler
+in Python cannot do this.
 """
 
 

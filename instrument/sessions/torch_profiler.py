@@ -224,7 +224,8 @@ OPEN_WINDOW_LIMIT_S = 2.0
 
 MARK = "instrument.clock"
 MARKS = 4
-"""The number of marks at each end of a window. A mark is one moment on both clocks. The first mark is imprecise."""
+"""The number of marks at each end of a window. A mark gives the time of one moment on torch's clock and on ours. The
+first mark is imprecise."""
 
 ROUNDS, TRIALS = 8, 32
 """The number of rounds that measure the cost of an operator, and the operators per round. The fastest round counts."""

@@ -154,8 +154,8 @@ class Account:
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
     def _sum_weights(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield each group with the cumulative weight of its members, per batch. The last group has the members without
-        a request."""
+        """Yield the number of each group, and the cumulative weight of all groups up to that number, per batch. The
+        last number means members whose request is unknown."""
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
         members_of = Members(groups, self._count + 1)

@@ -268,7 +268,8 @@ ROUNDS = 3
 """The number of successive fits. Each fit leaves out the steps far from the previous one."""
 
 FAR = 4.0
-"""The multiple of the median distance from a fit beyond which the next fit leaves a step out."""
+"""The limit of a step's distance from a fit, as a multiple of the median distance. The next fit leaves out steps beyond
+the limit."""
 
 PATHS = 64
 """The maximum number of sites with an excess time of their own. Other sites share one."""

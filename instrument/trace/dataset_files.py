@@ -1,7 +1,8 @@
 """Writes a dataset as Parquet files into a folder or an object store, and converts its rows into recordings again.
 
-Each combination of table, service, day and hour has a folder. A file gets its name with `.parquet` once it is complete.
-In a folder's path, such as `service=s-chat/date=d2026-11-29/hour=h07`, each value has a letter in front.
+Each combination of table, service, day and hour has a folder. A file has a temporary name until it is complete, and
+then a name with `.parquet`. In a folder's path, such as `service=s-chat/date=d2026-11-29/hour=h07`, each value has a
+letter in front.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class Numbers:
         return joined
 
     def own_numbers_of(self, process: int) -> dict[str, dict[int, int]]:
-        """Return maps from merged numbers to a process's own numbers of threads, devices and streams."""
+        """Return maps for threads, devices and streams, from their merged numbers to their numbers in a process."""
         return {
             "threads": self._threads.map_to_own_numbers(process),
             "devices": self._own_devices.get(process, {}),

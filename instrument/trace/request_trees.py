@@ -313,8 +313,11 @@ def _sort_by_tree(trace: Columns) -> Int64s:
 
 
 def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
-    """Return the ids of the span around each nested request with a key, and of that span's root, by the request's
-    row."""
+    """Return two ids for the row of each nested request with a key: of the span around the request, and of that span's
+    root.
+
+    Requests that already have a link are left out.
+    """
     origins: dict[int, tuple[int, int]] = {}
     for place in joined.keys:
         row = int(joined.rows[place])

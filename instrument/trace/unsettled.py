@@ -27,7 +27,8 @@ MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
 
 LEAST_PACKED = 500
-"""The minimum number of rows of a thread that are packed together. Packing reduces a row from 73 bytes to 3 to 8."""
+"""The minimum number of rows of a thread that are packed together. A row has 73 bytes, and a packed row between 3 and
+8."""
 
 MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""

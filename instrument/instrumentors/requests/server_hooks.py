@@ -1,7 +1,7 @@
-"""Record the requests of servers by endpoint, without a function rule. `Requests` instruments the imported servers.
+"""Record the requests of servers by endpoint, as the profile's `requests` rule selects. No rule has to name a function.
 
-Servers of ASGI and WSGI call a proxy of their app, which records requests until the rule is removed. Other servers have
-adapters, which are loaded with the server (`KINDS`).
+`Requests` instruments the imported servers. Servers of ASGI and WSGI call a proxy of their app, which records requests
+until the `requests` rule is removed. Other servers have adapters, which are loaded with the server (`KINDS`).
 """
 
 from __future__ import annotations
