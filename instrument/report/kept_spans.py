@@ -263,7 +263,7 @@ class KeptSpans:
         return {"threads": thread_names, **lanes}
 
     def _turn_columns(self) -> dict[str, Any]:
-        """Return the columns of the turns (`ledger.Turns`) of those requests whose spans all fit into the page."""
+        """Return the columns of `ledger.Turns` for the requests whose spans all fit into the page."""
         listed = self.listed
         if self.what != "request" or not self._whole.any():
             return {}
