@@ -180,17 +180,23 @@ class GaugeThread:
                 request = self._asked.get(timeout=min(wait_s, TIMEOUT_MAX))
                 self._busy_at = time.monotonic()
                 while request is not None:
-                    self._attempt(int(request[0]["process"]), *request)
+                    number = int(request[0]["process"])
+                    self._attempt(number, partial(self._handle_message, number, *request))
                     request = self._asked.get_nowait()
             self._busy_at = time.monotonic()
             for number in list(self._watched):
-                self._read_gauges(number)
+                self._attempt(number, partial(self._read_gauges, number))
         for number in list(self._watched):
             self._forget(number)
 
-    def _attempt(self, number: int, message: agent_socket.Message, descriptors: Sequence[int]) -> None:
+    def _attempt(self, number: int, action: Callable[[], object]) -> None:
+        """Call an action on a process. If it fails, have the process read its gauges itself."""
         try:
-            self._handle_message(number, message, descriptors)
+            action()
+        except Gone:
+            self._forget(number)
+        except _UnreadableHereError as problem:
+            self._return_to_process(number, str(problem))
         except Exception as problem:  # a process may say anything
             self._return_to_process(number, f"{type(problem).__name__}: {problem!s:.200}")
 
@@ -209,25 +215,17 @@ class GaugeThread:
         elif "ended" in message:
             self._forget(number)
         elif message["gauges"] is None:
-            self._read_gauges(number, is_last=True)
+            self._attempt(number, partial(self._read_gauges, number, is_last=True))
             self._forget(number)
             self._send_gauges(number, {"ended": True})
         else:
             self._watched[number].change(message["gauges"])
 
     def _read_gauges(self, number: int, *, is_last: bool = False) -> None:
-        try:
-            report = self._watched[number].read_due(is_last=is_last)
-        except Gone:
-            self._forget(number)
-        except _UnreadableHereError as problem:
-            self._return_to_process(number, str(problem))
-        except Exception as problem:
-            self._return_to_process(number, f"{type(problem).__name__}: {problem!s:.200}")
-        else:
-            if report is not None and report != self._reports[number]:
-                self._reports[number] = report
-                self._report(number)
+        report = self._watched[number].read_due(is_last=is_last)
+        if report is not None and report != self._reports[number]:
+            self._reports[number] = report
+            self._report(number)
 
     def _report(self, number: int) -> None:
         """Send a process the last report on its gauges. Add a note if a driver did not answer."""
@@ -308,7 +306,7 @@ def import_without_tls() -> None:
         senders.import_once("http.client")
         import_module("instrument.otlp.export_loop")
     finally:
-        for name in (*hidden, "http.client"):
+        for name in (*hidden, *(["http.client"] if "ssl" in hidden else [])):
             del sys.modules[name]
 
 
@@ -398,16 +396,15 @@ class ExporterChild:
         elif "end" in message:
             self._ends_at = time.monotonic() + float(message["end"])
         elif self._exporters:
-            for name, action in (("ended", self._note_end), ("flush", self._flush), ("window", self._send_window)):
-                number = int(message.get(name, 0))
-                if (export := self._loop.recordings.get(number)) is not None:
-                    self._loop.attempt(number, partial(action, message, export))
-
-    def _note_end(self, _: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
-        export.has_ended = True
-
-    def _flush(self, _: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
-        self._loop.send_now(export)
+            (name,) = message.keys() & {"ended", "flush", "window"}
+            number = int(message[name])
+            if (export := self._loop.recordings.get(number)) is not None:
+                actions: dict[str, Callable[[], object]] = {
+                    "ended": partial(setattr, export, "has_ended", True),
+                    "flush": partial(self._loop.send_now, export),
+                    "window": partial(self._send_window, message, export),
+                }
+                self._loop.attempt(number, actions[name])
 
     def _send_window(self, message: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
         """Send all spans of a process in the message's interval. Requests that are still open follow once they end."""
@@ -452,7 +449,7 @@ class ExporterChild:
         self._settings[number] = otlp
         export.is_scraped = bool(listens or message["is_scraped"])
         if folder := settings.get("captures"):
-            export.files = file_exports.KeptFiles(Path(folder), run, disk_bytes)
+            self._loop.begin_files(number, Path(folder), run, disk_bytes)
         if settings.get("parquet"):
             self._loop.attempt_dataset(partial(self._begin_dataset, export, settings["parquet"], run, disk_bytes))
 

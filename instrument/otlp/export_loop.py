@@ -19,8 +19,10 @@ from instrument.runtime.faults import logger
 from instrument.trace.sent_rows import Settling
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from instrument.otlp.exporter import Exporter
-    from instrument.otlp.file_exports import DatasetExport
+    from instrument.otlp.file_exports import DatasetExport, KeptFiles
     from instrument.otlp.span_queue import Source
     from instrument.profile.model import Parquet
 
@@ -70,6 +72,7 @@ class ExportLoop:
         self.recordings: dict[int, RecordingExport] = {}
         self.datasets: dict[tuple[str, Parquet], DatasetExport] = {}
         """The datasets by run and settings."""
+        self._files: dict[int, KeptFiles] = {}
         self._settling = Settling()
         self._settled_at_ns = 0
         self.faults = 0
@@ -92,7 +95,15 @@ class ExportLoop:
         place = key, settings
         if place not in self.datasets:
             self.datasets[place] = DatasetExport(settings, key, disk_bytes)
-        export.dataset = self.datasets[place]
+        self.datasets[place].members.add(export)
+        export.has_dataset = True
+
+    def begin_files(self, number: int, folder: Path, run: str, disk_bytes: int) -> None:
+        """Begin to write the kept spans of a recording into files."""
+        from instrument.otlp.file_exports import KeptFiles
+
+        files = self._files[number] = KeptFiles(folder, run, disk_bytes)
+        self.recordings[number].keep_spans = files.add_spans
 
     def attempt(self, number: int, action: Callable[[], object]) -> None:
         """Call an action on a recording. If it fails, end the export of that recording only."""
@@ -111,9 +122,8 @@ class ExportLoop:
             logger.warning("export.parquet: %.500s", problem)
         for dataset in self.datasets.values():
             if lost := dataset.take_lost():
-                member = next((export for export in self.recordings.values() if export.dataset is dataset), None)
-                note = self._report_unstored if member is None or member.reading is None else member.note_unstored
-                note(lost)
+                member = next((export for export in dataset.members if export.reading is not None), None)
+                (self._report_unstored if member is None else member.note_unstored)(lost)
 
     def end(self, number: int, problem: Exception | None = None) -> None:
         """End the export of a recording, and report what became of its spans."""
@@ -124,9 +134,11 @@ class ExportLoop:
             if export is not None:
                 with closing(export):
                     ended = ended._replace(key=export.key, metered=export.metered() if export.is_scraped else None)
-                    export.write_kept(at_once=True)
-                    if export.dataset is not None and export.dataset in self.datasets.values():
-                        self.attempt_dataset(partial(export.dataset.forget, export))
+                    self._write_kept(number, export, at_once=True)
+                    self._files.pop(number, None)
+                    for dataset in self.datasets.values():
+                        if export in dataset.members:
+                            self.attempt_dataset(partial(dataset.forget, export))
                     ended = ended._replace(fates=export.finish() if export.has_ended else {})
         except Exception as fault:
             ended = ended._replace(problem=problem or fault)
@@ -144,9 +156,9 @@ class ExportLoop:
     def end_datasets(self, until: float) -> None:
         """Close the files of all datasets, and upload them until the time `until` of the monotonic clock."""
         for place, dataset in list(self.datasets.items()):
-            for export in self.recordings.values():
-                if export.dataset is dataset:
-                    self.attempt_dataset(partial(dataset.forget, export))
+            for export in dataset.members:
+                if export.source is not None:
+                    self.attempt_dataset(partial(dataset.put_window, export))
             self.attempt_dataset(partial(dataset.end, until))
             del self.datasets[place]
 
@@ -235,9 +247,16 @@ class ExportLoop:
 
     def _finish_look(self, number: int, export: RecordingExport) -> None:
         export.take_metrics()
-        export.write_kept(at_once=False)
+        self._write_kept(number, export, at_once=False)
         if self.is_behind and not export.is_behind:  # the next look begins with those for which there was no room
             self.recordings[number] = self.recordings.pop(number)
+
+    def _write_kept(self, number: int, export: RecordingExport, *, at_once: bool) -> None:
+        files = self._files.get(number)
+        if files is not None and (at_once or files.is_due):
+            count, is_written = files.write()
+            if not export.sends:
+                export.note_written(count, is_written=is_written)
 
     def _settle_requests(self, now_ns: int, *, is_last: bool, at_once: bool) -> None:
         self._settled_at_ns = now_ns
@@ -265,7 +284,6 @@ class ExportLoop:
         """Add the facts of processes to the datasets that are due, and close their files."""
         for dataset in self.datasets.values():
             if dataset.is_due:
-                for export in self.recordings.values():
-                    if export.dataset is dataset:
-                        dataset.put_window(export)
+                for export in dataset.members:
+                    dataset.put_window(export)
                 dataset.close_files()

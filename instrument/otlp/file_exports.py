@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -40,11 +40,9 @@ from instrument.trace.of_recording import read_origin
 from instrument.trace.trace import Trace
 
 if TYPE_CHECKING:
+    from instrument.otlp.recording_export import RecordingExport
     from instrument.otlp.span_queue import Source
-    from instrument.recording.mapped import Mapped
     from instrument.recording.spans import Span
-    from instrument.trace.columns import DeviceIntervals, Int64s
-    from instrument.trace.dataset_tables import NumberedIds
     from instrument.trace.decisions import Decisions
 
 GROUP_ROWS = 5_000
@@ -68,26 +66,6 @@ def limit_pyarrow() -> None:
     arrow = import_pyarrow()
     arrow.set_cpu_count(1)
     arrow.set_memory_pool(arrow.system_memory_pool())
-
-
-class ReadRecording(Protocol):
-    """The part of a `RecordingExport` that a dataset uses."""
-
-    dataset: DatasetExport | None
-    ended_ns: int
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def mapped(self) -> Mapped: ...
-    @property
-    def source(self) -> Source | None: ...
-    @property
-    def ids(self) -> NumberedIds | None: ...
-    @property
-    def fates(self) -> Mapping[str, int]: ...
-    def note_written(self, count: int, *, is_written: bool) -> None: ...
-    def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s, /) -> DeviceIntervals: ...
 
 
 class _SpooledFile(NamedTuple):
@@ -122,9 +100,9 @@ class DatasetExport:
         self._due_at = 0.0
         self._problem = ""
         self._remembered = RememberedTraces()
-        self.unwritten: Counter[ReadRecording] = Counter()
-        """The number of spans in no complete file yet, by recording, for recordings whose spans are not sent."""
-        self._windows: dict[ReadRecording, tuple[int, Counter[str]]] = {}
+        self.members: set[RecordingExport] = set()
+        """The recordings whose settled requests are written."""
+        self._windows: dict[RecordingExport, tuple[int, Counter[str]]] = {}
         """The end of each recording's last window in ns, and the losses until then."""
         self._whole_windows: dict[str, tuple[int, Counter[str]]] = {}
         """The last window in a complete file, by the key of the recording. The next exporter continues after this
@@ -154,17 +132,17 @@ class DatasetExport:
             self._problem = str(why)
             logger.warning("export.parquet: %d rows are lost, later ones without a word: %s", rows, why)
 
-    def put_settled(self, members: Sequence[ReadRecording], decisions: Decisions, now_ns: int) -> None:
+    def put_settled(self, members: Sequence[RecordingExport], decisions: Decisions, now_ns: int) -> None:
         """Add the rows of settled requests, for the recordings that write to this dataset."""
         processes = [_describe_process(member) for member in members]
         intervals_of = [member.intervals_of for member in members]
         try:
             rows = SettledRows(decisions, processes, intervals_of, self._remembered, now_ns)
-            self.put(rows.make_tables(np.array([member.dataset is self for member in members], np.bool_)))
+            self.put(rows.make_tables(np.array([member in self.members for member in members], np.bool_)))
         except Exception as fault:  # what another process has recorded may be anything
             self._count_lost(1, f"{type(fault).__name__}: {fault}")
 
-    def put_window(self, member: ReadRecording) -> None:
+    def put_window(self, member: RecordingExport) -> None:
         """Add the gauge samples and the losses of a recording since the last call, and the facts of its process."""
         since = self._windows.get(member) or self._whole_windows.get(member.key)
         process, (since_ns, before) = _describe_process(member), since or (0, Counter[str]())
@@ -175,11 +153,12 @@ class DatasetExport:
         self._windows[member] = facts.end_ns, losses
         self.put(make_window_tables([ProcessWindow(0, window, process.offset_ns)], [process]))
 
-    def forget(self, member: ReadRecording) -> None:
+    def forget(self, member: RecordingExport) -> None:
         """Add the last window of a recording, and forget the recording."""
         if member.source is not None:
             self.put_window(member)
         self._windows.pop(member, None)
+        self.members.discard(member)
 
     def put(self, tables: Iterable[tuple[str, Any]]) -> None:
         """Add rows to tables, and write each table that has enough rows for a row group."""
@@ -203,9 +182,9 @@ class DatasetExport:
             self._discard_unfinished(problem)
 
     def _settle_unwritten(self, *, is_written: bool) -> None:
-        for member, count in self.unwritten.items():
+        for member in self.members:
+            count, member.unwritten = member.unwritten, 0
             member.note_written(count, is_written=is_written)
-        self.unwritten.clear()
 
     def _discard_unfinished(self, problem: object) -> None:
         self._settle_unwritten(is_written=False)
@@ -261,7 +240,7 @@ class DatasetExport:
         shutil.rmtree(self._spool, ignore_errors=True)
 
 
-def _describe_process(member: ReadRecording) -> DatasetProcess:
+def _describe_process(member: RecordingExport) -> DatasetProcess:
     """Return the process of a recording, with the ids that its spans have at a collector."""
     header, source = member.mapped.header, member.source
     origin = read_origin(header)

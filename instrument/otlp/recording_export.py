@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,9 +42,6 @@ from instrument.trace.request_trees import Interruptions
 from instrument.trace.sent_rows import Settled
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
-
-if TYPE_CHECKING:
-    from instrument.otlp.file_exports import DatasetExport, KeptFiles
 
 FACTS_S = 1.0
 """Seconds between two reads of the export settings in a process's recording."""
@@ -92,10 +88,12 @@ class RecordingExport:
         """The time in ns at which `has_ended` was set."""
         self.is_over = False
         """True once the process has ended and all rows are read."""
-        self.files: KeptFiles | None = None
-        """The files for kept spans, None for none."""
-        self.dataset: DatasetExport | None = None
-        """The dataset for settled requests, None for none."""
+        self.keep_spans: Callable[[Sequence[Span], Source], object] | None = None
+        """A function that adds kept spans to files, None for no files."""
+        self.has_dataset = False
+        """True if settled requests are written into a dataset."""
+        self.unwritten = 0
+        """The number of spans in no complete file of the dataset, if spans are not sent."""
         self.is_scraped = False
         """True if a scrape will read the metrics after the process's end."""
 
@@ -193,22 +191,14 @@ class RecordingExport:
             self.write_progress(settled_ns)
         if trace is not None and self.sends:
             self._exporter.submit_rows(reading.source, trace, rows, links=settled.links, interruptions=hits)
-        if trace is not None and self.files is not None:
-            self.files.add_spans(spans_of(trace, rows), reading.source)
-        elif self.dataset is not None and not self.sends:
-            self.dataset.unwritten[self] += len(rows) + intervals
+        if trace is not None and self.keep_spans is not None:
+            self.keep_spans(spans_of(trace, rows), reading.source)
+        elif self.has_dataset and not self.sends:
+            self.unwritten += len(rows) + intervals
         if settled.derived and self.sends:
             stages = columns_of_spans(settled.derived)
             self._exporter.submit_rows(reading.derived, stages, np.arange(len(stages)))
         self.note_settled()
-
-    def write_kept(self, *, at_once: bool) -> None:
-        files, reading = self.files, self._reading
-        if files is None or reading is None or not (at_once or files.is_due):
-            return
-        count, is_written = files.write()
-        if not self.sends:
-            self.note_written(count, is_written=is_written)
 
     def note_written(self, count: int, *, is_written: bool) -> None:
         """Count kept spans as exported if they are in complete files (`is_written`), else as lost."""
@@ -416,10 +406,10 @@ class RecordingExport:
             progress.is_reported, progress.before = True, Progress().before
             if self.is_ours:
                 self._place.write(progress)
-        if self.sends or self.files is not None:
+        if self.sends or self.keep_spans is not None:
             return dict(fates)
         # Without a collector or files nothing was to go anywhere. A dataset writes rows after the end.
-        return {fate: fates[fate] for fate in ("missed", "unread", "unstored") if self.dataset and fates[fate]}
+        return {fate: fates[fate] for fate in ("missed", "unread", "unstored") if self.has_dataset and fates[fate]}
 
 
 def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:

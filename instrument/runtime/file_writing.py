@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import stat
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -60,8 +59,8 @@ def _may_be_replaced(path: Path) -> bool:
 
 def _create_part(folder: Path) -> tuple[BinaryIO, Path]:
     while True:
-        descriptor, name = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=folder)
-        part = Path(name)
+        part = folder / f"{PREFIX}{os.urandom(8).hex()}{SUFFIX}"
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
