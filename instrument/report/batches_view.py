@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -33,9 +34,9 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import bound_rows, in_unit, row_adder, safe, share, shorten, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account, Engine, Replay
-from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import Groups
-from instrument.trace.joined import THOUSANDTHS, Served
+from instrument.trace.columns import Int64s
+from instrument.trace.indices import Groups, Members
+from instrument.trace.joined import THOUSANDTHS
 
 NO_BATCH = "No batch was recorded: a rule with `batch:` says which requests a call serves."
 
@@ -129,47 +130,35 @@ class BatchTimes(View):
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
     """Return the view of the batches in the kept spans, the longest first."""
-    trace, served = recording.columns, recording.once(joined_requests).served
-    device_ns = recording.once(request_device_ledger).batch_ns if len(trace.device) else np.zeros(len(trace), np.int64)
-    rows = trace.attributes.having(BATCH_KEYS)
-    has_weights = np.isin(rows, trace.attributes.having(BATCH_WEIGHTS))
-    names = [trace.sites[site].name for site in trace.site[rows].tolist()]
-    by_name: dict[str, list[int]] = {}
-    for place, name in enumerate(names):
-        by_name.setdefault(name, []).append(place)
-    rows_by_time = [
-        _sum_batches(name, trace, served, rows[places], bool(has_weights[places].all()), device_ns)
-        for name, places in by_name.items()
-    ]
+    trace = recording.columns
+    rows, (names, of_site) = trace.attributes.having(BATCH_KEYS), trace.numbered_sites(attrgetter("name"))
+    members = Members(of_site[trace.site[rows]], len(names), rows)
+    of_name = {name: members[number] for number, name in enumerate(names) if len(members[number])}
+    rows_by_time = [_sum_batches(recording, name, of_name[name]) for name in of_name]
     rows_by_time.sort(key=lambda row: (-row.summed_ns, row.name))
 
     def sum_omitted(omitted: Sequence[NamedBatches]) -> NamedBatches:
-        places = [place for row in omitted for place in by_name[row.name]]
         return _sum_batches(
-            "", trace, served, np.sort(rows[places]), all(has_weights[places]), device_ns, remaining=len(omitted)
+            recording, "", np.sort(np.concatenate([of_name[row.name] for row in omitted])), len(omitted)
         )
 
     shown = bound_rows(rows_by_time, options, lambda row: row.summed_ns, sum_omitted)
     return BatchTimes(Coverage.of_recording(recording), shown, group_shares(recording, options), options)
 
 
-def _sum_batches(
-    name: str,
-    trace: Columns,
-    served: Served,
-    rows: Int64s,
-    has_weights: bool,
-    device_ns: Int64s,
-    remaining: int = 0,
-) -> NamedBatches:
+def _sum_batches(recording: Recording, name: str, rows: Int64s, remaining: int = 0) -> NamedBatches:
+    trace, served = recording.columns, recording.once(joined_requests).served
+    has_weights = bool(np.isin(rows, trace.attributes.having(BATCH_WEIGHTS)).all())
     places = np.searchsorted(rows, served.batch).clip(max=len(rows) - 1)
     pairs = np.flatnonzero(rows[places] == served.batch)
     groups, weights = Groups(places[pairs], len(rows)), served.weight[pairs]
     sizes, sums, heaviest = groups.count_members(), groups.sum_by_group(weights), groups.most(weights, 0)
     times = sorted(trace.total_ns[rows].tolist())
     summed_ns, items = sum(times), len(pairs)
-    room = heaviest * sizes
-    padded, on_device_ns = int(room.sum()), device_ns[rows]
+    room, on_device_ns = heaviest * sizes, np.zeros(len(rows), dtype=np.int64)
+    padded = int(room.sum())
+    if len(trace.device):
+        on_device_ns = recording.once(request_device_ledger).batch_ns[rows]
     uneven_ns = on_device_ns * ((room - sums) / np.maximum(room, 1))
     p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
     largest = int(sizes.max())

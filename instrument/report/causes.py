@@ -259,7 +259,6 @@ class CauseTimes:
         times[COLLECTED, ""] = int(collected.sum())
         times[BLOCKED, ""] = int(blocked.sum())
         remaining = (turns.length_ns - collected - blocked).astype(np.float64)
-        own_ns = 0.0
         for number, name in enumerate(self.names):
             is_part = (turns.part == number) & (turns.pair == NONE)
             spent_ns = float(remaining[is_part].sum())
@@ -269,16 +268,14 @@ class CauseTimes:
                 spent_ns -= self._add_step_times(times, place, *self.overlapping_steps(place, name), name)
                 key = (FILL, "") if name == QUEUE else (UNKNOWN_REST, "between batches")
                 times[key] += max(spent_ns, 0.0)
-            elif name == TRANSPORT:
-                times[TRANSPORTED, ""] += spent_ns
+            elif name in (TRANSPORT, EXECUTOR_QUEUE):
+                times[TRANSPORTED if name == TRANSPORT else EXECUTOR, ""] += spent_ns
             elif name == UNKNOWN_REST:
-                own_ns += spent_ns
-            elif name == EXECUTOR_QUEUE:
-                times[EXECUTOR, ""] += spent_ns
+                rows, ran_ns = self._measure_own_calls(place, spent_ns)
+                self._add_own_times(times, rows, ran_ns, is_sub=False)
             else:
                 self._add_own_times(times, turns.row[is_part], remaining[is_part], is_sub=name == SUB_REQUESTS)
         self._add_step_times(times, place, *self.serving_steps(place), IN_BATCH)
-        self._add_call_times(times, place, own_ns)
         if self.facts.cost is not None:
             times[INSTRUMENT, ""] = float(self._rows_of_requests[place]) * self.facts.cost.per_call_ns
         times[UNKNOWN_REST, ""] += int(trace.total_ns[root]) - sum(times.values())
@@ -349,15 +346,12 @@ class CauseTimes:
         """Return the cause of a site's time: a copy, a wait for a lock, or else `usual`."""
         return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
 
-    def _add_call_times(self, times: dict[Key, float], place: int, most_ns: float) -> None:
+    def _measure_own_calls(self, place: int, most_ns: float) -> tuple[Int64s, Floats]:
         """Add the running time of a request's calls outside of phases to their causes, up to `most_ns` in total."""
         trace, rows = self.trace, self._own_rows[place]
         waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
         ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
-        summed_ns = float(ran_ns.sum())
-        if summed_ns <= 0:
-            return
-        self._add_own_times(times, rows, ran_ns * min(1.0, most_ns / summed_ns), is_sub=False)
+        return rows, ran_ns * min(1.0, most_ns / max(float(ran_ns.sum()), 1.0))
 
     # ------------------------------------------------------------ proofs
 

@@ -35,12 +35,12 @@ from instrument.report.request_groups import (
 )
 from instrument.report.requests_view import request_table
 from instrument.report.section import Section, View
-from instrument.report.table import bound_rows, in_unit, name_of_site, safe, wrap_text
+from instrument.report.table import bound_rows, in_unit, name_of_site, remaining_row, safe, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import paths_of_rows
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import NONE, Members, find_distinct, nearest
+from instrument.trace.indices import NONE, Groups, Members, find_distinct, nearest
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
@@ -254,18 +254,15 @@ class Comparison(View):
         ]
 
     def _bound_rows(self, changes: Sequence[Change]) -> tuple[Change, ...]:
-        def sum_omitted(rows: Sequence[Change]) -> Change:
-            before, after = (sum(getattr(row, name) for row in rows) for name in ("calls_before", "calls_after"))
-            whole = sum(row.share_ratio for row in rows)
-            return Change((), "-", before, after, None, None, share_ratio=whole, remaining=len(rows))
-
-        return bound_rows(changes, self._options, lambda change: 1, sum_omitted)
+        sums = ("calls_before", "calls_after", "share_ratio")
+        return bound_rows(
+            changes, self._options, lambda change: 1, lambda rows: remaining_row(rows, sums, path=(), verdict="-")
+        )
 
     def sections(self) -> list[Section]:
         return [
             Section(
-                "Like work",
-                self._bound_rows([change for change in self.changes if change.ratio is not None]),
+                "Like work", self._bound_rows([change for change in self.changes if change.ratio is not None]),
                 "name=Call path|verdict=Verdict|change_text=Change|limits_text=Between|cost_ns=Cost|"
                 "detectable_ratio=Seen from|matched_ratio=Alike|share_ratio=Of all|"
                 "+calls_before=Calls before|+calls_after=Calls after",
@@ -277,8 +274,7 @@ class Comparison(View):
                 ),
             ),
             Section(
-                "Other call paths",
-                self._bound_rows([change for change in self.changes if change.ratio is None]),
+                "Other call paths", self._bound_rows([change for change in self.changes if change.ratio is None]),
                 "name=Call path|verdict=Verdict|calls_before=Calls before|calls_after=Calls after|"
                 "mean_before_ns=Mean before|mean_after_ns=Mean after",
                 (
@@ -287,28 +283,26 @@ class Comparison(View):
                 ),
             ),
             Section(
-                "Load",
-                self.loads,
+                "Load", self.loads,
                 "name=Request, and its parts|requests_before=Before|requests_after=After|a_second_before=A second|"
                 "a_second_after=After|mean_before_ns=Mean before|mean_after_ns=After|p99_before_ns=p99 before|"
                 "p99_after_ns=After",
                 ("These times are not matched by work: they change with the load and with the code.",),
             ),
             Section(
-                "Slowest requests",
-                self.slowest,
+                "Slowest requests", self.slowest,
                 "name=Request|requests_before=Before|p99_before_ns=p99|limits_before_ns=Between|requests_after=After|"
                 "p99_after_ns=p99|limits_after_ns=Between|differs=Differs",
                 (
                     "Between: the limits of the p99 with a probability of 95 %, for independent requests. Below some",
                     "370 requests there is no upper limit. Not matched by work: the load may be the cause.",
                 ),
-                texts={
+                {
                     "limits_before_ns": lambda row, unit: _join_limits(row.limits_before_ns, unit),
                     "limits_after_ns": lambda row, unit: _join_limits(row.limits_after_ns, unit),
                 },
             ),
-        ]
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -470,23 +464,18 @@ def _slowest_requests(
     before: Sequence[Recording], after: Sequence[Recording], options: Options
 ) -> list[SlowestRequests]:
     """Return the 99th percentiles of the groups that exist before and after, the largest group first."""
-    sides = []
-    for runs in (before, after):
-        walls: dict[str, list[Int64s]] = defaultdict(list)
-        for recording in runs:
-            (rows, _), grouped = recording.once(complete_requests), request_groups(recording, options)
-            of_rows = grouped.group[recording.once(joined_requests).of[rows]]
-            by_group = Members(of_rows, len(grouped.names), rows)
-            for number, name in enumerate(grouped.names):
-                if len(by_group[number]):
-                    walls[name].append(recording.columns.total_ns[by_group[number]])
-        sides.append({name: np.sort(np.concatenate(times)) for name, times in walls.items()})
+    sides: list[dict[str, list[Int64s]]] = [defaultdict(list), defaultdict(list)]
+    for side, recording in ((side, run) for side, runs in zip(sides, (before, after), strict=True) for run in runs):
+        (rows, _), grouped = recording.once(complete_requests), request_groups(recording, options)
+        of_rows, walls = grouped.group[recording.once(joined_requests).of[rows]], recording.columns.total_ns[rows]
+        for members in Groups(of_rows, len(grouped.names)).members():
+            side[grouped.names[of_rows[members[0]]]].append(walls[members])
     rows_by_count = []
     for name in sides[0].keys() & sides[1].keys():
-        times = [side[name] for side in sides]
-        p99_ns = [percentiles_of(values.tolist(), (0.99,))[0] for values in times]
+        times = [np.sort(np.concatenate(side[name])) for side in sides]
+        p99s_ns = [percentiles_of(values.tolist(), (0.99,))[0] for values in times]
         limits = [p99_limits(values) for values in times]
-        rows_by_count.append(SlowestRequests(name, len(times[0]), len(times[1]), p99_ns[0], p99_ns[1], *limits))
+        rows_by_count.append(SlowestRequests(name, len(times[0]), len(times[1]), p99s_ns[0], p99s_ns[1], *limits))
     return sorted(rows_by_count, key=lambda row: (-row.requests_after, row.name))
 
 

@@ -55,14 +55,7 @@ class SiteCost:
     ratio: float | None
     remaining: int = 0
 
-    def label(self) -> str:
-        return _add_place(self.name, self.place)
-
     burden = Ratio("cost_ns", of="host_ns")
-
-
-def _add_place(name: str, place: str) -> str:
-    return f"{name} [{place}]" if place and place != name else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +67,6 @@ class MutedSite:
     place: str
     calls: int
     now: bool
-
-    def label(self) -> str:
-        return _add_place(self.name, self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +130,16 @@ class InstrumentationCost(View):
             ),
             Section(
                 "Probes", self.sites,
-                "label=Site|kind=Kind|calls=Calls|each_ns=Each, ns|cost_ns=Cost|ratio=Of cost|burden=Of calls",
+                "name=Site|kind=Kind|calls=Calls|each_ns=Each, ns|cost_ns=Cost|ratio=Of cost|burden=Of calls",
                 wrap_text(f"Of cost: of the cost of all sites. Of calls: cost / host time of the calls{note_on_each}."),
-                {"each_ns": lambda row, unit: number_text(row.each_ns)},
+                {"each_ns": lambda row, unit: number_text(row.each_ns), "name": _name_with_place},
             ),
             Section("Kept spans", (), "", empty=[*self.coverage.lines(), *_kept_lines(self)]),
             Section("Not kept", list(self.losses.items()), "0=Reason|1=Count", empty=["Nothing was lost."]),
             Section(
                 "Not observed", self.muted or (),
-                "label=Muted, to stay within the budget|kind=Kind|calls=Calls passed|now=Now",
-                ["", *missed] if missed else [],
+                "name=Muted, to stay within the budget|kind=Kind|calls=Calls passed|now=Now",
+                ["", *missed] if missed else [], {"name": _name_with_place},
                 empty=missed or ["Nothing that was asked for was missed."],
             ),
         ]  # fmt: skip
@@ -214,15 +204,19 @@ def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[Si
         for site, calls, added_ns, host_ns in numbers
         if calls
     ]
-    whole_ns = sum(row.cost_ns for row in rows)
-    rows = [replace(row, ratio=share(row.cost_ns, whole_ns)) for row in rows]
     rows.sort(key=lambda row: (-row.cost_ns, row.name, row.place))
 
-    def rest(omitted: Sequence[SiteCost]) -> SiteCost:
+    def sum_omitted(omitted: Sequence[SiteCost]) -> SiteCost:
         row = remaining_row(omitted, ("calls", "cost_ns", "host_ns"))
-        return replace(row, each_ns=row.cost_ns / row.calls, ratio=share(row.cost_ns, whole_ns))
+        return replace(row, each_ns=row.cost_ns / row.calls)
 
-    return bound_rows(rows, options, lambda row: row.cost_ns, rest)
+    whole_ns = sum(row.cost_ns for row in rows)
+    shown = bound_rows(rows, options, lambda row: row.cost_ns, sum_omitted)
+    return tuple(replace(row, ratio=share(row.cost_ns, whole_ns)) for row in shown)
+
+
+def _name_with_place(row: SiteCost | MutedSite, unit: str) -> str:
+    return f"{row.name} [{row.place}]" if row.place and row.place != row.name else row.name
 
 
 def _place_of_site(site: Site) -> str:

@@ -29,7 +29,7 @@ from instrument.recording.spans import (
     is_blocked_loop,
 )
 from instrument.report.request_groups import ENDPOINT, attribute_values, group_values, read_numbers
-from instrument.report.table import bound_rows, remaining_row, row_name, share
+from instrument.report.table import bound_rows, remaining_row, row_adder, row_name, share
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Members, index_rows
@@ -417,18 +417,16 @@ def describe_failure(trace: Columns, row: int) -> tuple[str, str]:
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
     """Return a row for each phase in the order of `IN_ORDER`. The options may limit the rows."""
 
-    def phase(name: str, times_ns: Sequence[int]) -> PhaseTime:
-        summed_ns, (p50_ns, p99_ns) = sum(times_ns), percentiles_of(times_ns, (0.5, 0.99))
-        mean_ns, ratio = summed_ns / len(times_ns), share(summed_ns, wall_ns)
-        return PhaseTime(name, len(times_ns), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
-
-    def sum_omitted(phases: Sequence[PhaseTime]) -> PhaseTime:
-        summed_ns = sum(phase.summed_ns for phase in phases)
-        return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(phases))
-
-    phases = sorted(map(phase, times, times.values()), key=lambda phase: (-phase.summed_ns, phase.name))
-    shown = bound_rows(phases, options, lambda phase: phase.summed_ns, sum_omitted)
-    return tuple(sorted(shown, key=_rank_in_order))
+    phases = []
+    for name, times_ns in times.items():
+        p50_ns, p99_ns = percentiles_of(times_ns, (0.5, 0.99))
+        phases.append(
+            PhaseTime(name, len(times_ns), sum(times_ns), sum(times_ns) / len(times_ns), p50_ns, p99_ns, None)
+        )
+    phases.sort(key=lambda phase: (-phase.summed_ns, phase.name))
+    shown = bound_rows(phases, options, attrgetter("summed_ns"), row_adder("summed_ns"))
+    with_ratios = [replace(phase, ratio=share(phase.summed_ns, wall_ns)) for phase in shown]
+    return tuple(sorted(with_ratios, key=_rank_in_order))
 
 
 def _rank_in_order(phase: PhaseTime) -> tuple[bool, int]:

@@ -68,22 +68,23 @@ class NameTree:
             entry_of[node] = entry
         self.parents, self._levels, self._first_nodes = np.array(up), np.array(levels), first_nodes
         self._entry_of, self._visible = np.array(entry_of, dtype=np.int64), np.array(visible, dtype=np.bool_)
-        self._children = Members(self.parents, len(self))
+        self.children = Members(self.parents, len(self))
+        """The children of each entry, in the order of the tally lines."""
         self._nodes = Members(np.where(self._visible, self._entry_of, NONE), len(self))
         self._instances = np.flatnonzero((self._levels & ROLES == INSTANCE) & (self._levels != NONE))
-        self._numbers: dict[int, dict[int, int]] = {}
 
     def __len__(self) -> int:
         return len(self.parents)
 
-    def children(self, entry: int) -> Int64s:
-        """Return the children of an entry, in the order of the tally lines."""
-        return self._children[entry]
-
     def sums(self, thread: int | None) -> tuple[Records, set[int]]:
         """Return the sums of a thread, or of all threads (None), by entry. Also return the entries whose device time
         includes calls below."""
-        sums, below = self._add_hidden_phases(self._sum_entries(thread), thread), set[int]()
+        sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
+        if len(self._instances):  # the sums of an instance are also in the row of its type
+            entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
+            sums = sum_lines(np.concatenate([sums, sums[self._instances]]), entries, len(self))
+        self._add_hidden_phases(sums, thread)
+        below = set[int]()
         for node, more_ns in self._tally.device_below(thread).items():
             entry = int(self._entry_of[node]) if self._visible[node] else NONE
             while entry != NONE:
@@ -92,16 +93,8 @@ class NameTree:
                 entry = int(self.parents[entry]) if self._role(entry) == INSTANCE else NONE
         return sums, below
 
-    def _sum_entries(self, thread: int | None) -> Records:
+    def _add_hidden_phases(self, sums: Records, thread: int | None) -> None:
         """Return the sums by entry. An instance also counts in the row of its type."""
-        sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
-        if not len(self._instances):
-            return sums
-        entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
-        return sum_lines(np.concatenate([sums, sums[self._instances]]), entries, len(self))
-
-    def _add_hidden_phases(self, sums: Records, thread: int | None) -> Records:
-        """Add the self time of hidden phases to the sums."""
         lines = self._tally.of(thread)
         lines = lines[~self._visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._entry_of[lines["node"]]
@@ -110,21 +103,20 @@ class NameTree:
         for entry, first_ns in zip(entries.tolist(), lines["first_ns"].tolist(), strict=True):
             if not sums["calls"][entry]:
                 sums["first_ns"][entry] = min(sums["first_ns"][entry] or first_ns, first_ns)
-        return sums
 
     def sort_values(
-        self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
+        self, sums: Records, field: str, *, per_call: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
         """Return the value of a field for each entry, or the value per call, and a mask of entries with calls at or
         below them. An entry without calls has the largest value below it, or the smallest if `least` is True."""
         calls = sums["calls"]
         has_own = (calls != 0) | (sums["first_ns"] != 0)
-        values = -sums[field] if negative else sums[field].copy()
+        values = sums[field].copy()
         if per_call:
             values = np.where(calls != 0, values, 0) / np.maximum(calls, 1)
         has_value, choose = has_own.copy(), min if least else max
         for entry in np.flatnonzero(calls == 0)[::-1].tolist():  # children come after their parent
-            below = self.children(entry)
+            below = self.children[entry]
             below = below[has_value[below]]
             if len(below):
                 best = values[below].min() if least else values[below].max()
@@ -140,7 +132,7 @@ class NameTree:
         """Return the name of an entry. The name of an instance ends with its number."""
         site, role = self.site(entry), self._role(entry)
         name = _copy_name(site) if role == COPY else site.name
-        return f"{name}{self._number_of_instance(entry)}" if role == INSTANCE else name
+        return f"{name}{self._instance_numbers[entry]}" if role == INSTANCE else name
 
     def label(self, entry: int) -> str:
         """Return the printed name of an entry. A phase is printed as `parent/phase`."""
@@ -156,16 +148,16 @@ class NameTree:
 
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
         if len(self._instances):
-            below = [child for entry in entries for child in self._instances_of(entry)]
-            entries = [*entries, *below]
+            below = [child for entry in entries for child in self.children[entry].tolist()]
+            entries = [*entries, *(child for child in below if self._role(child) == INSTANCE)]
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, sums: Records, state: str) -> int | None:
         """Return the sum of the topmost rows, None if one of them has only calls below it."""
-        topmost = self._without_interruptions(self.children(ROOT))
+        topmost = self._without_interruptions(self.children[ROOT])
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
-        if any(len(self.children(entry)) or (hidden_in == entry).any() for entry in uncalled):
+        if any(len(self.children[entry]) or (hidden_in == entry).any() for entry in uncalled):
             return None
         total_ns: int = getattr(sum_all_lines(sums[topmost]), TIMES[state])
         return total_ns
@@ -174,7 +166,7 @@ class NameTree:
         """Return the sum of the topmost calls, which may be below rows without calls."""
         total_ns, pending = 0, [ROOT]
         while pending:
-            below = self._without_interruptions(self.children(pending.pop()))
+            below = self._without_interruptions(self.children[pending.pop()])
             total_ns += int(sums[TIMES[state]][below].sum())
             pending += below[sums["calls"][below] == 0].tolist()
         return total_ns
@@ -184,82 +176,67 @@ class NameTree:
         return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
     @cached_property
-    def _first_calls(self) -> Int64s:
-        """The start time of the first call at or below each entry."""
-        return self.sort_values(self.sums(None)[0], "first_ns", least=True)[0]
+    def _instance_numbers(self) -> dict[int, int]:
+        """The number of each instance among its siblings, from 0 in the order of first calls on any thread."""
+        first_ns, _ = self.sort_values(self.sums(None)[0], "first_ns", least=True)
+        above = self.parents[self._instances]
+        order = np.lexsort((first_ns[self._instances], above))
+        numbers = np.arange(len(order)) - np.searchsorted(above[order], above[order])
+        return dict(zip(self._instances[order].tolist(), numbers.tolist(), strict=True))
 
     def _role(self, entry: int) -> int:
         return int(self._levels[entry]) & ROLES
 
-    def _instances_of(self, entry: int) -> list[int]:
-        return [child for child in self.children(entry).tolist() if self._role(child) == INSTANCE]
 
-    def _number_of_instance(self, entry: int) -> int:
-        """Return the index of an instance among its siblings, in the order of first calls."""
-        above = int(self.parents[entry])
-        if above not in self._numbers:
-            first_ns = self._first_calls
-            instances = sorted(self._instances_of(above), key=lambda child: int(first_ns[child]))
-            self._numbers[above] = {child: number for number, child in enumerate(instances)}
-        return self._numbers[above][entry]
+def order_entries(tree: NameTree, sums: Records, options: Options) -> Callable[[int], tuple[list[int], list[int]]]:
+    """Return a function from an entry to its children that a block prints, in order, and to those that it omits."""
+    key, part = SortKey.of(options), options.sorted_by.rpartition("_")[0]
+    of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
+    field = {"calls": "calls", "max": "max_ns", "min": "min_ns"}.get(key.column, of_part)
+    weight, is_known = tree.sort_values(sums, field, per_call=key.column == "ave", least=key.ascending)
+    weight = -weight if key.ascending else weight
+    first_ns, _ = tree.sort_values(sums, "first_ns", least=True)
+    is_kept = _find_kept(tree, weight, is_known, _find_large(tree, sums, options), options.row_limit)
 
-
-class ShownEntries:
-    """The entries of a tree that a block prints, in the order of the options."""
-
-    def __init__(self, tree: NameTree, sums: Records, options: Options) -> None:
-        self._tree, self._options, self._sums = tree, options, sums
-        key, part = SortKey.of(options), options.sorted_by.rpartition("_")[0]
-        of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
-        field = {"calls": "calls", "max": "max_ns", "min": "min_ns"}.get(key.column, of_part)
-        is_mean = key.column == "ave"
-        self._weight, self._known = tree.sort_values(sums, field, per_call=is_mean, negative=key.ascending)
-        self._first_ns, _ = tree.sort_values(sums, "first_ns", least=True)
-        self._kept = self._find_kept()
-
-    def shown_children(self, entry: int) -> tuple[list[int], list[int]]:
-        """Return the printed children of an entry in order, and the omitted ones."""
-        children = self._tree.children(entry)
-        children = children[self._known[children]]
-        left_out: list[int] = []
-        if self._kept is not None:
-            is_kept = self._kept[children]
-            children, left_out = children[is_kept], children[~is_kept].tolist()
-        keys = [self._first_ns[children]]
-        keys += [-self._weight[children]] if self._options.sorted_by != "default" else []
+    def order_children(entry: int) -> tuple[list[int], list[int]]:
+        children = tree.children[entry]
+        children = children[is_known[children]]
+        left_out, children = children[~is_kept[children]].tolist(), children[is_kept[children]]
+        keys = [first_ns[children]]
+        keys += [-weight[children]] if options.sorted_by != "default" else []
         return children[np.lexsort(keys)].tolist(), left_out
 
-    def _find_kept(self) -> Bools | None:
-        """Return a mask of the entries with the most time within the options' limits, None without limits."""
-        enough, rows = self._large_entries(), self._options.row_limit
-        if rows is None:
-            return enough
-        order = itertools.count()
-        is_kept = np.zeros(len(self._tree), dtype=np.bool_)
-        heap: list[tuple[float, int, int]] = [(0, next(order), ROOT)]
-        for _ in range(rows + 1):
-            if not heap:
-                break
-            entry = heapq.heappop(heap)[-1]
-            is_kept[entry] = True
-            children = self._tree.children(entry)
-            children = children[self._known[children] if enough is None else self._known[children] & enough[children]]
-            lightness = -self._weight[children]
-            heaviest = np.argsort(lightness, kind="stable")[:rows]
-            for light, child in zip(lightness[heaviest].tolist(), children[heaviest].tolist(), strict=True):
-                heapq.heappush(heap, (light, next(order), child))
-        return is_kept
+    return order_children
 
-    def _large_entries(self) -> Bools | None:
-        """Return a mask of the entries of at least `least_ns` and of their parents, None without this limit."""
-        if not self._options.least_ns:
-            return None
-        # A background task may be longer than its parent: then both remain.
-        enough: Bools = self._sums[TIMES[self._options.state]] >= self._options.least_ns
-        for entry in range(len(enough) - 1, ROOT, -1):
-            if enough[entry]:
-                enough[self._tree.parents[entry]] = True
-        return enough
+
+def _find_kept(tree: NameTree, weight: NDArray[Any], is_known: Bools, is_large: Bools, rows: int | None) -> Bools:
+    """Return True for up to `rows` large entries, those with the most weight."""
+    if rows is None:
+        return is_large
+    order = itertools.count()
+    is_kept = np.zeros(len(tree), dtype=np.bool_)
+    heap: list[tuple[float, int, int]] = [(0, next(order), ROOT)]
+    for _ in range(rows + 1):
+        if not heap:
+            break
+        entry = heapq.heappop(heap)[-1]
+        is_kept[entry] = True
+        children = tree.children[entry]
+        children = children[is_known[children] & is_large[children]]
+        heaviest = children[np.argsort(-weight[children], kind="stable")[:rows]]
+        for light, child in zip((-weight[heaviest]).tolist(), heaviest.tolist(), strict=True):
+            heapq.heappush(heap, (light, next(order), child))
+    return is_kept
+
+
+def _find_large(tree: NameTree, sums: Records, options: Options) -> Bools:
+    """Return True for entries of `least_ns` or more and for their parents."""
+    # A background task may be longer than its parent: then both remain.
+    is_large: Bools = sums[TIMES[options.state]] >= options.least_ns
+    for entry in range(len(is_large) - 1 if options.least_ns else ROOT, ROOT, -1):
+        if is_large[entry]:
+            is_large[tree.parents[entry]] = True
+    return is_large
 
 
 def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
@@ -375,7 +352,7 @@ def _event_rows(
     tree: NameTree, thread: int | None, sums: Records, with_calls_below: set[int], base_ns: int, options: Options
 ) -> list[EventRow]:
     """Return the rows of a block. The omitted entries of a level are added up in one row."""
-    selection, state = ShownEntries(tree, sums, options), options.state
+    order_children, state = order_entries(tree, sums, options), options.state
 
     def row(depth: int, entries: Sequence[int], *, is_rest: bool) -> EventRow:
         entry = entries[0]
@@ -418,7 +395,7 @@ def _event_rows(
         if depth >= 0:
             rows.append(row(depth, entries, is_rest=is_rest))
         if not is_rest:
-            children, left_out = selection.shown_children(entries[0])
+            children, left_out = order_children(entries[0])
             pending += [(depth + 1, left_out, True)] if left_out else []
             pending += [(depth + 1, [child], False) for child in reversed(children)]
     return rows

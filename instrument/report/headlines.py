@@ -107,25 +107,21 @@ def find_headlines(
     phases: PhasesView | None,
     devices: DeviceView,
 ) -> tuple[Headline, ...]:
-    first: list[Headline] = []
-    other_causes: list[Headline] = []
+    parts, of_p99 = list[Headline](), list[Headline]()
     endpoints = [endpoint for endpoint in times.endpoints if not endpoint.remaining]
-    endpoint = max(endpoints, key=lambda endpoint: endpoint.wall_ns, default=None)
-    if endpoint is not None:
-        of_parts = _describe_parts(recording, options, endpoint)
-        first, other_causes = of_parts[:1], of_parts[1:]
-        first += _describe_p99(recording, options, endpoint)
+    if endpoint := max(endpoints, key=lambda endpoint: endpoint.wall_ns, default=None):
+        parts, of_p99 = _describe_parts(recording, options, endpoint), _describe_p99(recording, options, endpoint)
     elif steps is not None:
-        of_steps = [*_describe_steps(steps, phases, options)]
-        first, other_causes = of_steps[:1], of_steps[1:]
+        parts = [*_describe_steps(steps, phases, options)]
     window_ns = recording.window_ns or 0
-    other_causes += [
+    other_causes = [
+        *parts[1:],
         *_describe_blocked(times.blocked, window_ns, options),
         *_describe_collections(recording, window_ns, options),
+        *_describe_devices(devices),
     ]
-    other_causes += _describe_devices(devices)
-    first = [*_explain_slowest(recording, options, times), *first]
-    return (*first, *sorted(other_causes, key=lambda headline: -headline.ratio))[:MOST]
+    other_causes.sort(key=lambda headline: -headline.ratio)
+    return (*_explain_slowest(recording, options, times), *parts[:1], *of_p99, *other_causes)[:MOST]
 
 
 def _explain_slowest(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
@@ -281,13 +277,12 @@ def _describe_collections(recording: Recording, window_ns: int, options: Options
 def _describe_devices(view: DeviceView) -> Iterator[Headline]:
     """Yield a headline on each state that costs a GPU much time: starved, launch-bound, or only copying."""
     uses = [(use, sum(stream.intervals for stream in use.streams)) for use in view.devices]
-    uses = [(use, intervals) for use, intervals in uses if intervals >= ENOUGH]
     for state, name, base, advice in (
         ("idle while requests are in flight", "starved_in_flight_ratio", "of that time", "feed it sooner"),
         ("perhaps waiting for the host to launch work", "launch_bound_ratio", "of its busy time", "CUDA graphs help"),
         ("copying without computing", "copy_ratio", "of the window", "copy while it computes"),
     ):  # fmt: skip
-        shares = [(getattr(use, name) or 0.0, intervals, use.device) for use, intervals in uses]
+        shares = [(getattr(use, name) or 0.0, count, use.device) for use, count in uses if count >= ENOUGH]
         ratio, intervals, device = max(shares, default=(0.0, 0, 0))
         if ratio >= NOTABLE:
             text = f"GPU {device} is {state} for {tenths(ratio, 1)} {base}: {advice}; see --view device."

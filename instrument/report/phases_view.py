@@ -149,6 +149,10 @@ class StreamUses:
     base_ns: int
     covered_ns: int
 
+    def times(self, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
+        """Return the device times of `count` units or calls, None if no unit has work on a stream."""
+        return _phase_times(times_ns, count, total_ns, self.base_ns) if self.units else None
+
 
 def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
     """Return the device time of the spans that began in a unit or in a call."""
@@ -333,13 +337,13 @@ def phases(recording: Recording, options: Options) -> PhasesView:
         PhaseRow(
             name,
             len(times_ns),
-            _phase_times(times_ns, sum(times_ns), base_ns),
-            _device_times(streams, streams.calls.get(name, ()), len(times_ns), streams.phases.get(name, 0)),
+            _phase_times(times_ns, len(times_ns), sum(times_ns), base_ns),
+            streams.times(streams.calls.get(name, ()), len(times_ns), streams.phases.get(name, 0)),
         )
         for name, times_ns in sorted(own_ns.items(), key=lambda item: _rank_of_phase(item[0]))
     ]
-    on_devices = _device_times(streams, streams.units, count, streams.base_ns)
-    unit_row = PhaseRow(units.of, count, _phase_times(lengths_ns, base_ns, base_ns), on_devices)
+    on_devices = streams.times(streams.units, count, streams.base_ns)
+    unit_row = PhaseRow(units.of, count, _phase_times(lengths_ns, count, base_ns, base_ns), on_devices)
     rest_times = _rest_times(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
     others_row = PhaseRow(OTHERS, None, _rest_times(rest_ns, base_ns), rest_times)
     before, is_short = units.before, facts.coverage[0] > facts.start_ns
@@ -367,16 +371,10 @@ def _mean_times(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[
     return {**means, OTHERS: (whole_ns - sum(times_ns.values())) / whole}
 
 
-def _device_times(streams: StreamUses, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
-    """Return the device times of `count` units or calls. `times_ns` has only times with work on a stream."""
-    if not streams.units:
-        return None
-    return _phase_times(times_ns if len(times_ns) == count else [*times_ns, 0], total_ns, streams.base_ns, count)
-
-
-def _phase_times(times_ns: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
-    mean_ns = share(total_ns, len(times_ns) if count is None else count)
-    return PhaseTimes(total_ns, mean_ns, max(times_ns), min(times_ns), share(total_ns, base_ns))
+def _phase_times(times_ns: Sequence[int], count: int, total_ns: int, base_ns: int) -> PhaseTimes:
+    """Return the times of `count` units or calls. The times that `times_ns` lacks are 0."""
+    some_ns = times_ns if len(times_ns) == count else [*times_ns, 0]
+    return PhaseTimes(total_ns, share(total_ns, count), max(some_ns), min(some_ns), share(total_ns, base_ns))
 
 
 def _rest_times(rest_ns: int, base_ns: int) -> PhaseTimes:

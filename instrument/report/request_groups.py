@@ -20,7 +20,7 @@ from instrument.errors import InstrumentError, TraceError
 from instrument.profile.document import nearest
 from instrument.recording.distributions import OTHER, group_of
 from instrument.report.section import Section
-from instrument.report.table import bound_rows, remaining_row, safe, share
+from instrument.report.table import bound_rows, row_adder, safe, share
 from instrument.report.utilisation import request_of_spans, requests_within
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
@@ -151,35 +151,25 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
         times = recording.once(request_device_ledger)
         on_device = times.own_ns + times.shared_ns
     batches_ns, device_ns = of_places.sum_by_group(in_batches[places]), of_places.sum_by_group(on_device[places])
-    tokens = [_sum_tokens(trace, whole, of_places, name, count) for name in (INPUT_TOKENS, OUTPUT_TOKENS)]
-    sizes = of_places.count_members().tolist()
-    all_batches_ns, all_device_ns = int(batches_ns.sum()), int(device_ns.sum())
+    columns = [of_places.count_members(), batches_ns, device_ns]
+    for name in (INPUT_TOKENS, OUTPUT_TOKENS):
+        tokens = read_numbers(trace.attributes, name, whole, 1 << 62).clip(0)
+        has_tokens = len(trace.attributes.having(name)) > 0
+        columns.append(of_places.sum_by_group(tokens) if has_tokens else np.full(count, None))
     rows = [
-        GroupShare(
-            name, size, batch_ns, share(batch_ns, all_batches_ns), work_ns, share(work_ns, all_device_ns), *of_group
-        )
-        for name, size, batch_ns, work_ns, *of_group in zip(
-            groups.names, sizes, batches_ns.tolist(), device_ns.tolist(), *tokens, strict=True
+        GroupShare(name, size, of_batches, None, on_device, None, *tokens)
+        for name, size, of_batches, on_device, *tokens in zip(
+            groups.names, *(column.tolist() for column in columns), strict=True
         )
         if size
     ]
     rows.sort(key=lambda row: (-row.batches_ns, -row.device_ns, -row.requests, row.name))
-
-    def sum_omitted(omitted: Sequence[GroupShare]) -> GroupShare:
-        row = remaining_row(omitted, ("requests", "batches_ns", "device_ns"))
-        ratios = (share(row.batches_ns, all_batches_ns), share(row.device_ns, all_device_ns))
-        return replace(row, batches_ratio=ratios[0], device_ratio=ratios[1])
-
-    return bound_rows(rows, options, lambda row: row.batches_ns, sum_omitted)
-
-
-def _sum_tokens(trace: Columns, rows: Int64s, groups: Groups, name: str, count: int) -> list[int | None]:
-    if not len(rows) or not len(trace.attributes.having(name)):
-        return [None] * count
-    return [
-        int(value)
-        for value in groups.sum_by_group(read_numbers(trace.attributes, name, rows, 1 << 62).clip(0)).tolist()
-    ]
+    shown = bound_rows(rows, options, attrgetter("batches_ns"), row_adder("requests", "batches_ns", "device_ns"))
+    all_batches, all_devices = sum(batches_ns.tolist()), sum(device_ns.tolist())
+    return tuple(
+        replace(row, batches_ratio=share(row.batches_ns, all_batches), device_ratio=share(row.device_ns, all_devices))
+        for row in shown
+    )
 
 
 def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:

@@ -6,10 +6,11 @@ usual keep their own lines.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import accumulate, groupby
+from itertools import groupby
 
 import numpy as np
 
@@ -207,10 +208,10 @@ def _make_turns(
 
     wall_ns = moments[-1].end_ns - moments[0].start_ns if moments else 0
 
-    lengths: dict[str, list[int]] = {}
+    lengths: dict[str, list[int]] = defaultdict(list)
     for moment in moments:
         if moment.part == SHARE:
-            lengths.setdefault(name_of(moment), []).append(moment.end_ns - moment.start_ns)
+            lengths[name_of(moment)].append(moment.end_ns - moment.start_ns)
     usual_ns = {name: sorted(lengths_ns)[len(lengths_ns) // 2] for name, lengths_ns in lengths.items()}
     longest_ns = max(usual_ns.values(), default=0)
 
@@ -225,23 +226,19 @@ def _make_turns(
     for is_routine_run, run in groupby(moments, is_routine):
         group = list(run)
         groups += [group] if is_routine_run and len(moments) > FEW else [[moment] for moment in group]
-    own_ns = _own_shares(ledger, moments)
+    own_ns, members_of = _own_shares(ledger, moments), Counter(served.batch.tolist())
     for group in groups:
         in_batches = [moment for moment in group if moment.pair != NONE]
         first = max(in_batches or group, key=lambda moment: moment.end_ns - moment.start_ns)
-        own_ns_of_turn = size = None
-        if in_batches:
-            own_ns_of_turn = sum(own_ns[moment] for moment in in_batches)
-            batches = served.batch[[moment.pair for moment in in_batches]]
-            size = int((np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)).max())
+        sizes = [members_of[served.batch[moment.pair]] for moment in in_batches]
         yield Turn(
             part=first.part,
             name=name_of(first),
             begin_ns=group[0].start_ns - begin_ns,
             length_ns=group[-1].end_ns - group[0].start_ns,
             times=max(1, len({moment.pair for moment in in_batches})),
-            own_ns=own_ns_of_turn,
-            size=size,
+            own_ns=sum(own_ns[moment] for moment in in_batches) if in_batches else None,
+            size=max(sizes, default=None),
             in_batches_ns=sum(moment.end_ns - moment.start_ns for moment in in_batches),
             thread_id=None if first.row == NONE else int(trace.thread_id[first.row]),
         )
@@ -250,14 +247,13 @@ def _make_turns(
 def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
     """Return the request's share of each of its turns in a batch, in ns. Turns in the same batch divide its share in
     proportion to their lengths."""
-    of_pairs: dict[int, list[Moment]] = {}
-    for moment in moments:
-        if moment.pair != NONE:
-            of_pairs.setdefault(moment.pair, []).append(moment)
-    shares: dict[Moment, int] = {}
-    for pair, batch_moments in of_pairs.items():
-        until = list(accumulate((moment.end_ns - moment.start_ns for moment in batch_moments), initial=0))
-        own_ns = min(until[-1], int(ledger.given_ns[pair]))
-        for moment, before, after in zip(batch_moments, until, until[1:], strict=False):
-            shares[moment] = own_ns * after // until[-1] - own_ns * before // until[-1]
+    lengths, until = Counter[int](), Counter[int]()
+    in_batches, shares = [moment for moment in moments if moment.pair != NONE], dict[Moment, int]()
+    for moment in in_batches:
+        lengths[moment.pair] += moment.end_ns - moment.start_ns
+    for moment in in_batches:
+        pair, before = moment.pair, until[moment.pair]
+        until[pair] += moment.end_ns - moment.start_ns
+        own_ns = min(lengths[pair], int(ledger.given_ns[pair]))
+        shares[moment] = own_ns * until[pair] // lengths[pair] - own_ns * before // lengths[pair]
     return shares

@@ -12,8 +12,8 @@ A span is a phase if its rule or scope declares a phase (`phase:`). Without a de
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from operator import attrgetter
 from typing import NamedTuple
@@ -50,7 +50,7 @@ from instrument.report.table import (
     bound_rows,
     in_unit,
     number_text,
-    remaining_row,
+    row_adder,
     row_name,
     safe,
     share,
@@ -68,6 +68,7 @@ from instrument.trace.ledger import UNKNOWN
 from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
 from instrument.trace.stages import find_stages
 
+TIMES = "mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|+wall_ns=Sum|ratio=Of all"
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 
 A_REQUEST = (
@@ -120,11 +121,6 @@ class EndpointShare:
 
     def mean_ns(self) -> float:
         return self.device_ns / self.requests
-
-
-def device_share_section(rows: Sequence[EndpointShare]) -> Section:
-    columns = "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all"
-    return Section("Device time by requests", rows, columns, DEVICE_SHARES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +177,11 @@ class RequestTimes(View):
             Section(
                 "Endpoints", self.endpoints,
                 f"name=Request|{'counted=Ended|requests=Kept' if self.is_part else 'requests=Count'}|"
-                f"errors=Errors{cancelled}|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
-                "+wall_ns=Sum|ratio=Of all",
+                f"errors=Errors{cancelled}|{TIMES}",
                 ("Of all: the endpoint's share of the time of all requests.",),
             ),
             Section(
-                f"By {self._options.requests_by}", self.groups,
-                "name=Value|requests=Count|errors=Errors|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
-                "+wall_ns=Sum|ratio=Of all",
+                f"By {self._options.requests_by}", self.groups, f"name=Value|requests=Count|errors=Errors|{TIMES}",
             ),
             self._answers_section(),
             *self._token_sections(),
@@ -219,7 +212,11 @@ class RequestTimes(View):
                 ),
             ),
             *(endpoint_section(f"Device {device.device}", device.endpoints) for device in self.devices),
-            device_share_section(self.device_shares),
+            Section(
+                "Device time by requests", self.device_shares,
+                "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all",
+                DEVICE_SHARES,
+            ),
             shares_section(self.shares, self._options),
             Section(
                 "Slowest requests", self.slowest,
@@ -396,19 +393,13 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
             groups.sum_by_group(times.shared_ns[places]),
         )
     )
-    whole_ns = sum(own_ns) + sum(shared_ns)
     rows = [
-        EndpointShare(name, requests, own_work_ns, batch_work_ns, share(own_work_ns + batch_work_ns, whole_ns))
-        for name, requests, own_work_ns, batch_work_ns in zip(names, sizes, own_ns, shared_ns, strict=True)
-        if requests
+        EndpointShare(*columns, None) for columns in zip(names, sizes, own_ns, shared_ns, strict=True) if columns[1]
     ]
-
-    def rest(omitted: Sequence[EndpointShare]) -> EndpointShare:
-        ratio = share(sum(row.device_ns for row in omitted), whole_ns)
-        return remaining_row(omitted, ("requests", "own_ns", "shared_ns"), ratio=ratio)
-
     rows.sort(key=lambda row: (-row.device_ns, row.name))
-    return bound_rows(rows, options, attrgetter("device_ns"), rest)
+    whole_ns = sum(row.device_ns for row in rows)
+    shown = bound_rows(rows, options, attrgetter("device_ns"), row_adder("requests", "own_ns", "shared_ns"))
+    return tuple(replace(row, ratio=share(row.device_ns, whole_ns)) for row in shown)
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:

@@ -6,14 +6,16 @@ the phases `load` and `compile`. Spans that began after the first request are no
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import Any
 
 from instrument.profile.model import PREPARING
 from instrument.recording.distributions import bucket_of, percentiles
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
-from instrument.recording.tally import Row, Tally, Totals
+from instrument.recording.tally import Row, Tally
 from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
@@ -266,6 +268,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
             for name, total_ns in sums.items()
         ]
     longest = sorted((use for use in warm_ups.values() if use.extra_ns), key=lambda use: (-use.extra_ns, use.name))
+    preparations = _find_preparations(rows)
     return StartupView(
         is_known=recording.startup is not None,
         before_ns=None if facts.process_ns is None else facts.session_ns - facts.process_ns,
@@ -279,7 +282,10 @@ def startup(recording: Recording, options: Options) -> StartupView:
         imports=None if facts.imports is None else _import_rows(imports, imports_ns, options),
         imports_ns=imports_ns,
         imports_in_spans_ns=in_spans_ns,
-        preparations=bound_rows(_find_preparations(rows), options, lambda row: row.total_ns or 0, _sum_preparations),
+        preparations=bound_rows(
+            preparations, options, lambda row: row.total_ns or 0,
+            lambda rows: _sum_preparations(rows, ("calls", "self_ns"), name=f"(remaining {len(rows)})"),
+        ),
         warm_ups=bound_rows(
             longest, options, attrgetter("extra_ns"),
             lambda rows: remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})"),
@@ -321,49 +327,41 @@ def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
 
 def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
     """Return the calls that load or compile, by site, the longest first."""
-    calls: dict[tuple[str, tuple[object, ...]], list[tuple[Site, Totals, int, int]]] = {}
+    calls: dict[tuple[str, tuple[object, ...]], list[Preparation]] = defaultdict(list)
     for row in rows:
         *above, site = row.path
         if phase := _preparing_phase(site):
-            outermost_ns = 0 if any(caller.key == site.key for caller in above) else row.totals.total_ns
+            totals = row.totals
+            outermost_ns = 0 if any(caller.key == site.key for caller in above) else totals.total_ns
             in_request_ns = outermost_ns if any(caller.kind == "request" for caller in above) else 0
-            calls.setdefault((phase, site.key), []).append((site, row.totals, outermost_ns, in_request_ns))
-    uses = []
-    for (phase, _), of_place in calls.items():
-        sites, totals, outermost, in_requests = zip(*of_place, strict=True)
-        uses.append(
-            Preparation(
-                phase,
-                name_of_site(sites[0]),
-                sum(row.calls for row in totals),
-                sum(outermost),
-                sum(row.self_ns for row in totals),
-                max(row.max_ns for row in totals),
-                sum(in_requests),
-            )
-        )
+            numbers = totals.calls, outermost_ns, totals.self_ns, totals.max_ns, in_request_ns
+            calls[phase, site.key].append(Preparation(phase, name_of_site(site), *numbers))
+    sums = ("calls", "total_ns", "self_ns", "in_requests_ns")
+    uses = [
+        _sum_preparations(of_site, sums, name=of_site[0].name, phase=of_site[0].phase, remaining=0)
+        for of_site in calls.values()
+    ]
     return sorted(uses, key=lambda use: (-(use.total_ns or 0), use.name, use.phase))
+
+
+def _sum_preparations(rows: Sequence[Preparation], sums: Sequence[str], **facts: Any) -> Preparation:
+    return remaining_row(rows, sums, max_ns=max(row.max_ns for row in rows), **facts)
 
 
 def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
     """Return the rows of packages that the options allow, the longest imports of own modules first."""
-
-    def sum_omitted(rows: Sequence[Imports]) -> Imports:
-        ratio, sums = share(sum(row.self_ns for row in rows), all_ns), ("entries", "self_ns", "in_spans_ns", "late_ns")
-        return remaining_row(rows, sums, package=f"(remaining {len(rows)})", ratio=ratio)
-
     rows = [
-        Imports(row.package, row.entries, row.total_ns, row.self_ns, row.in_spans_ns, row.late_ns,
-                share(row.self_ns, all_ns))
-        for row in imports
-    ]  # fmt: skip
-    rows.sort(key=lambda row: (-row.self_ns, row.package))
-    return bound_rows(rows, options, attrgetter("self_ns"), sum_omitted)
-
-
-def _sum_preparations(rows: Sequence[Preparation]) -> Preparation:
-    max_ns = max(row.max_ns for row in rows)
-    return remaining_row(rows, ("calls", "self_ns"), name=f"(remaining {len(rows)})", max_ns=max_ns)
+        Imports(row.package, row.entries, row.total_ns, row.self_ns, row.in_spans_ns, row.late_ns, None)
+        for row in sorted(imports, key=lambda row: (-row.self_ns, row.package))
+    ]
+    sums = ("entries", "self_ns", "in_spans_ns", "late_ns")
+    shown = bound_rows(
+        rows,
+        options,
+        attrgetter("self_ns"),
+        lambda omitted: remaining_row(omitted, sums, package=f"(remaining {len(omitted)})"),
+    )
+    return tuple(replace(row, ratio=share(row.self_ns, all_ns)) for row in shown)
 
 
 def _preparation_times(
@@ -371,7 +369,7 @@ def _preparation_times(
 ) -> tuple[dict[str, int], dict[str, int], bool]:
     """Return the times of loading and compiling outside of requests: before the first request began, and later. Also
     return True if overwritten spans make the division uncertain."""
-    before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
+    before, after = dict.fromkeys(WORDS.values(), 0), dict.fromkeys(WORDS.values(), 0)
     on_both_sides = False
     for row in rows:
         phase = _preparing_phase(row.path[-1])
