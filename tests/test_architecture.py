@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_366, 4),
     "recorder": (2_536, 10),
     "recording": (4_112, 15),
-    "report": (13_816, 37),
+    "report": (13_725, 37),
     "runtime": (2_800, 13),
     "sessions": (6_344, 19),
     "trace": (10_324, 29),
