@@ -27,7 +27,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 
 class Questions:
-    """The requests of commands to processes, such as `off` or `reload`, which have not been answered yet."""
+    """The unanswered requests, such as `off` or `reload`, that commands have sent to processes."""
 
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop
@@ -96,7 +96,7 @@ class Questions:
         self._end_if_answered(number)
 
     def inherit_switch(self, process: Process) -> None:
-        """Switch recording on or off in a process that has joined, as a command has done in its parent."""
+        """Send a joined process the command that last switched its parent's recording on or off, if any."""
         parent = next((member for member in process.run.processes if member.pid == process.facts.get("parent")), None)
         if parent is not None and process.switch is None and process.connection is not None:
             process.switch = parent.switch

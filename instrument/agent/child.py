@@ -140,8 +140,8 @@ MOST_SAVES_PER_CHILD = 64
 
 
 class Saves:
-    """A queue of processes whose recordings children save. `Process.saved` is the path to write. `folder` has the
-    processes' notes.
+    """A queue of processes whose recordings are saved in children, at the path `Process.saved`. `folder` has the
+    processes' note files.
 
     After each attempt, `on_saved` is called with the process, whose `saved` is empty after a failure.
     """

@@ -42,8 +42,8 @@ _PIDFD_GETFD = 438
 
 
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
-    """Write a message to the standard error of a process, by default of the run, else to the system's log. On failure
-    pass it to `says`, else to a text file next to the capture."""
+    """Write a message to the standard error of `process`, or of the run for None. On failure, write it to the system's
+    log. If that fails too, pass it to `says` or, without `says`, write a text file next to the capture."""
     line = text if text.endswith("\n") else f"{text}\n"
     data = line.encode(errors="backslashreplace")
     targets = [run.stderr, *(str(member.facts.get("stderr", "")) for member in run.processes)]
@@ -139,7 +139,7 @@ _RUN_IN_NAME, _NUMBER_IN_NAME = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\
 
 
 def facts_of(process: Process) -> dict[str, Any]:
-    """Return a process's values for the query of a command such as `instrument ps`."""
+    """Return a process's values for commands that query the agent, such as `instrument ps`."""
     names = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
     return {
         **{name: process.facts.get(name) for name in names},
@@ -372,7 +372,7 @@ def unrecorded_text(process: Process) -> str:
 
 
 def none_joined_text(pid: int, after_s: float) -> str:
-    """Return the message on a run in which no process records. The cause is from the environment of process `pid`."""
+    """Return the message on a run in which no process records. The environment of process `pid` shows the cause."""
     return (
         f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unrecorded(pid)}. "
         "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
@@ -381,7 +381,7 @@ def none_joined_text(pid: int, after_s: float) -> str:
 
 
 def _why_unrecorded(pid: int) -> str:
-    """Return the reason why a process did not load this package's `sitecustomize`, from its environment."""
+    """Read from the environment of process `pid` why it did not load this package's `sitecustomize`."""
     try:
         environ = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
     except OSError:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _LateInspect(ModuleType):
-    """A substitute for `inspect`, which `dataclasses` imports, and uses for few classes. It would take 1 MB."""
+    """A substitute that imports `inspect` (1 MB) only if it is used. `dataclasses` rarely needs it."""
 
     def __getattr__(self, name: str) -> Any:
         import inspect

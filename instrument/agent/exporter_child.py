@@ -83,7 +83,7 @@ class _WatchedProcess:
         return math.inf if wait_ns is None else wait_ns / 1e9
 
     def read_due(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
-        """Read the gauges that are due. Return the devices and notes on unreadable gauges, None before reading begins.
+        """Read the due gauges. Return the devices, and notes on unreadable gauges, or None before the first reading.
 
         Raises `_UnreadableHereError` if the process must read its gauges itself, and `Gone` if the process has ended.
         """
@@ -125,7 +125,7 @@ class _WatchedProcess:
 
 
 class _UnreadableHereError(Exception):
-    """An error that says why a process must read its gauges itself: the agent cannot."""
+    """An error with the reason why the agent cannot read a process's gauges."""
 
 
 class GaugeThread:
@@ -427,7 +427,7 @@ class ExporterChild:
             self._scrapes.answer_on(descriptor, str(message["scrape"]))
 
     def _scrape_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
-        """Return the metrics of a scope's living processes, and its ended processes' totals by service."""
+        """Return the metrics of the living processes in a scope, and the totals of the ended ones by service."""
         exports = [export for number, export in self._loop.recordings.items() if scope in self._scopes[number]]
         metered_of = self._loop.metered(exports)
         return list(metered_of.values()), self._ended_metrics.totals_of(scope, metered_of)

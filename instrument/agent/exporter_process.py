@@ -30,9 +30,9 @@ ELSEWHERE = "the processes of its container are not to be seen from that of the 
 class Exports:
     """The exporter child, with the recordings that it exports and the processes whose gauges it reads.
 
-    A file in `folder` has the number of ended processes' spans that may be unsent, for the next agent if this one is
-    killed. `fates` counts spans by outcome. `selector` is the selector of the event loop, `send` sends a message to a
-    process. `changed` is called after the export of a recording, `says` with each message about exports. A process
+    A file in `folder` has the number of possibly unsent spans of ended processes. The next agent reads it if this one
+    is killed. `fates` counts spans by outcome. `selector` is the selector of the event loop, `send` sends a message to
+    a process. `changed` is called after the export of a recording, `says` with each message about exports. A process
     whose export fails is sent `unexported`.
     """
 
@@ -79,7 +79,7 @@ class Exports:
 
     @property
     def lost_by_reason(self) -> Mapping[str, int]:
-        """The counts of ended processes' lost spans, by the reason that messages give."""
+        """The number of ended processes' lost spans, by reason."""
         return losses_by_name(self.fates)
 
     def add(self, process: Process) -> None:
@@ -274,7 +274,7 @@ class Exports:
             self._clear_unsent(process)
 
     def count_left(self, process: Process, memory: int, *, is_reported: bool) -> None:
-        """Count an ended process's rows that nobody will read, and its spans by outcome unless `is_reported`."""
+        """Count an ended process's unread rows. Count its spans by outcome, too, unless that `is_reported`."""
         if process.lives or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:

@@ -293,8 +293,8 @@ def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[in
 
 
 def _site_rows(tally: Tally) -> tuple[Place, ...]:
-    """Return the called sites, sorted by self time with the largest first, without interruptions, which are parts of
-    other calls."""
+    """Return the called sites, sorted by self time with the largest first. Interruptions are left out, because they are
+    parts of other calls."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
     sums = [(name, tally.total_of_lines(places)) for (name, _), places in tally.lines_by_key(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)

@@ -214,8 +214,7 @@ class EventLoop:
             self.selector.register(connection, selectors.EVENT_READ)
 
     def _handle_joins(self) -> None:
-        """Handle the packets on new connections by which processes join. Later messages may be about these
-        processes."""
+        """Handle waiting joins on new connections. The current message may be about the joined processes."""
         self._accept(0)
         for connection in list(self._silent):
             if connection.is_about_to_join():

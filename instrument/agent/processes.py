@@ -275,7 +275,7 @@ def remove_note(folder: Path, process: Process) -> None:
 
 @contextmanager
 def locked_note(folder: Path, process: Process) -> Iterator[None]:
-    """Lock the note of a process while its recording is saved, once no other process has the lock."""
+    """Lock a process's note within the block. First wait until no other process has the lock."""
     try:
         descriptor = os.open(_note_path(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # its end cannot be seen, or is reported already
@@ -319,7 +319,7 @@ def awaits_others(folder: Path, run: Run) -> bool:
 
 
 def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
-    """Return the numbers of living and of ended processes with notes, and the folders with the ended processes'
+    """Return how many living and how many ended processes have notes, and the folders with the ended processes'
     recordings."""
     living, ended, folders = 0, 0, dict[str, None]()
     for facts, pid, started in _notes(folder):

@@ -65,7 +65,7 @@ class EndedMetrics:
         self._write()
 
     def totals_of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
-        """Return the totals of a scope's ended processes by service, without the keys in `living`."""
+        """Return a scope's totals by service, without the processes whose keys are in `living`."""
         lives, metrics_by_service = set(living), dict[str, list[Metric]]()
         parts = [part for key, part in self._apart.items() if key not in lives]
         together = [([part_scope], service, metrics) for (part_scope, service), metrics in self._together.items()]
@@ -107,8 +107,8 @@ class Scrapes:
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[MetricAndOrigin]]]] = SimpleQueue()
 
     def answer_waiting(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
-        """Answer the waiting scrapes. `look` returns the metrics of a scope's living and the totals of its ended
-        processes."""
+        """Answer the waiting scrapes. `look` returns the metrics of the living processes in a scope, and the totals of
+        the ended ones."""
         with suppress(Empty):
             while True:
                 scope, reply = self._asked.get_nowait()
@@ -121,7 +121,7 @@ class Scrapes:
         return reply.get(timeout=SCRAPE_TIMEOUT_S)
 
     def listen(self, descriptor: int, address: str) -> None:
-        """Answer the scrapes that arrive at a listening socket from now on. `address` is the scope."""
+        """Answer the scrapes that arrive at a listening socket from now on. `address` selects the processes."""
         server = self._server(("listen", address))
         server.socket = socket.socket(fileno=descriptor)
         Thread(server.serve_forever, "instrument-scrapes").start()

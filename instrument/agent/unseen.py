@@ -120,7 +120,7 @@ class Unseen:
         self._note_reasons(self._family)
 
     def _note_reasons(self, pids: Iterable[int]) -> None:
-        """Note why the processes whose command has changed since the last search have no session."""
+        """Note why a process has no session, for each process whose command has changed since the last search."""
         joined = self._joined()
         for pid in pids:
             command, _ = self._family[pid]
@@ -240,7 +240,7 @@ class ConnectionWatch:
 
     def note_ports(self, process: Process, by_table_of_s: float = 0.0) -> None:
         """Store the ports at which a process has had connections, including ports that it has closed. A table of
-        connections may be as old as `by_table_of_s`."""
+        connections up to `by_table_of_s` old may be reused."""
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or environment.is_same_network(folder)
         is_old = process.pid in self._table_users or time.monotonic() - self._table_at >= by_table_of_s

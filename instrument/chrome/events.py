@@ -152,7 +152,7 @@ class JsonText:
                 return None, text
 
     def _likely_ends(self, closing: bytes) -> Iterator[int]:
-        """Yield likely ends of values, the last first: closing brackets before another value or at the end."""
+        """Yield likely ends of values, last first: closing brackets that precede another value or end the text."""
         end = len(self._text)
         while (end := self._text.rfind(closing, self._at, end)) >= 0:
             if _NEXT_VALUE.match(self._text, end + 1):

@@ -178,8 +178,9 @@ class _Lanes:
 
 
 def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
-    """Return the lane of each slice in its group, from 1, and the slice around it or `NONE`. Slices are sorted by start
-    time, the longest first. `above` is each slice's caller. Slices with `DEEPEST` or more ancestors are `deep`."""
+    """Return the number of each slice's lane within its group, and the slice around each slice or `NONE`. Slices are
+    sorted by start time, the longest first. `above` is each slice's caller. `deep` slices have `DEEPEST` or more
+    ancestors."""
     number = np.ones(len(groups), dtype=np.int64)
     if not len(groups):
         return number, above
@@ -313,7 +314,7 @@ class BatchMarks:
         self.batch, self.request = batch[order], request[order]
 
     def leave_out(self, tied: Sequence[int]) -> None:
-        """Leave out the arrows of batches whose only bind id another arrow uses."""
+        """Leave out the arrows of the `tied` batches, whose bind ids belong to other arrows."""
         is_tied = np.isin(self.batch, tied)
         self.left_out += int(is_tied.sum())
         self._keep_pairs(self.batch, self.request, ~is_tied)

@@ -124,7 +124,7 @@ def _count_convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) 
 
 
 def _count_convolved(source: Shape, weight: Shape, size: Shape) -> int:
-    """Return the operations of a convolution with a result of shape `size`. `weight` has inputs per output."""
+    """Return the operations of a convolution that applies `weight` at each point of `size`, per item of `source`."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
     return 2 * source[0] * prod(size) * prod(weight)
@@ -195,8 +195,8 @@ a time."""
 
 
 class _Facts(NamedTuple):
-    """The properties that all slices of one category and name share. `step` is the number of a step. `counts` is True
-    for operators with counted operations."""
+    """The properties that all slices of one category and name share. `step` is the step's number if they are steps.
+    `counts` is True for operators whose operations are counted."""
 
     name: str
     step: int | None
@@ -219,8 +219,8 @@ def look_up(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], 
 
 
 class NumberedLanes:
-    """The numbered lanes of a file, which are pairs of process and thread. Paddle's two lanes of a thread, for Python
-    and C++, share a thread id. `line` and `thread_id` are by lane number. Slices nest within a line."""
+    """The numbered lanes (process and thread) of a file. Paddle's two lanes of a thread, for Python and C++, share a
+    thread id. Slices nest within a line: a thread or an async id. `line` and `thread_id` are by lane number."""
 
     def __init__(self, *, are_ours: bool = False) -> None:
         self._are_ours = are_ours

@@ -170,8 +170,8 @@ class Slices:
         return column(vars(self).pop(name))
 
     def _close_marks(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Match begins with ends on each line, and set the end and the line of each row. Return each row's place in the
-        file's order, and the number of ends without a begin."""
+        """Match begins with ends on each line (a thread or an async id). Set each row's end and line. Return each row's
+        place in the file's order, and the number of ends without a begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
         if not len(self._mark_ns):
             return place, 0

@@ -173,8 +173,8 @@ class Drawing:
         return kind, _split_columns(rows)
 
     def _collect_span_facts(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
-        """Return the columns of `Arguments` after the id, each with a mask of the slices that store the number. Readers
-        derive the others."""
+        """Return the columns of `Arguments` after the id, each with a mask of the stored numbers. Readers derive the
+        other numbers."""
         spans = self._spans
         trace, row = spans.trace, spans.row
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]

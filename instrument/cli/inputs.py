@@ -171,8 +171,8 @@ def read_saved(path: str) -> Saved:
 
 
 def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
-    """Add the arguments that name files, and the options for merging and for memory. `runs` is the help text on
-    arguments that name no files. With it, no argument is required."""
+    """Add the arguments that name files, and the options for merging and for memory. With `runs`, no file is required,
+    and this text is added to the help on files."""
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--run", metavar="RUN", help="in a folder, read only this run (default: the newest one)")

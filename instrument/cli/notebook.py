@@ -117,7 +117,7 @@ def load(
 ) -> LoadedTrace:
     """Read recordings and Chrome traces, or a folder of them, as one trace: `instrument.load("traces").spans`.
 
-    If `path` is a folder, the files of `run` are read, else those of its newest run or, with `all_runs`, all files.
+    In a folder, only the files of `run` are read, by default of its newest run. With `all_runs`, all files are read.
     `clock` is as in `instrument report`. `frames` names the library of data frames, by default the first of `FRAMES`
     that is installed. Raises `TraceError` for unreadable files.
     """

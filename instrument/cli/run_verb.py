@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _name_run() -> str:
-    """Return a new name for this run, made from the time. Inside another run, wait until the two names differ."""
+    """Return a new name for this run from the time. Inside another run, wait until it differs from that run's name."""
     while (name := environment.new_run()) == os.environ.get(environment.RUN_VARIABLE):
         time.sleep(0.05)
     return name

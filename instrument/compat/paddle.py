@@ -165,7 +165,7 @@ class RecordEvent:
 
 
 class _Exporter(InBackground):
-    """A writer of windows in the background. It writes at once if a handler of the user calls it with a profiler."""
+    """A handler that writes windows in the background, or at once if the user calls it with a profiler."""
 
     def __call__(self, ready: Profiler | Window) -> object:
         window = ready.window if isinstance(ready, Profiler) else ready
@@ -186,7 +186,7 @@ def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = 
 
 
 class Profiler(_Profiler):
-    """A substitute for `paddle.profiler.Profiler`, which passes its arguments on to `instrument.Profiler`. `targets`
+    """A substitute for `paddle.profiler.Profiler`. It passes its arguments on to `instrument.Profiler`. `targets`
     default to host and GPU. In a `scheduler` ``(start, end)`` a start below 0 counts as 0. `on_trace_ready` gets this
     object, whose `window` is the recorded window."""
 

@@ -158,8 +158,8 @@ def _split_iterations(trace: Trace) -> list[Step]:
 
 
 def _mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
-    """Return the mean times of operators in the order of execution, and the number of timed iterations. A key has an
-    operator's name, its kind, and the number of its earlier calls in the iteration."""
+    """Return the mean times of operators in the order of execution, and the number of timed iterations. The key of a
+    time is the operator's name, its kind, and the number of its earlier calls in the iteration."""
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {
         span.span_id: Counter[tuple[str, str]]()

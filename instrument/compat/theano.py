@@ -112,7 +112,7 @@ class ProfileStats:
 
     @property
     def calls(self) -> int:
-        """The number of outermost calls of the functions. Calls inside another of the functions do not count."""
+        """The number of calls of the functions. A call inside another one does not count."""
         return _sum_outermost(self._tally()).calls
 
     @property

@@ -63,8 +63,8 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A linear clock for events after the newest anchor, which happened at `host_ns`. `rate` is in host ns per device
-    ns.
+    """A linear clock for events after the newest anchor. `host_ns` is the anchor's host time, `rate` is in host ns per
+    device ns.
 
     The uncertainty of a time is `uncertainty_ns`, plus `wander` per device ns since the anchor.
     """
@@ -83,7 +83,7 @@ class Ahead(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """The difference in ns between the host's clock and the raw clock at a host time, with its uncertainty."""
+    """The lead in ns of the host's clock over CLOCK_MONOTONIC_RAW at the host time `at_ns`, with its uncertainty."""
 
     at_ns: int
     lead_ns: int
@@ -94,8 +94,8 @@ class Lead(NamedTuple):
 class Anchor:
     """An event with a known host time. `rate` is in host ns per device ns up to the next anchor, 0 without one.
 
-    `lead` is the lead of the host's clock over the raw clock, and `lead_rate` its growth per ns up to the next anchor.
-    `bend_ns` is how much this growth differs from growth at the earlier rate.
+    `lead` is the lead of the host's clock over CLOCK_MONOTONIC_RAW, and `lead_rate` its growth per ns up to the next
+    anchor. At the earlier rate, the lead would have grown by up to `bend_ns` more or less.
     """
 
     event: Any
@@ -111,8 +111,8 @@ class Anchor:
 class Anchors:
     """The anchors of one context. Only the thread to which the context is bound uses them.
 
-    `now` reads the host's clock, `raw` a clock that is never slewed. `reading` takes a reading without the
-    interpreter's lock, and is None if the driver cannot do that.
+    `now` reads the host's clock, `raw` a clock that is never slewed. `reading` records an event and polls for it
+    without the interpreter's lock. It is None if the driver cannot do that.
     """
 
     def __init__(

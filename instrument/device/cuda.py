@@ -290,7 +290,7 @@ class CudaDriver:
         return self._call_driver(self._driver.cuEventQuery, event)[0]
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
-        """Return a function that takes readings, None if `now` is not the recorder's clock."""
+        """Return a function that records an event and polls for it, None if `now` is not the recorder's clock."""
         read = getattr(recorder, "read_event", None)
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 

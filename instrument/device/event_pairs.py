@@ -57,7 +57,7 @@ class Pair:
     reused for another stream, but the number `stream` is unique. `thread_id` is set for a handle that means a different
     stream on each thread.
 
-    A span that may use several streams has a pair on each. The `side_pairs` begin and end with the first pair. All
+    A span that may use several streams has a pair on each. The `side_pairs` begin and end when the first pair does. All
     their intervals are `deferred` until the span's end.
     """
 

@@ -49,8 +49,7 @@ class TorchMemory:
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Return the gauges of each device that torch uses. Except for the first call, the result is empty without
-        `rarely`."""
+        """Return the gauges of each device that torch uses. Without `rarely`, only the first call returns any."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)
@@ -96,7 +95,7 @@ _Read = Callable[[int, bool], bool]
 
 
 class GaugeSources:
-    """Reads the gauges that the profile's `device` selects, of this process or another one. `keep` receives each
+    """Reads gauges of this process or another one, as the profile's `device` selects them. `keep` receives each
     reading.
 
     One thread calls all methods except `prepare`, `gpus` and `notes`. It has the lock `inside` during calls of NVML and

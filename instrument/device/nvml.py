@@ -229,7 +229,7 @@ class Nvml:
         return values
 
     def _stop_failed(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
-        """Stop reading gauges after a failed call. The error decides between all gauges, one GPU's, and the call's."""
+        """Stop reading the gauges that a failed call shows to be unreadable: all, one GPU's, or the call's own."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error
@@ -345,8 +345,8 @@ _RARELY: tuple[_Reading, ...] = (
 
 
 def select_visible(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
-    """Return the GPUs or MIG instances that CUDA shows for the value `variable`. `devices` are all, in the order of PCI
-    buses."""
+    """Return the GPUs or MIG instances that CUDA shows if CUDA_VISIBLE_DEVICES is `variable`. `devices` are all GPUs,
+    in the order of PCI buses."""
     if variable is None:
         chosen = list(devices)
     elif variable.startswith("MIG-"):
@@ -398,8 +398,8 @@ def _find_instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
 
 
 def _read_memory_info(nvml: Any, device: NvmlDevice) -> Any:
-    """Read the memory by the second version of NVML's call, which leaves out the driver's own. Older drivers have only
-    the first."""
+    """Read the memory without the driver's own memory, by version 2 of NVML's call. Older drivers have only version
+    1."""
     if "v2" not in device.absent:
         try:
             return nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)

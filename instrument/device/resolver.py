@@ -83,7 +83,7 @@ _by_end = attrgetter("end_ns")
 
 
 def _end_time(pair: Pair) -> int:
-    """Return the host time of the end of a pair's span or, if unknown, of the pair. Without an end, it is 0 or less."""
+    """Return the host time at which a pair's span ended or, if unknown, the pair itself: 0 or less without an end."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
@@ -310,9 +310,9 @@ class Resolver:
             self.count_error(context, error)
 
     def watch(self) -> bool:
-        """Poll for the next end on devices that are too busy for anchors. Return True if one was observed.
+        """Poll for the next end of a pair on devices that are too busy for anchors. Return True if an end was observed.
 
-        It can serve as an anchor if it is read at once.
+        The end can serve as an anchor if it is read at once.
         """
         watched = [self._watch_context(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
@@ -407,7 +407,7 @@ class Resolver:
         return moved
 
     def _adopt_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
-        """Use a pair's end that was just observed as an anchor. Return the answers without offsets from older
+        """Use the just observed end of a pair as an anchor. Return the answers without offsets, which count from older
         anchors."""
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:

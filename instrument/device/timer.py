@@ -157,7 +157,7 @@ class Timer:
         return places if len(places) < 2 else cuda.select_streams(places)
 
     def _find_device(self, stream: int) -> int:
-        """Return the device of a stream that the service has named, -1 if no device is in use."""
+        """Return the device of a stream that a call's argument names, -1 if no device is in use."""
         device = self._devices.get(stream)
         if device is None:
             driver = self.driver
@@ -224,7 +224,7 @@ class Timer:
             self.resolver.wake()
 
     def finish(self, pair: Pair) -> None:
-        """Pass a span to the resolver that ended after its last pair."""
+        """Pass a span's first pair to the resolver after the span's end."""
         self.resolver.finished.append(pair)
         self.wake()
 

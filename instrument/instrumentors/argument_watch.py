@@ -110,7 +110,7 @@ class ArgumentWatch:
         }
 
     def examine(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """Return two functions for each call: one examines the arguments, the other the result. Either may be None.
+        """Return two functions: one examines the arguments of a call, the other its result. Either may be None.
 
         Both are None for a function that only calls builtins. Its examination would take several times as long as a
         call.

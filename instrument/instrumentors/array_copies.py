@@ -277,7 +277,7 @@ _MEMORY_TYPES = {1: "h", 2: "d", 3: "d"}  # CUmemorytype: host, device, array; u
 
 
 def attach_cuda(module: Any, patched: PatchedFunctions) -> None:
-    """Record the copies of cuda-python's module for the driver or for the runtime."""
+    """Record copies by the functions of a cuda-python module, for the driver or for the runtime."""
     for name in sorted(vars(module)):
         function = getattr(module, name)
         if "emcpy" not in name or isinstance(function, type) or not callable(function):
@@ -336,7 +336,7 @@ def _descriptor_reader(sync: bool) -> Facts:
 
 
 def _named_arg(function: Any, *names: str) -> Reader:
-    """Return a reader of a function's argument: the first of the given names that the function has."""
+    """Return a reader of one argument of a function. Its name is the first of `names` that the function has."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
     return _arg_reader(parameters.index(name), name)

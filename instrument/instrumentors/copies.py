@@ -63,7 +63,7 @@ _STATE = _ThreadState()
 
 
 class FrameworkAdapter(NamedTuple):
-    """The adapter of a framework, whose functions that copy it replaces. `framework` is the name in rules.
+    """An adapter that replaces the copying functions of a framework. `framework` is the framework's name in rules.
 
     At the import of one of `modules`, the function `attach_FRAMEWORK` of the module `home` is called. `unseen`
     describes the copies that cannot be recorded.

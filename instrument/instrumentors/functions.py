@@ -73,7 +73,7 @@ class Probe:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def _put_function(self, function: Any) -> Any:
-        """Put a function in place of the target's, and restore a property's name, which error messages need."""
+        """Put `function` in place of the target's. Restore the name of a property, which error messages need."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
@@ -403,7 +403,7 @@ class Switch(Instrumentor):
 
 
 class Seam(NamedTuple):
-    """A framework's method that registers a handler. The handler is the argument with this name or position."""
+    """A framework's method that registers a handler: the argument with the name `argument` or at `position`."""
 
     owner: str
     method: str

@@ -142,7 +142,7 @@ class Layers(Instrumentor):
             self._patch_class(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note a child that a module registers. torch calls this as a hook, in which None leaves the child as it is."""
+        """Note a child that a module registers. torch calls this hook, and keeps the child because it returns None."""
         try:
             if child is not None:
                 self._paths.add_child(parent, name, child)

@@ -92,7 +92,7 @@ def _return_false(args: tuple[Any, ...]) -> bool:
 
 
 def is_recorded(cls: type[Any], attribute: str) -> bool:
-    """Return True if each call of a method is recorded, by its own probe or by that of the method that it calls by
+    """Return True if each call of a method is recorded, by the method's own probe or because the method calls
     `super`."""
     return any(
         site_on(function) is not None or hasattr(function, "__instrument_layers__") or _calls_super(function, attribute)

@@ -45,7 +45,7 @@ _FRAMES = ("gi_frame", "cr_frame", "ag_frame")
 
 
 class Kept(list[Any]):
-    """A list of this package, whose references to functions are not reported."""
+    """A list of this package. Its references to functions are not reported."""
 
 
 class Name(NamedTuple):
@@ -89,11 +89,10 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
 
 
 class Search:
-    """A search of all objects in memory for references to `things`, other than names in modules. Takes 70 ns per object
-    and depth.
+    """A search of all objects in memory for references to `things`, other than names in modules.
 
-    `in_classes` has names in classes. By the id of each thing, `others` describes its other referrers, and `counts` is
-    the number of references to find. `is_ours` returns True for objects of this package.
+    `in_classes` has names in classes. `others` has descriptions of the other referrers, and `counts` the number of
+    references to find, both by the id of a thing. `is_ours` returns True for objects of this package.
     """
 
     def __init__(self, things: Kept, counts: Mapping[int, int], is_ours: Callable[[Any], bool]) -> None:
@@ -222,7 +221,7 @@ def _is_frame_of_ours(holder: Any) -> bool:
 
 
 def is_of_package(holder: Any) -> bool:
-    """Return True if an object's class is from this package, and for the namespaces of its modules."""
+    """Return True for an object whose class this package defines, and for the namespaces of this package's modules."""
     if isinstance_of(holder, ModuleType):
         return False
     home = type.__dict__["__module__"].__get__(type(holder))

@@ -133,7 +133,7 @@ class Paths:
                 yield module
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
-        """Note the children of every module in memory, and return their names and modules. Takes tens of ms."""
+        """Note the child modules of all modules in memory. Return each child with its name. Takes tens of ms."""
         start_ns = time.monotonic_ns()
         # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]

@@ -224,10 +224,11 @@ def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
 
 
 class FactReader:
-    """A reader of a rule's facts of requests. `of_call` reads a call's arguments, `of_result` its result.
+    """A reader of a rule's facts of requests. `of_call` reads a call's arguments, `of_result` its result. Either is
+    None if there is nothing to read.
 
-    The constructor gets other readers, which these two call first. Either is None if there is nothing to read.
-    `missing` has a message for each fact that the function lacks.
+    Both first call the reader of the same name that the constructor gets, if any. `missing` has a message for each fact
+    that the function lacks.
     """
 
     def __init__(
@@ -391,7 +392,7 @@ def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
 
 
 def _text_maker(cut: str) -> Callable[[Any], str]:
-    """Return a function that makes the text of a key, without matches of `cut`. The text is "" for other values."""
+    """Return a function that makes the text of a key, without matches of `cut`, "" for a value that cannot be a key."""
 
     def make_plain_text(value: Any) -> str:
         return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)

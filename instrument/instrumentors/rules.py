@@ -71,7 +71,7 @@ class Functions(Instrumentor):
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
     def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules to the imported modules. Probes that the new rules would make equally remain."""
+        """Apply other rules to the imported modules. Probes that are the same under the new rules remain."""
         with self._lock:
             self._change_rules(rules, modules)
 

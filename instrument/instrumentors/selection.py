@@ -74,7 +74,7 @@ class Selection:
         self.begun: Callable[[str], object] = lambda _: None
 
     def _attach_or_defer(self, key: str) -> None:
-        """Load a key's family, or defer this to the first import of its packages if its rules select only in those."""
+        """Load a key's family or, if its rules select only in known packages, defer this to their first import."""
         if not rules_of(self.profile, key):
             self._unloaded.pop(key, None)
             return
@@ -291,7 +291,7 @@ class Selection:
         return family is not None and bool(family.has_begun())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return the number of blocks of an event loop by each site, and the longest in ns."""
+        """Return each site that blocked an event loop, with the number of blocks and the longest in ns."""
         family = self._families.get("requests")
         return {} if family is None else family.blockers()
 

@@ -463,8 +463,8 @@ def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, Deco
 
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
-    """Replace a function in all objects, classes and dicts of `near` that contain it. `now` is a list with the current
-    one."""
+    """Replace the function `now[0]` by `new` in `now`, and in all objects, classes and dicts of `near` that contain
+    it."""
     for thing, name, part in Kept(_find_containers(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))

@@ -149,12 +149,12 @@ def _read_storage_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _skip_fake(facts: Facts, fake: Any) -> Facts:
-    """Wrap a reader of transfers. Calls with fake tensors, by which torch traces, count as no transfer."""
+    """Make a reader of transfers ignore calls with fake tensors, which torch uses to trace code."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
 
 
 def _skip_same(facts: Facts, fake: Any) -> Facts:
-    """Wrap a reader of transfers. A call that returns its own tensor or a fake one counts as no transfer."""
+    """Make a reader of transfers ignore calls that return their input tensor or a fake tensor."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
@@ -178,8 +178,8 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _device_tests(torch: Any) -> list[Callable[[], bool]]:
-    """Return a test per kind of device of this torch build, which is true once the process uses it. For MPS, the device
-    need only exist.
+    """Return a test for each kind of device of this torch build. A test returns True once the process uses such a
+    device, for MPS if one exists.
 
     The tests call no driver, because that would break forked children.
     """

@@ -123,8 +123,8 @@ class Phases(Switch):
     def _wrap_call(self, method: Callable[..., Any]) -> Any:
         """Return the wrapper of `Module.__call__`. No other function may use it.
 
-        torch.profiler (`with_stack`) recognises the wrapper's code, and reads the module from its local `self`. If
-        `self` were missing, or an optimizer, the process would crash.
+        torch.profiler (`with_stack`) recognises the wrapper's code, and reads the module from its local `self`. Without
+        a `self` that is a module, the process would crash.
         """
         recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[FORWARD]
         is_compiling = self._is_compiling
@@ -156,7 +156,7 @@ class Phases(Switch):
         return wrapper
 
     def _run_call(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call, and record it as a phase. A thread that runs an autograd task counts as inside backward."""
+        """Run a call, and record it as a phase. Calls in a thread's autograd task count as part of backward."""
         if not self._attached:  # a compiled model still calls its wrapper afterwards
             return function(*args, **kwargs)
         inside = self._inside
@@ -212,7 +212,7 @@ class Phases(Switch):
     # ---------------------------------------------------------------- optimizers
 
     def _watch_optimizers(self, base: type[Any]) -> None:
-        """Wrap each optimizer class's `step` when its first object is made. torch itself wraps it at that moment."""
+        """Wrap the `step` of each optimizer class when its first object is made, as torch itself does."""
         patch = getattr(base, "_patch_step_function", None)
         if not isinstance(patch, FunctionType):
             self._lacking.append("Optimizer")
@@ -419,7 +419,7 @@ class Comm(Switch):
         self._recorder.record(issued.site, start_ns, attributes or None, pair)
 
     def _start_timer(self, site: Site) -> Any:
-        """Start a device timer on the current stream, None if device time is off."""
+        """Return a started device timer on the current stream, None if device time is off."""
         begin = self._recorder.begin_device
         return begin(None, None, 0) if site.device and begin is not None else None
 

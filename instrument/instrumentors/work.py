@@ -229,7 +229,7 @@ class _DeviceCache:
 def find_models(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
     """Search objects and their attributes for torch modules, without running code of the service.
 
-    Return the modules of the first level with a tensor on a device.
+    Return all modules of the first level at which a module has a tensor on a device.
     """
     visited: set[int] = set()
     level = list(things)

@@ -40,8 +40,8 @@ _NAMES_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name at the first use of the name. A process whose agent exports needs only a few
-    modules."""
+    """Import the module of a name at the first use of the name. If an agent exports for this process, only a few
+    modules are needed."""
     module = next((module for module, names in _NAMES_OF.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -96,7 +96,7 @@ class TlsConnection(TcpConnection):
             raise
 
     def _repeat_step(self, step: Callable[[], Any], left_s: Callable[[], float]) -> Any:
-        """Repeat a step of TLS until it succeeds, and exchange the bytes that the step needs with the collector."""
+        """Repeat a step of TLS until it succeeds. Exchange with the collector the bytes that the step needs."""
         while True:
             try:
                 result = step()
@@ -187,7 +187,7 @@ class Proxy:
 
 
 def find_proxy(endpoint: str) -> Proxy | None:
-    """Return the proxy that the environment names for a collector, or None. Reads the variables as `requests` does."""
+    """Return the proxy in the environment for a collector, or None. Reads variables as the package `requests` does."""
     url = urlsplit(endpoint)
     names = {name.lower(): name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value}
     variable = names.get(f"{url.scheme}_proxy") or names.get("all_proxy")

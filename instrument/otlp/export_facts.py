@@ -30,8 +30,8 @@ _MASK = (1 << 64) - 1
 class Ids:
     """Converts the recorder's numbers to span and trace ids: random-looking, unique in the process, never zero.
 
-    splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. No span has number 0, so the
-    id of 0 replaces an id that would be zero. Numbers from 2**63 up belong to device intervals.
+    splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. No span has the number 0, so
+    its id replaces an id of zero. Numbers from 2**63 up belong to device intervals.
 
     `instance` is the process's service.instance.id. `run` names the run, "" for none.
     """
@@ -111,13 +111,13 @@ def mix_span_ids(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class MeteredFacts:
-    """The metrics that a process has asked for since `start_ns`, and the facts about them that only the process knows.
+    """The metrics that a process requests from `start_ns` on, and the facts for them that only the process knows.
 
     - `asks` is True if the process has metrics other than gauges, `requests` if requests are recorded.
     - `routes` are the routes for which a model generates answers.
     - `by` names the attribute that groups requests, in at most `at_most` groups.
     - `watches` is True if the meter also reads the spans of generators and batches.
-    - `calls` are the marks of functions with metrics, `streams` the marks of functions that generate items.
+    - `calls` has the marks (`mark_of`) of functions with metrics, `streams` those of functions that generate items.
     - `environ` has the environment variables that shape the metrics.
     - `losses` and `queued` are counts, and `costs_ns` times, by name.
     """

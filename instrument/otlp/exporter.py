@@ -218,7 +218,7 @@ class Exporter:
         return self.flush(0)
 
     def submit_rows(self, source: Source, trace: Columns, rows: Int64s, **facts: Any) -> None:
-        """Pack the rows of one process as requests, and queue these for sending. `facts` are the arguments of
+        """Pack the rows of one process into OTLP requests, and queue the requests. `facts` are the arguments of
         `SpanPacker`. Never raises: rows that cannot be packed are counted as failed."""
         pace = Pace() if self._is_in_service else None
         bodies = []
@@ -238,11 +238,10 @@ class Exporter:
         self.submit(bodies, source)
 
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
-        """Queue packed requests of a source, by default of this process. Return True if all were queued. Never waits
-        for a lock.
+        """Queue packed OTLP requests of a source, by default of this process. Return True if all were queued. Never
+        waits for a lock.
 
-        Each request has at most `request_bytes`, as `Source.requests` makes it. Above `QUEUE_BYTES` the oldest requests
-        are dropped and counted.
+        Each must have at most `request_bytes`. Above `QUEUE_BYTES` the oldest requests are dropped and counted.
         """
         are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
@@ -373,7 +372,7 @@ class Exporter:
         return [metered.metrics for metered in self._metered if metered.metrics is not None]
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
-        """Send the waiting snapshots and samples of each process that are due.
+        """Send the waiting snapshots and samples of each process whose metrics are due.
 
         After a failure for one process, the next attempt begins with the other processes, because the collector may
         refuse only that one.
@@ -397,7 +396,7 @@ class Exporter:
                     self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics. Return False if the collector does not accept them, so that other metrics must
+        """Send a process's metrics. Return False if the collector does not accept them. Other metrics must then
         wait."""
         suppress_instrumentation()
         try:

@@ -71,7 +71,7 @@ def require_client() -> None:
 
 
 def registry_of(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegistry:
-    """Return a registry for the client library's writers. It calls `make` for the metrics of each output."""
+    """Return a registry for `prometheus_client`'s writers. Each output gets its metrics by a call of `make`."""
     from prometheus_client import CollectorRegistry
 
     class Collected:
@@ -205,7 +205,7 @@ def ids_of(exemplar: Exemplar) -> dict[str, str]:
 
 
 def buckets_of(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
-    """Yield the upper bound of each bucket in s, the number of all values below it, and the bucket's longest exemplar,
+    """Yield each bucket's upper bound in the metric's unit, the number of values up to there, and its longest exemplar,
     if any."""
     usual_bounds = BOUNDS_S if metric.unit == "s" else BOUNDS_ITEMS
     bounds = DEFINITIONS[metric.name].bounds if metric.name in DEFINITIONS else usual_bounds

@@ -43,7 +43,7 @@ TimedValue = tuple[float | Distribution, int]
 
 @dataclass(slots=True)
 class MetricsRequest:
-    """The metrics of one request: `count` samples, or `count` series of a snapshot with their `values`."""
+    """The metrics of one OTLP request: `count` samples, or `count` series of a snapshot with their `values`."""
 
     series: list[Series] = field(default_factory=list)
     count: int = 0
@@ -54,8 +54,8 @@ class Metrics:
     """The samples and the newest snapshot for a collector, and the counts of lost samples and series.
 
     All methods may be called from any thread, but only one thread takes `requests` and settles them. If a collector
-    refuses all metrics, no more are sent; spans are still sent. `environ` is the environment of the process with the
-    metrics, which names the preferred temporality.
+    refuses all metrics, no more are sent; spans are still sent. `environ` is the measured process's environment. A
+    variable there names the preferred temporality.
     """
 
     def __init__(self, endpoint: str | None, environ: Mapping[str, str] = os.environ) -> None:
@@ -89,7 +89,7 @@ class Metrics:
         self._request_samples = REQUEST_SAMPLES
 
     def state(self) -> dict[str, Any]:
-        """Return the values that the collector has and the losses, as JSON, for the next exporter."""
+        """Return, as JSON for the next exporter, the losses and the values that the collector has."""
         with self._lock:
             values = [
                 [name, labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value, at_ns]
@@ -177,8 +177,8 @@ class Metrics:
     # ---------------------------------------------------------------- requests
 
     def requests(self, origin: Origin) -> Iterator[MetricsRequest]:
-        """Yield requests with the waiting snapshot and then the waiting samples. The caller settles each request, and
-        stops after one fails."""
+        """Yield OTLP requests with the waiting snapshot, then with the waiting samples. The caller settles each
+        request, and stops after one that fails."""
         snapshot = self._tried = self._snapshot
         if snapshot is not None and snapshot is not self._delivered:
             yield from self._split_snapshot(snapshot, origin)

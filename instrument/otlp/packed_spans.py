@@ -68,8 +68,8 @@ class RowIds(NamedTuple):
 class SpanPacker:
     """Packs the rows of one process in a trace.
 
-    `threads` has the names of threads by native id. In a trace of several processes, `part` has the native ids of this
-    process. `links` and `interruptions` are by row.
+    `threads` has the names of threads by native id. In a merged trace, `part` is this process, with its native ids.
+    `links` and `interruptions` are by row.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class SpanPacker:
     def _make_row_pieces(
         self, row: int, values: Mapping[str, AttributeValue], has_more: bool
     ) -> tuple[bytes, bytes, frozenset[str]]:
-        """Return a row's packed attributes and members, and the names of the site's attributes that they replace."""
+        """Return a row's packed attributes and `RareMembers`, and the names of the replaced attributes of its site."""
         trace = self._trace
         site, error = trace.sites[int(trace.site[row])], int(trace.error[row])
         failed = None if error == NONE else trace.errors[error]
@@ -323,8 +323,7 @@ class SpanIds:
     """The ids that a collector gets for the rows of a trace. `ids` has one entry per process, and `process` the index
     of each row's process if there are several.
 
-    `trace.own_id` has each process's own numbers of its spans. `absent` has the numbers of parents and roots without a
-    row.
+    `trace.own_id` has each span's number in its process. `absent` has the numbers of parents and roots without a row.
     """
 
     def __init__(
@@ -378,8 +377,8 @@ class SpanIds:
         return "" if remote == NONE else self._remotes[remote].state
 
     def links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
-        """Return links to spans. `spans` has the numbers of each span and its root, in the trace or in the process of
-        `row`."""
+        """Return links to spans. `spans` has pairs of the numbers of a span and its root, as in the trace or in the
+        process of `row`."""
         span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         rows = np.full(len(spans), row)
         requests = ((span_ids, 0), (root_ids, 1), (root_ids, 2))

@@ -57,8 +57,8 @@ class RecordingExport:
     """Exports one session of a recording. One thread reads and settles; another may call `note_settled` and
     `note_sent`.
 
-    `fd` is the recording's file descriptor, of which it opens a copy. `generation` is the number of the session, 0 for
-    the current one. Without `sends`, no span is sent. Raises `TraceError` and `OSError`.
+    `fd` is the recording's file descriptor. The export opens a copy of it. `generation` is the number of the session, 0
+    for the current one. Without `sends`, no span is sent. Raises `TraceError` and `OSError`.
     """
 
     def __init__(self, fd: int, exporter: Exporter, generation: int = 0, *, sends: bool = True) -> None:
@@ -282,7 +282,7 @@ class RecordingExport:
             self.note_settled()
 
     def note_settled(self) -> None:
-        """Write the counts of spans about to be sent, and of sent spans by fate, into the recording."""
+        """Write counts into the recording: of spans about to be sent, and of ended spans by fate."""
         with self._lock:
             reading = self._reading
             if not self.is_ours or reading is None:
@@ -308,7 +308,7 @@ class RecordingExport:
                 self._reading.metering.note_sent()
 
     def keep_open(self, spans: Sequence[Span]) -> None:
-        """Keep the requests of `spans` that are still open, even if they end without an error."""
+        """Let tail sampling keep the open requests of `spans`, even if they end without an error."""
         reading = self._reading
         if reading is not None:
             rows = reading.reader.rows

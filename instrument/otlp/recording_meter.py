@@ -131,7 +131,7 @@ class Metering:
                 self._meter.count_parts(rows, self._facts.metered.streams)
 
     def change_facts(self, facts: ExportFacts) -> None:
-        """Apply the newest facts of the process, and count the rows read earlier of functions that generate items."""
+        """Apply the newest facts of the process, and count the read rows of generators and batches."""
         self._facts = facts
         self._meter.generations = facts.metered.routes
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
@@ -150,7 +150,7 @@ class Metering:
         self._meter.count_served(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
 
     def note_kept(self, request: Span) -> None:
-        """Note a request that will be sent, as an exemplar. The request is the first span of its tree."""
+        """Add an exemplar for a request that will be sent. `request` is the first span of its tree."""
         self._meter.note_kept(request, *self._facts.ids.of(request))
 
     def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
@@ -178,8 +178,8 @@ class Metering:
         return time.monotonic_ns() >= self._due_ns
 
     def _take_snapshot(self, until_ns: int) -> None:
-        """Take a snapshot of all rows that ended by `until_ns` (0 if some are unread), and the new samples of
-        gauges."""
+        """Take a snapshot of the read rows, and the new samples of gauges. No row that ended by `until_ns` is
+        unread."""
         metrics, header = self.metrics, self._mapped.header
         if self._mapped.generation != self._generation:
             return  # what is there by now is another session's

@@ -185,8 +185,8 @@ class DeviceTimes:
     def join(self, trace: Columns, settled_ns: int) -> Columns:
         """Return the rows with their device intervals.
 
-        Rows that ended by `settled_ns` have all of them. Call it for many rows at once, because it reads all intervals
-        since the first row began.
+        Rows that ended by `settled_ns` get all their intervals. Call this for many rows at once, because it reads all
+        intervals since the first row began.
         """
         asking = np.flatnonzero(trace.are_of_sites([bool(site.device) for site in trace.sites]))
         if not len(asking):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @cache
 def import_once(name: str) -> Any:
-    """Return a module as it was imported first. The exporter of an agent imports `http.client` without TLS."""
+    """Return a module by its name. An agent's exporter has imported `http.client` earlier, without TLS."""
     return import_module(name)
 
 

@@ -42,7 +42,7 @@ def drop_parent_id(detected: Mapping[str, object]) -> dict[str, object]:
 
 
 def resource_of(origin: Origin, instance: str) -> dict[str, object]:
-    """Return the attributes of a process's resource that are in its origin. `instance` is the service.instance.id."""
+    """Return the resource attributes that a process's origin determines. `instance` is the service.instance.id."""
     attributes: dict[str, object] = {
         "service.name": origin.service or _UNNAMED,
         "service.instance.id": instance,

@@ -151,8 +151,8 @@ REQUEST_SPANS = 4_000
 def request_bodies(
     packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
 ) -> Iterator[Body]:
-    """Yield requests of packed entries under a packed resource, of at most `most_bytes` and `most_spans` each. A larger
-    entry is a request of its own."""
+    """Yield OTLP requests with packed entries and a packed resource. Each has at most `most_bytes` and `most_spans`,
+    but a larger entry is a request of its own."""
     for pieces, sizes, _ in packed:
         sums = np.cumsum(sizes)
         at = 0
@@ -173,8 +173,8 @@ SPANS_IN_A_LINE = 1_000
 
 
 def json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
-    """Yield the JSON lines for the spans of one process in pieces, with complete trees in each line. `roots` has the
-    root of each span."""
+    """Yield pieces of JSON lines for the spans of one process. Each line has complete trees. `roots` has the root of
+    each span."""
     scope = {"scope": {"name": SCOPE, "version": find_version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
     line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
     head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')

@@ -94,7 +94,7 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A packed request in the queue, or a part of it. `number` is the request's place in the order of the offers."""
+    """A packed request in the queue, or a part of it. `number` counts the queued requests from 1."""
 
     data: bytes
     spans: int

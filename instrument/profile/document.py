@@ -100,7 +100,7 @@ class Document:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Refuse the current node after the block, if any part of it was refused in the block."""
+        """After the `with` block, refuse the current node if any part was refused in the block."""
         faults = self.faults
         yield
         if self.faults > faults:

@@ -369,8 +369,8 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @with_schema({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> model.Otlp | None:
-    """Read the settings of the collector. `auto` means the one that a variable names. Return None if no valid variable
-    does."""
+    """Read the settings of the collector. `auto` means a collector that a variable names. Return None without a valid
+    variable."""
     if node.is_off:
         return None
     is_asked = node.kind == "mapping"

@@ -163,7 +163,7 @@ class FunctionRule:
     - With `first_request`, the first call is the first request of the view `startup`.
     - `key` reads the key of the request that a call serves, `batch` the keys of several requests.
     - `facts` are facts of requests, and `gauges` numbers of the service.
-    - `counted` marks the rule for `schedule.step`. Functions that another rule selects as `op` are then `step`.
+    - `counted` marks the rule for `schedule.step`. It changes the kind `op` of another rule to `step`.
     - `engine` is the package of the engine whose preset has the rule.
     - `text` is the rule's name in messages, and `line` and `place` are its place in the file.
 
@@ -228,7 +228,7 @@ class CopyRule:
 class FrameworkRule:
     """A rule for a framework, whose entry points are instrumented after its import.
 
-    With `auto` the profile asks for all frameworks, and it is not reported if this one is missing.
+    With `auto`, the profile asks for all frameworks, and no report says that this one is missing.
     """
 
     name: str
@@ -250,7 +250,7 @@ class RequestsRule:
     - `attributes` names further attributes of OpenTelemetry to record. They may have data of a caller.
     - `traceparent` is `follow`, `link` or `off`, for the caller's trace.
     - Reports and metrics group requests `by` an attribute, such as a tenant's name, with up to `at_most` values.
-    - The answers of the routes `gen_ai` are generated, item by item, by a model of `provider`.
+    - A model of `provider` generates the answers of the routes `gen_ai`, item by item.
     - `server_timing` selects the answers with timings in a header: "true" for all, "header NAME" if the request has
       that header, "" for none.
     - `blocked_ns` is as in `Limits`.
@@ -298,7 +298,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class PercentileThreshold:
-    """A limit of time: the percentile of an endpoint's times at `fraction`, times `factor`."""
+    """A time limit: the percentile `fraction` of an endpoint's times, multiplied by `factor`."""
 
     fraction: float
     factor: float
@@ -322,7 +322,7 @@ class Capture:
 
     - A share `sample` of all requests is kept, and requests that failed (`errors`), were slow, or match all conditions
       of `where` at their end.
-    - A request is slow if it takes longer than `slow_ns`, or than its endpoint's limit by `slow_over`.
+    - A request is slow if it takes longer than `slow_ns`, or than `slow_over` allows its endpoint.
     - `limit` bounds the number of kept requests. Requests in the `before_ns` before a kept one are kept, too.
     - The agent writes kept requests into the folder `to`, unless that is None.
     - With `is_off`, which a variable of OpenTelemetry sets, no request is kept, even if its caller asks for it.
@@ -471,7 +471,8 @@ class Profile:
     - Without a `schedule`, recording is always on.
     - `loaders` is `auto` or `off`, for data loaders of imported frameworks. So are `phases`, for torch's training loops
       (forward, backward, optimizer), and `comm`, for torch.distributed.
-    - `startup` is `auto` for imports and the loading and compiling of models, `logs` for trace ids in log records.
+    - `startup` is `auto` to record imports, and the loading and compiling of models, or `off`.
+    - `logs` is `auto` to add trace ids to log records, or `off`.
     - With `engines: auto`, an imported engine's preset adds its rules.
     - `agent` is `auto`, for one per run, or `off`.
     - `preset` is the preset that the file names. Its values are in the other fields.

@@ -29,7 +29,7 @@ _ITERATED = "OTEL_"
 
 
 class Consulted(Mapping[str, str]):
-    """The environment as a mapping, which notes the variables that are read."""
+    """The environment as a mapping. `names` collects the variables that are read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = settings(environ)

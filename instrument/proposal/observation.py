@@ -84,8 +84,8 @@ class ObservedNode:
 @dataclass(slots=True)
 class Observation:
     """The merged reports of the processes of an observed command. `keys` has the observed values by label and argument
-    path. `unseen` has the reason for each unobserved target. `blockers` has the number of times that each function
-    blocked an event loop, and the longest in ns. `silent` counts processes without a report."""
+    path. `unseen` has the reason for each unobserved target. `blockers` has, for each function that blocked an event
+    loop, the number of blocks, and the longest in ns. `silent` counts processes without a report."""
 
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)

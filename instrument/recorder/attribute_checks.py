@@ -56,8 +56,8 @@ def rename(recorder: Any, frame: Any, name: object) -> None:
 def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
     """Return the copy of a site with another name.
 
-    A site has at most `MOST_NAMES_PER_SITE` names, and all sites together as many as all scopes. Beyond a limit, count
-    the refusal and return the site itself.
+    A site has at most `MOST_NAMES_PER_SITE` names, and all sites together have at most `scope_name_limit`. Beyond a
+    limit, count the refusal and return the site itself.
     """
     place: Site = recorder.place_of.get(site, site)
     if name == place.name:

@@ -108,7 +108,7 @@ class SiteCore(Core):
         return True
 
     def allow_muting(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Allow a site to be muted. Its probe is `function`, made by `wrap`, or None if the probe reads `passes`
+        """Allow a site to be muted. `function` is its probe, made by `wrap`, or None if the probe reads `passes`
         itself."""
         if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return

@@ -90,7 +90,7 @@ class Governor:
     """Keeps the cost of recording below the share `budget` of each thread's time (0.01 is 1 %).
 
     One thread calls `step` regularly, and soon again if `is_busy`. `costs_ns` is the cost of a span, by kind of probe,
-    and `passed_ns` that of a muted call. In both, `STEP` is a generator's later step.
+    and `passed_ns` that of a muted call. In both, the key `STEP` is for a generator's later steps.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class Governor:
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
     def _sort_by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
-        """Return the sites in descending order of burden: their recording cost, times its ratio to the calls' time."""
+        """Return the sites in descending order of burden: their cost, multiplied by its ratio to the calls' time."""
 
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])

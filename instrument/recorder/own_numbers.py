@@ -33,7 +33,7 @@ class Number(core.Number):
         self._settings = name, unit, every_ns
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a metric by its name. A copy is the metric of that name in its process."""
+        """Pickle a metric by its name. Another process unpickles it as its own metric of that name."""
         return _number, (self._kind, *self._settings)
 
     def refuse(self, value: object) -> None:

@@ -92,7 +92,7 @@ def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
-    """Return the values of the named headers, None for a missing one. The last of several counts."""
+    """Return the values of the named headers, None for a missing one, the last value for a repeated one."""
     values: tuple[bytes | None, ...] = _native.header_values(headers, names)
     return values
 
@@ -161,7 +161,7 @@ class Recorder(Readback):
     wrap = wrapping.wrap
 
     def retire(self, function: Any) -> None:
-        """Make a function that `wrap` made call only the bare function, at the cost of one branch."""
+        """Make calls of a wrapped function run only the bare function, at the cost of one branch."""
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)

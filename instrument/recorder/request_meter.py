@@ -177,7 +177,7 @@ class Meter:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def count_parts(self, rows: Sequence[Row], marks: Collection[str]) -> None:
-        """Count batch sizes, and the items of generators whose site has one of the `marks`, from rows."""
+        """Count the sizes of batches in rows, and the items of generators whose site has one of the `marks`."""
         streams = [row for row in rows if FIRST_ITEM in (row[ROW_ATTRIBUTES] or ())]
         counts = {site: mark_of(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
@@ -386,7 +386,7 @@ def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
 def _generation_values(
     call_labels: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
-    """Yield name, labels and value of each metric of an ended generation. An item of its stream is a token."""
+    """Yield name, labels and value of each metric of an ended generation. Each item of a stream counts as a token."""
     labels = generation_labels(call_labels, attributes)
     yield REQUEST_DURATION.name, (*labels, *_outcome_labels(attributes, error)), duration_ns
     if error is None and (times := token_times(attributes)) is not None:

@@ -317,7 +317,7 @@ class Histograms:
         self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
 
     def place(self, name: str, labels: Labels) -> Labels:
-        """Return the labels under which a value counts, which are `OVERFLOW` beyond the limit."""
+        """Return the labels under which to count a value, `OVERFLOW` beyond the limit."""
         series = self._series.setdefault(name, {})
         if labels not in series and len(series) >= self.series_limit:
             labels = OVERFLOW

@@ -239,7 +239,7 @@ class Mapped:
         return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
 
     def _read_sites(self) -> dict[int, Site]:
-        """Return the sites by the addresses that nodes have for them. Only new sites are read."""
+        """Return the sites by their addresses, to which nodes refer. Only new sites are read."""
         part = self._parts["facts"]
         generation, until = self._sites_until
         if generation != self.generation or part.used < until:
@@ -353,8 +353,8 @@ class Mapped:
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
         """Return the rows of all rings from the numbers in `since` on, the newest `most` of them.
 
-        `since` maps ring numbers to row numbers. Rows `in_doubt` are left out. The next call continues from the `head`
-        of each result.
+        `since` maps ring numbers to row numbers. The oldest rows of a full ring are left out (see `in_doubt`). The next
+        call continues from the `head` of each result.
         """
         copied, requests = [], []
         for place, ring in enumerate(ring for ring in self._read_rings() if ring.thread_id):

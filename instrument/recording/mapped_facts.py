@@ -29,7 +29,7 @@ UNKNOWN = "(unknown)"
 class Header(NamedTuple):
     """The header of a recording: the recorded process, and the state of its session. `facts` describes both.
 
-    `monotonic_ns` and `realtime_ns` are the last time at which the process updated the header, on the two clocks.
+    `monotonic_ns` and `realtime_ns` are the time of the header's last update, on the monotonic and the wall clock.
     """
 
     pid: int

@@ -27,9 +27,9 @@ COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 class MetricDefinition(NamedTuple):
     """The declaration of a metric.
 
-    `needs` is the key of the profile that a total needs, "" for none. `bounds` are the bucket bounds of a histogram in
-    Prometheus's text format, in the unit of the metric. The metric of a gauge is the gauge's value times `scale`,
-    divided by the newest value of the gauge `per`. All its series have the `attributes`.
+    `needs` is the key of the profile that turns on a counted metric, "" for none. `bounds` are the bucket bounds of a
+    histogram in Prometheus's text format, in the unit of the metric. The metric of a gauge is the gauge's value times
+    `scale`, divided by the newest value of the gauge `per`. All its series have the `attributes`.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _metric(name: str, unit: str, kind: str = GAUGE, **facts: Any) -> tuple[Metr
 
 
 def _percent(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
-    """Return the metric of a gauge in percent. The metric is a share of 1."""
+    """Return the metric of a gauge whose unit is percent. The unit of the metric is 1."""
     return _metric(name, "1", scale=0.01, **facts)
 
 

@@ -50,9 +50,9 @@ FindRoom = Callable[[], "SlotRoom | None"]
 class SlotRing:
     """A ring of slots for records of one kind, which loses its oldest slots.
 
-    One thread at a time writes, any thread of the process reads. The memory is looked up with the first slot, so that a
-    forked child writes into its own recording. Another process reads the slots up to the header's `used`, which is set
-    once a slot is complete.
+    One thread at a time writes, any thread of the process reads. The memory is looked up when the first slot is
+    written, so that a forked child writes into its own recording. Another process reads the slots up to the header's
+    `used`, which is set once a slot is complete.
     """
 
     def __init__(self, cells: Struct, slots: int, find_room: FindRoom | None = None, capacity_name: str = "") -> None:

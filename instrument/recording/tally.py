@@ -431,15 +431,15 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
 
 
 def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """Return numbers for pairs of a node and a thread, and for pairs of another node and a thread. Equal pairs have
-    equal numbers."""
+    """Return a number for each pair of `nodes` and `threads`, and for each pair of `other_nodes` and `threads`. Equal
+    pairs have equal numbers."""
     _, numbers = np.unique(threads, return_inverse=True)
     width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1
 
 
 def _summed_buckets(buckets: Records) -> Records:
-    """Return the sum of the buckets of each line, without empty buckets, and without buckets of no line."""
+    """Return the sum of the buckets of each line. Empty buckets, and buckets of no line, are left out."""
     key, group = np.unique(buckets["line"] * (LAST_BUCKET + 1) + buckets["bucket"], return_inverse=True)
     times = np.zeros(len(key), np.int64)
     np.add.at(times, group, buckets["times"])

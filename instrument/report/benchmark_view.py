@@ -81,7 +81,7 @@ def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
 @dataclass(frozen=True, slots=True)
 class Units:
     """The units of a trace, clipped to the interval in which no span is missing. `line_of` is the track whose units
-    contain each row, or `NONE`. `is_aside` is True for rows in units of another track. `before` is the number of the
+    contain each row, or `NONE`. `is_aside` is True for rows on a track without steps. `before` is the number of the
     first step that was not skipped."""
 
     of: str
@@ -247,8 +247,8 @@ class LoopTimes:
 
 @dataclass(slots=True)
 class Benchmark:
-    """The counters of a running loop's steps. `reader` has the waits for input within the times in `batch`, in ns. If
-    `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one."""
+    """The counters of a running loop's steps. `batch` has the times of steps, and `reader` the waits for input within
+    them, in ns. If `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one."""
 
     skip: int = SKIPPED_STEPS
     skipped: int = 0

@@ -125,7 +125,7 @@ class CauseTimes:
         return self._number_processes(self.trace.thread_id[rows])
 
     def _fill_gaps(self, turns: Turns, place: int) -> Turns:
-        """Return the turns of a request. Gaps between turns are filled with turns of unknown time."""
+        """Return the turns of a request (see `Turns`), with turns of unknown time in the gaps."""
         root = self.joined.rows[place]
         first, last = np.searchsorted(turns.request, [place, place + 1])
         _, _, part, row, pair, starts, lengths = turns
@@ -198,7 +198,7 @@ class CauseTimes:
         return np.asarray(order[np.unique(trace.site[order], return_index=True)[1]])
 
     def _requests_of_own_work(self) -> Int64s:
-        """Return the request of each of its own calls that belongs to no phase and no engine step, else `NONE`."""
+        """Return, for each row, its request if the row is a call outside of phases and steps, else `NONE`."""
         trace, joined = self.trace, self.joined
         is_phase = trace.are_of_sites([phase_of(site) is not None for site in trace.sites])
         is_phase[joined.rows] = False
@@ -293,7 +293,7 @@ class CauseTimes:
         return np.asarray(threads)
 
     def _measure_blocked(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
-        """Return the time in which a blocked event loop made the request wait, for each turn, at most `most_ns`."""
+        """Return, for each turn, the time for which a blocked event loop delayed the request, at most `most_ns`."""
         trace = self.trace
         if not len(self.blocks):
             return np.zeros(len(turns.part), dtype=np.int64)
@@ -448,7 +448,7 @@ class CauseTimes:
 
 
 def _subtract_amounts(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
-    """Subtract an amount from the largest excess of each step, down to 0. Return the remaining excesses and the
+    """Subtract each step's amount from its largest excess, at most down to 0. Return the remaining excesses and the
     subtracted amounts in ns."""
     if not len(excess_ns):
         return excess_ns, amounts_ns
@@ -483,7 +483,7 @@ def weights_of_pairs(recording: Recording) -> Int64s:
 
 
 def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
-    """Return the host's gauge readings of each process, on the trace's clock. `threads` selects the processes."""
+    """Return the gauge readings of the host and of the processes of `threads` (None: all), on the trace's clock."""
     of_processes = [
         [replace(sample, at_ns=sample.at_ns + process.moved_ns) for sample in process.facts.samples]
         for process in facts.processes
@@ -496,8 +496,8 @@ def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[li
 def measure_pressure(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return how long threads waited in an interval, in ns, and their usual share of waiting, from a gauge. Return None
-    without readings. If several processes have the gauge, the one with the longest wait counts."""
+    """Return the time in ns that threads waited in an interval, and their usual share of waiting, from a gauge. Return
+    None without readings. Of several processes with the gauge, the one with the longest wait is used."""
     results = []
     for samples in gauges:
         readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]

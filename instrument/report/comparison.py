@@ -72,10 +72,9 @@ CLEAR = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a call path, a tuple of names with the outermost call first. `ratio` is the change of like work,
-    with its limits `low_ratio` and `high_ratio`. `cost_ns` is the time added to a request, or to a call without
-    requests. `detectable_ratio` is the smallest change that the test detects, and `matched_ratio` the share of like
-    work."""
+    """The change of a call path, a tuple of names with the outermost call first. `ratio` is the change for similar
+    work, with its limits `low_ratio` and `high_ratio`. `cost_ns` is the time added to a request, or to a call without
+    requests. `detectable_ratio` is the smallest detectable change, and `matched_ratio` the share of similar work."""
 
     path: tuple[str, ...]
     verdict: str
@@ -409,7 +408,7 @@ def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
 
 
 def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the amounts of work and load that like calls share, with a row for each kind and a column for each
+    """Return the amounts of work and load by which calls are compared, with a row for each kind and a column for each
     span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])

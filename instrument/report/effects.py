@@ -60,7 +60,7 @@ class CallSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The change of like work: a difference of mean logarithms, its standard error, and its degrees of freedom.
+    """The change for similar work: a difference of mean logarithms, its standard error, and its degrees of freedom.
 
     `calls` counts the matched calls before and after. `matched_ratio` is their share of the time after.
     """
@@ -114,8 +114,8 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 
 
 class _LikeCalls:
-    """The calls in strata that have calls before and after a change. `cells` is the stratum of each call, plus the
-    number of strata for calls after the change."""
+    """The calls in strata with calls both before and after a change. `cells` is the stratum of each call. After the
+    change, the number of strata is added."""
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
         covariates = np.concatenate([before.covariates, after.covariates], axis=1)
@@ -159,7 +159,7 @@ class _LikeCalls:
 
 
 def measure_effect(before: CallSample, after: CallSample) -> Effect | None:
-    """Return the change of like work between two samples, None if too few calls are alike."""
+    """Return the change for similar work between two samples, None if too few calls are similar."""
     like = _LikeCalls(before, after)
     calls = len(like.values[like.sides[0]]), len(like.values[like.sides[1]])
     spent_ns = float(after.values_ns.sum())

@@ -323,7 +323,7 @@ class CompleteRequests:
         return rows
 
     def _times_of_parts(self, pairs: Int64s) -> dict[str, list[int]]:
-        """Return the sorted times of each part, of the given pairs of a request and a part."""
+        """Return the sorted times of each part, from the rows with the indices `pairs`."""
         times = Members(self.part[pairs], len(self.parts), self.time_ns[pairs])
         return {name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts) if len(times[part])}
 

@@ -228,7 +228,7 @@ class KeptSpans:
         return np.searchsorted(self._sites, self._trace.site[rows]).astype(np.int64)
 
     def _number_errors(self, rows: Int64s) -> dict[int, int]:
-        """Return the number of the error of each failed span, by index in `rows`."""
+        """Return the number of each failed span's error, by the span's index in `rows`."""
         errors = self._trace.error[rows]
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))

@@ -306,9 +306,9 @@ class MemoryView(View):
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
-    """Return the view of the time that torch.profiler watched, and of all gauge readings. `sorted_by` is `calls`,
-    `total` (allocated bytes), else the increase. `threads: apart` splits the places by thread. `state` is CPU for the
-    host's memory, GPU for that of devices."""
+    """Return the view of the time that torch.profiler watched, and of all gauge readings. `sorted_by` orders by `calls`
+    or `total` (allocated bytes), else by the increase. `threads: apart` splits the places by thread. `state` is CPU for
+    the host's memory, GPU for that of devices."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.are_of_sites([not is_operator(site) for site in trace.sites])

@@ -65,7 +65,7 @@ class CallTable:
 
     @cached_property
     def below(self) -> Members:
-        """The direct children of each node on the same track that have calls."""
+        """The direct children of each node, if they have calls and are on the same track."""
         return Members(np.where(self.paths.host.calls > 0, self.around, NONE), len(self.name))
 
     @cached_property

@@ -277,7 +277,7 @@ def _measure_work(recording: Recording) -> NDArray[np.float64]:
 
 
 def slow_from_ns(walls: Int64s, requests: int) -> float:
-    """Return the wall time above which a request is slow, if long wall times have an exponential distribution. `CHANCE`
+    """Return the wall time above which a request is slow. With an exponential distribution of long wall times, `CHANCE`
     typical requests per recording exceed it."""
     middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
     return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))

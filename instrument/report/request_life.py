@@ -57,8 +57,9 @@ BAR = 32
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A line of the list: one turn, or the sum of `times` short turns. `begin_ns` counts from the start of the request.
-    `in_batches_ns` is the time in batches of up to `size` requests, and `own_ns` the request's share of it."""
+    """A line of the list: one turn (see `Turns`), or the sum of `times` short ones. `begin_ns` counts from the start of
+    the request. `in_batches_ns` is the time in batches of up to `size` requests, and `own_ns` the request's share of
+    it."""
 
     part: str
     name: str
@@ -73,9 +74,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """The life of a request: its turns, the `parts` that add up to its wall time, and the cause of its slowness
-    (`blame`). `namesakes` are the span numbers of other requests with the same key. `device_shared_ns` is its share of
-    the device time of batches."""
+    """The life of a request: its turns (see `Turns`), the `parts` that add up to its wall time, and the cause of its
+    slowness (`blame`). `namesakes` are the span numbers of other requests with the same key. `device_shared_ns` is this
+    request's share of the device time of batches."""
 
     name: str
     keys: tuple[str, ...]
@@ -245,8 +246,8 @@ def _make_turns(
 
 
 def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Return the request's share of each of its turns in a batch, in ns. Turns in the same batch divide its share in
-    proportion to their lengths."""
+    """Return the request's share of each of its turns in a batch, in ns. The share of a batch is divided among its
+    turns in proportion to their lengths."""
     lengths, until = Counter[int](), Counter[int]()
     in_batches, shares = [moment for moment in moments if moment.pair != NONE], dict[Moment, int]()
     for moment in in_batches:

@@ -469,7 +469,7 @@ class _FunctionTable:
 
 def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     """Group tally lines into table rows, with running and waiting time apart. Return the rows, the function of each
-    row, and for each line with time the numbers of its row and of the line."""
+    row, and two numbers for each line with time: that of its row, and its own."""
     waited, self_ns = lines["waiting_ns"], lines["self_ns"]
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)
     own_ns = np.concatenate([self_ns[runs] - waited[runs], waited[waits]])
@@ -502,8 +502,8 @@ def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
 
 
 def _order_rows(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """Return the indices that sort rows by function, then the largest first. `order` is `calls`, `ave` for the self
-    time per call, else by self time."""
+    """Return the indices that sort rows by function, then the largest first. `order` is `calls`, or `ave` for the self
+    time per call. The default is self time."""
     first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
     return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

@@ -130,8 +130,8 @@ class FirstRequestTimes:
 @dataclass(frozen=True, slots=True)
 class StartupView(View):
     """The `startup` view. `before_ns` is the time from the start of the process to that of the session, None if
-    unknown. `way_ns` is the time from there to the first request, None without one. `way` has the parts of that time,
-    and `late` the same parts after it. `ran_ns` is the time until each called site had run once."""
+    unknown. `way_ns` is the time from the session's start to the first request, None without one. `way` has the parts
+    of that time, and `late` the same parts after it. `ran_ns` is the time until each called site had run once."""
 
     is_known: bool
     before_ns: int | None

@@ -52,7 +52,7 @@ _RUN_NAME = late_pattern(r"[\w.-]{1,64}")
 
 def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the path of a file that the processes of a run share, None without a run. Each version of Python has its
-    own."""
+    own file."""
     folder = Path(environ.get(VARIABLE, "")).parent
     is_own = folder.name == environ.get("INSTRUMENT_RUN") and folder.is_dir()
     return folder / f"{name}-{sys.implementation.cache_tag}" if is_own else None
@@ -204,7 +204,7 @@ def read_unsent(folder: Path) -> int:
 
 @contextmanager
 def register_socket(path: Path) -> Iterator[None]:
-    """Link to an agent's socket from the folder of runs during the block, so that commands find the agent."""
+    """Make a link to a socket in the folder of runs for the `with` block, so that commands find the agent."""
     link = None
     with suppress(OSError):
         link = make(f"by-hand-{os.getpid()}") / SOCKET
@@ -237,7 +237,7 @@ def remove_abandoned() -> None:
 
 @contextmanager
 def connect_to_agent(path: Path, timeout_s: float) -> Iterator[socket.socket]:
-    """Connect to an agent during the block. `timeout_s` limits each send and receive. Raises `OSError`."""
+    """Yield a connection to an agent. `timeout_s` limits each send and receive. Raises `OSError`."""
     with socket.socket(FAMILY, KIND) as caller:
         caller.settimeout(timeout_s)
         caller.connect(os.fspath(path))

@@ -47,7 +47,7 @@ class LazyModule:
 
 @contextmanager
 def late_patterns() -> Iterator[None]:
-    """Let modules that are imported in the block compile their regular expressions at first use. Needs a single
+    """Make modules that are imported in the `with` block compile their regular expressions at first use. Needs a single
     thread."""
     compile_now = re.compile
     re.compile = late_pattern
@@ -198,7 +198,7 @@ def fields_of(thing: Any) -> list[tuple[str, Field[Any]]]:
 
 
 class _LateFields:
-    """A class attribute for the fields as `dataclasses` stores them, which are made when it is first read."""
+    """A class attribute that makes the fields, as `dataclasses` stores them, when it is first read."""
 
     def __init__(self, cls: Any, name: str, frozen: bool, kw_only: bool) -> None:
         self._cls, self._name = cls, name

@@ -217,7 +217,7 @@ TIME_WAIT_S = 60
 
 
 class Connections(NamedTuple):
-    """The ports of a process with `open` connections, and those with connections `closed` since its start.
+    """The ports of a process: those with `open` connections, and those with connections `closed` since its start.
 
     A closed connection may belong to another process with the same listening socket. `listens` are the ports at which
     the process listens, `sockets` the inodes of its listening sockets.

@@ -129,7 +129,7 @@ _library_threads: dict[int, int] = {}
 
 @contextmanager
 def count_library_threads() -> Iterator[None]:
-    """Count threads that start during the block as ours, such as OpenBLAS's at the import of numpy."""
+    """Count threads that start in the `with` block, such as OpenBLAS's at the import of numpy, as our own."""
     before = _count_tasks()
     try:
         yield

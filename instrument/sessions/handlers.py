@@ -219,9 +219,8 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
     collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
 
     Every span is sent once. If the session already exports to the same endpoint, a window sends no steps, and only
-    those spans that the session's `capture` does not keep. The session sends a request that is open at the window's end
-    once the request ends. Any other span that is open at a window's edge is sent with its first window, clipped and
-    marked.
+    those spans that the session's `capture` does not keep. If a request is open at the window's end, the session sends
+    it when it ends. Any other span that is open at a window's edge is sent with its first window, clipped and marked.
 
     After a failure the rest of the window is not sent. Its spans count in the session's losses, the window in
     `Profiler.failures`. Raises `ProfileError` for an invalid endpoint or headers.

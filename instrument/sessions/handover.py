@@ -246,7 +246,7 @@ class GaugeWatch:
             self._membership.send({"gauges": self._sent_settings})
 
     def _send_torch_memory(self, *, is_last: bool = False) -> None:
-        """Send the agent readings of torch's allocator, which only this process can take."""
+        """Send readings of torch's allocator to the agent. Only this process can take them."""
         if self._gauges.wanted().host_ns is None:
             return
         now_ns = time.monotonic_ns()

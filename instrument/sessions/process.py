@@ -183,8 +183,8 @@ def summary(**options: Any) -> str:
 def dump(path: str | os.PathLike[str]) -> Path:
     """Write the running session's current spans and totals to a file. The session goes on unchanged.
 
-    A path that ends in `.npz` becomes a recording, which reports read ten times as fast. Other paths become a Chrome
-    trace (`.json` or `.json.gz`), which Perfetto shows.
+    For a path that ends in `.npz`, the file is a recording. For `.json` or `.json.gz`, it is a Chrome trace, which
+    Perfetto shows. Reports load a recording ten times as fast.
     """
     if OFF:
         log_switched_off()

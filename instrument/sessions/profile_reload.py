@@ -383,7 +383,7 @@ class ControlThread:
                 self.go_on()
 
     def go_on(self) -> None:
-        """Start the thread or, if it runs, wake it to look for the agent. Before `watch` or `hear_agent` do nothing."""
+        """Start the thread or wake it to look for the agent. Does nothing before `watch` or `hear_agent` is called."""
         with self._lock:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)  # it looks for the agent

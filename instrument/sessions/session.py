@@ -86,7 +86,7 @@ class SessionThreads:
             self.own.join(deadline.left_s())
 
     def start_when_needed(self) -> None:
-        """Start the threads at once, or in a run with the first recorded span. Many processes of a run record no
+        """Start the threads: in a run at the first recorded span, else at once. Many processes of a run record no
         span."""
         if self._session.is_of_run:
             await_first_span(self._start_at_first_span)
@@ -147,8 +147,8 @@ class SessionThreads:
 class Session:
     """A running session. All methods may be called from any thread.
 
-    `tally`, `summary` and other readers are methods of its `recorded`, `flush` of its `exporting`. The functions in
-    `onlookers` are called before the session ends, `forget(session)` afterwards.
+    `tally`, `summary` and other readers are methods of `recorded`. `flush` is a method of `exporting`. The functions in
+    `onlookers` are called before the session ends, and `forget(session)` is called afterwards.
     """
 
     exporting: Exporting

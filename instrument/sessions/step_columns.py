@@ -156,8 +156,8 @@ class _StepInserter:
         self._made.append((step_id, parent_id, root_id, self_ns))
 
     def _find_innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
-        """Return the innermost span around each of `count` steps, `NONE` without one. Each row is around the steps from
-        its `first` to before its `last`."""
+        """Return the innermost span around each of `count` steps, `NONE` without one. Row `rows[i]` is around the steps
+        from `first[i]` to before `last[i]`."""
         trace = self._trace
         innermost = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)

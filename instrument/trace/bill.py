@@ -141,7 +141,7 @@ class Account:
         return self._turns.start_ns[rows], self._turns.length_ns[rows]
 
     def _find_awaited_threads(self) -> Int64s:
-        """Return, for each turn, the thread of the request's next batch, else the thread with the most batches."""
+        """Return, per turn (`Turns`), the thread of the request's next batch, else the thread with most batches."""
         batch_rows = self._joined.served.batch
         if not len(batch_rows):
             return np.full(len(self._turns.pair), NONE, dtype=np.int64)

@@ -221,8 +221,8 @@ def _find_request(joined: Joined, row: int) -> int:
 def _find_batch_cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
-    """Return the batch name in which a request spent most time. For `WAITING`, `request` is the other member with the
-    largest share."""
+    """Return the name of the batches that took most of a request's time. For `WAITING`, `request` is the other member
+    with the largest share."""
     if not moments:
         return None
     served = joined.served
@@ -292,8 +292,8 @@ requests' largest weights."""
 class StepCosts:
     """The steps of a trace by start time. Each step's length in ns is divided into parts that add up to the length.
 
-    - `load_ns` is the expected time without heavy member and padding.
-    - `heavy_ns` is the time for the heavy member, whose request is `heavy`, `NONE` without one.
+    - `load_ns` is the expected time without a heavy member and without padding.
+    - `heavy_ns` is the time for a member of over `HEAVY` times the usual weight, `heavy` its request or `NONE`.
     - `padding_ns` is the time to pad members to the heaviest one.
     - `excess_ns` is the remaining time by step and site. The last column combines all sites that are not in `sites`.
 

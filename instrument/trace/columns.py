@@ -251,8 +251,8 @@ class Columns:
         return mask
 
     def numbered_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
-        """Return the distinct results of `describe` for the sites, and the index of each site's result, followed by
-        `NONE`."""
+        """Return the distinct results of `describe` for the sites, and the index of each site's result, with `NONE`
+        appended."""
         numbers: dict[Description, int] = {}
         of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)

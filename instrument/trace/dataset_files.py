@@ -146,7 +146,7 @@ def write_spans(path: str, rows: Iterable[Any]) -> str:
 
 
 class DatasetWriter:
-    """Writes tables to the files of a dataset, whose names begin with `name`. The caller handles `OSError`.
+    """Writes tables to the files of a dataset. File names begin with `name`. The caller handles `OSError`.
 
     Files get their final names in `close`, and replace older ones. After an error, call `discard`. With `fills`, a
     table without rows also gets a file, because query engines refuse a folder that does not exist.

@@ -83,7 +83,7 @@ def mask_of(rows: Any, count: int) -> Bools:
 
 
 def index_rows(rows: NDArray[Any], count: int) -> Int64s:
-    """Return the index in `rows` of each of `count` rows, -1 for a missing row, followed by -1."""
+    """Return the index in `rows` of each of `count` rows, -1 for a missing row, with -1 appended."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
     return places

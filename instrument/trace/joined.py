@@ -358,7 +358,8 @@ class FirstKeys:
         return np.asarray(self._first_of[rows] == keys)
 
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
-        """Return True for each key that was the first key of another request when its own request got it."""
+        """Return True for each key that is the first key of another request. At `at_ns` that request was open, or had
+        begun since `start_ns`."""
         last = find_last_up_to(self.keys, self.starts, keys, at_ns)
         if not len(self.keys):
             return np.zeros(len(keys), dtype=np.bool_)

@@ -98,8 +98,8 @@ class Ledger:
         return {self.names[part]: time_ns for part, time_ns in rows}
 
     def times_by_part(self, columns: Mapping[str, str], count: int) -> dict[str, Int64s]:
-        """Return the time that each of `count` requests spent in a part, by column name. `columns` maps parts to column
-        names."""
+        """Return the times that `count` requests spent in the parts of `columns`, by column name. `columns` maps parts
+        to column names."""
         times = {column: np.zeros(count, dtype=np.int64) for column in columns.values()}
         for number, name in enumerate(self.names):
             if name in columns:
@@ -233,7 +233,7 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
 
 
 def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
-    """Return the ranks, by start time before clipping, of the times between spans and of the spans. Of equal intervals,
+    """Return the ranks of the times between spans, and of the spans, by start time before clipping. Of equal intervals,
     a time between spans ranks lower."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
     order = np.argsort(begins, kind="stable")

@@ -68,7 +68,7 @@ def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
 
 
 def restore_numbers(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
-    """Return a process's own numbers for merged numbers. An unknown number is returned unchanged."""
+    """Convert merged numbers to the numbers of one process. An unknown number is returned unchanged."""
     return _renumber(numbers, lambda number: own_numbers.get(number, number))
 
 
@@ -251,7 +251,7 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
 
 
 def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
-    """Return a trace without spans that has the facts of all files, except the gauges of single processes."""
+    """Return the facts of all files, without spans. Gauges of single processes are omitted if there are several."""
     processes = list(_group_by_process(parts))
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
     watched = list(filter(None, map(_find_watched, processes)))

@@ -139,7 +139,7 @@ def encode_metadata(
 
 
 def _pack_process(trace: Trace) -> dict[str, Any]:
-    """Return the facts that both the trace of one process and a merged trace have."""
+    """Return the facts that traces of one process and merged traces share."""
     return {
         "origin": _encode_facts(trace.origin),
         "window": trace.window,

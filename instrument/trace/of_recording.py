@@ -141,8 +141,8 @@ _SHARED = ("span_id", "parent_id", "root_id", "start_ns", "children_ns", "node")
 def columns_of_rows(
     rows: Records, thread_id: Int64s, opened: Sequence[OpenSpan], end_ns: int
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Return rows, followed by open spans that end at `end_ns`, as columns. An active time of -1 is in the details, or
-    is the length."""
+    """Return rows, followed by open spans that end at `end_ns`, as columns. An active time of -1 means the value in the
+    details, else the length of the row."""
     names = (*_SHARED, "task_id", "thread_id", "active_ns")
     of_open = {name: np.array([getattr(span, name) for span in opened], np.int64) for name in names}
     columns = {name: np.concatenate([rows[name].astype(np.int64), of_open[name]]) for name in _SHARED}
@@ -189,8 +189,8 @@ class RowSnapshot:
     """A copy of the rows and open spans of a recording at one moment, at about 10 ns a row.
 
     `details` are as `Mapped.copied_details` returns them. Rows may be missing for threads in `wrapped`, whose rings
-    have wrapped, and in `given_up`, which have ended. Trees that began before the process served get the parent
-    `remote`.
+    have wrapped, and in `given_up`, which have ended. Trees that began before the process began to serve have the
+    parent `remote`.
     """
 
     tree: CallTree

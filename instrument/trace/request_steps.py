@@ -291,8 +291,9 @@ def count_prefills(
 ) -> Int64s:
     """Return, for each request, the number of steps that make its first token.
 
-    `least` is the least weight of any request, by batch name. A request with only clearly heavier steps has one token.
-    `streamed_ns` returns the times at which requests sent the first part of their answer, `FARTHEST` without a stream.
+    `least` is the least weight of any request, by batch name. If all steps of a request are clearly heavier, they all
+    make its only token. `streamed_ns` returns the times at which requests sent the first part of their answer,
+    `FARTHEST` without a stream.
     """
     counts = np.ones(len(steps.first), dtype=np.int64)
     if not len(counts):

@@ -144,7 +144,7 @@ class Clock(NamedTuple):
         return np.asarray(self.threads[places] == thread_ids)
 
     def number_times(self, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the numbers of times on threads of the clock. Times outside of the clock's range are clipped to it."""
+        """Return the number of each pair of a thread and a time. Times outside of the clock's range are clipped."""
         thread = np.searchsorted(self.threads, thread_ids)
         if self.distinct_ns is not None:
             return np.asarray(thread * self.width + np.searchsorted(self.distinct_ns, times_ns))

@@ -299,7 +299,7 @@ class GatheredAttributes:
         extend(self._numbers, range(number, number + len(rows)))
 
     def packed(self, rank: Int32s) -> PackedAttributes:
-        """Return the attributes of all rows, where each row becomes the row number in `rank`."""
+        """Return the attributes of all rows, with row `i` renumbered to `rank[i]`."""
         rows = rank[column(self._rows)]
         order = np.argsort(rows, kind="stable")
         numbers = column(self._numbers).astype(np.int32)[order]

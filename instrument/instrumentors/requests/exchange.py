@@ -65,8 +65,8 @@ OUTCOMES: Mapping[str, str] = {
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """Return the outcome of a request that an exception ended, None for an unknown exception. A group has the outcome
-    that all its members share."""
+    """Return the outcome of a request that an exception ended, None for an unknown exception. An exception group has
+    the outcome that all its members share."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -443,7 +443,7 @@ class Arrivals:
     """A factory for the exchanges of one protocol. Its functions read a server's request object.
 
     `read_path` reads the path, and `read_plain` the `Arrival`, caller and length. `read_all` reads the `Arrival`, the
-    headers, and the rule's attributes. It is used if the rule needs more than `read_plain` reads, or if that is None.
+    headers, and the rule's attributes. It is used if `read_plain` is None or reads too little for the rule.
     """
 
     __slots__ = ("_is_plain", "_key", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")

@@ -18,7 +18,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Router(NamedTuple):
-    """A framework's method that finds a request's route, by class and name.
+    """The class and the name of a framework's method that finds a request's route.
 
     `route` reads the route from the module and the call's arguments, or from the module and the result if `after` is
     True. `note` stores the route, unless it is None. `older` is True if older versions lack the method.
@@ -124,7 +124,7 @@ def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
 
 
 def _end_failed(exchange: Exchange, error: BaseException) -> None:
-    """End a websocket with an exception, which its server does not see: the framework only closes the websocket."""
+    """End a websocket with an exception. The framework hides it from the server, and only closes the websocket."""
     exchange.finish(error, is_gone=True, in_parts=False)
 
 

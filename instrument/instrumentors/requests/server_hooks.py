@@ -268,7 +268,7 @@ class Requests(Instrumentor):
             FAULTS.note(f"requests of {name}", fault)
 
     def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
-        """Apply another rule. Requests that are open now end under the old rule."""
+        """Apply another rule. Open requests still end under the old rule."""
         self.undo()
         self._met.clear()
         before = self._exchanges
@@ -294,7 +294,7 @@ class Requests(Instrumentor):
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return the number of blocks of an event loop by each site, and the longest in ns."""
+        """Return each site that blocked an event loop, with the number of blocks and the longest in ns."""
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:

@@ -71,7 +71,7 @@ class AnswerTimings:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]
 
     def timings_comment(self, exchange: Any) -> bytes:
-        """Return a comment with the timings, to end server-sent events, b"" for other or incomplete bodies."""
+        """Return a comment with the timings, to send after complete server-sent events, b"" for other bodies."""
         is_whole, self._is_events = self._is_events and self._tail.endswith(ENDS), False
         return f": server-timing {self.header_text(exchange)}\n\n".encode() if is_whole else b""
 
@@ -93,7 +93,7 @@ def _milliseconds_text(time_ns: int) -> str:
 
 
 def _exceeds_limits(recorder: Recorder, frame: Any, details_from: int) -> bool:
-    """Return True if more rows or attributes were recorded since a request's start than may be read."""
+    """Return True if too many rows or attributes were recorded since a request's start to read them all."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
     heads, firsts = mapped.read_heads(), mapped.first_row_after(frame.start_ns)
     detail_bytes = 0 if details is None else details.count_used() - details_from

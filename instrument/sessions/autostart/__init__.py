@@ -111,7 +111,7 @@ def _is_own_command(script: str) -> bool:
 
 
 def _start() -> None:
-    """Start a session with the profile of `INSTRUMENT_PROFILE`, which SIGTERM ends. Raises nothing.
+    """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM ends the session. Raises nothing.
 
     Python's garbage collector is off during the start, because it would double the time and free nothing.
     """
