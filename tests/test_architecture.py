@@ -341,24 +341,24 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (319, 4),
-    "agent": (4_385, 15),
-    "chrome": (3_303, 9),
+    "agent": (4_384, 15),
+    "chrome": (3_304, 9),
     "cli": (2_976, 16),
     "compat": (1_170, 6),
-    "device": (3_578, 11),
+    "device": (3_577, 11),
     "docs": (0, 0),
     "fleet": (136, 1),
     "instrumentors": (12_370, 40),
     "native": (9_144, 26),
-    "otlp": (5_300, 17),
-    "profile": (2_624, 8),
+    "otlp": (5_298, 17),
+    "profile": (2_625, 8),
     "proposal": (1_366, 4),
     "recorder": (2_536, 10),
     "recording": (4_112, 15),
     "report": (13_725, 37),
     "runtime": (2_800, 13),
-    "sessions": (6_344, 19),
-    "trace": (10_324, 29),
+    "sessions": (6_343, 19),
+    "trace": (10_326, 29),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
