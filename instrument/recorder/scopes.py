@@ -30,13 +30,13 @@ def scope(
 
     - `name`: the name that reports group by, of a small set; data belongs into `attributes`
     - `attributes`: facts of this span; `annotate` adds more from within
-    - `kind`: the sort of work, "user" if left out; the error for a wrong one lists all
+    - `kind`: the kind of work, "user" by default; the error for an unknown kind lists all kinds
     - `phase`: the part of the work, such as "prepare" or "post"; it makes the kind "phase"
     - `device`: also take its time on the current stream of torch, cupy or numba; `stream` names another stream, such as
       `torch.cuda.current_stream(1)`, or its address
-    - `key`: the id of the request that it serves, which other processes have for it, too
-    - `batch`: the ids of all requests that it serves at once; a mapping says how much of it each takes
-    - `carrier`: headers with the `traceparent` of a caller, whose trace a request goes on in
+    - `key`: the id of the request that the block works for; spans of other processes may have it, too
+    - `batch`: the ids of all requests in a batch; a mapping from id to weight gives each a share of the time
+    - `carrier`: headers with the `traceparent` of a caller; a request continues the trace of that caller
 
     Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError` for a
     bad name, kind, phase or stream.

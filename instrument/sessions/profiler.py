@@ -71,11 +71,12 @@ class Profiler:
       dropped because newer ones came too fast, is noted and counted in `failures`. It never stops the loop.
     - `state` and `tracer_option` are those of the profile.
     - `timer_only` measures the steps and records nothing, even against the profile.
-    - `torch` has torch.profiler run within the windows, where torch is imported, and adds its operators as spans, its
-      kernels, allocations, and floating-point operations. It is True, False, or options, see `TorchOptions`:
-      ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True if the Profiler begins a
-      session with `EVERYTHING`. Each window's notes state the cost. On a GPU, torch.profiler waits for the device at a
-      window's end. If the program runs a torch.profiler itself, that one takes precedence."""
+    - `torch` makes torch.profiler run in each window, if torch is imported. Its operators become spans, and the window
+      gets its kernels, allocations and floating-point operations. `torch` is True, False, or options, see
+      `TorchOptions`: ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True if the
+      Profiler begins a session with `EVERYTHING`. Each window's notes state the cost. On a GPU, torch.profiler waits
+      for the device at a window's end. If the program runs torch.profiler itself, ours does not run.
+    """
 
     def __init__(
         self,
