@@ -357,7 +357,7 @@ LINES_AND_FILES = {
     "recording": (4_112, 15),
     "report": (13_725, 37),
     "runtime": (2_800, 13),
-    "sessions": (6_343, 19),
+    "sessions": (6_344, 19),
     "trace": (10_326, 29),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
