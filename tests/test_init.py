@@ -29,14 +29,14 @@ from instrument.instrumentors.known_packages import MADE_FOR, presets_for
 from instrument.profile.keys import loads
 from instrument.profile.presets import PRESETS
 from instrument.proposal.first_profile import (
-    FirstProfile,
     choose_keys,
     choose_layers,
     command_of,
     first_profile_of,
-    yaml_of,
+    rules_yaml,
+    wrap_comment,
 )
-from instrument.proposal.function_choice import FunctionProposal, choose_functions
+from instrument.proposal.function_choice import RuleProposal, choose_functions
 from instrument.proposal.observation import Callee, Observation, ObservedNode, own_modules
 
 MS = 10**6
@@ -301,7 +301,7 @@ def observation(*roots: ObservedNode, keys: Mapping[str, Mapping[str, SeenPath]]
     return Observation(list(roots), keys={label: dict(paths) for label, paths in (keys or {}).items()}, seconds=10.0)
 
 
-def chosen(*roots: ObservedNode) -> dict[str, FunctionProposal]:
+def chosen(*roots: ObservedNode) -> dict[str, RuleProposal]:
     return {rule.label: rule for rule in choose_functions(observation(*roots)).rules}
 
 
@@ -408,7 +408,7 @@ def test_layers_are_named_by_block_and_by_what_takes_its_time() -> None:
         for i in range(3)
     ]
     found = choose_layers(observation(request(10, 500, layer("embed", 1), *blocks, layer("head", 50))))
-    assert [layer.match for layer in found] == ["h.*", "h.*.attn", "h.*.mlp", "head"]
+    assert [layer.label for layer in found] == ["h.*", "h.*.attn", "h.*.mlp", "head"]
     assert found[0].reasons == ["3 of Layer: ran 30 times, 10 ms each, 85 % of the layers' time"]
 
 
@@ -454,9 +454,9 @@ def test_functions_named_for_their_key_are_not_reported_as_left_out() -> None:
     }
     short = node("engine:accept", 20, 0.04), node("engine:other", 20, 0.04)
     found = observation(request(20, 1000, node("api:chat", 20, 900)), *short, node("engine:step", 40, 400), keys=seen)
-    first = first_profile_of(found, ["-m", "chat"], "chat", "profile.yaml")
-    told = " ".join(first.left_out)
-    assert "engine:accept" in [rule.label for rule in first.functions if rule.key]
+    text = first_profile_of(found, ["-m", "chat"], "chat", "profile.yaml").text
+    told = text.partition("# Left out")[2]
+    assert ("engine:accept",) in [rule.match for rule in loads(text).functions if rule.key]
     assert ("engine:other" in told, "engine:accept" in told) == (True, False)
 
 
@@ -511,8 +511,8 @@ def test_targets_that_the_preset_records_and_unseen_ones_are_named() -> None:
         request(0, 0, name="GET"),
     )
     found.unseen, found.silent, found.packages = {"app:odd": "why not"}, 2, {"fastapi", "uvicorn"}
-    text = yaml_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
-    assert text == yaml_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
+    text = first_profile_of(found, ["serve.py"], "shop", "profile.yaml").text
+    assert text == first_profile_of(found, ["serve.py"], "shop", "profile.yaml").text
     assert "The preset records these, too: h2d 12 times, 2 ms each." in text
     assert " 10 times, 10 ms each.\n" in text
     assert "Not observed: app:odd (why not)." in text
@@ -525,9 +525,9 @@ def test_targets_that_the_preset_records_and_unseen_ones_are_named() -> None:
 
 def test_a_loop_with_backward_passes_and_no_requests_gets_the_preset_for_training() -> None:
     loop = node("train:step", 200, 600, node("", 200, 300, kind="phase", name="backward"))
-    assert first_profile_of(observation(loop), ["train.py"], "train", "profile.yaml").preset == "training"
+    assert "\npreset: training " in first_profile_of(observation(loop), ["train.py"], "train", "profile.yaml").text
     served = observation(request(10, 100), loop)
-    assert first_profile_of(served, ["train.py"], "train", "profile.yaml").preset == "serving"
+    assert "\npreset: serving " in first_profile_of(served, ["train.py"], "train", "profile.yaml").text
 
 
 def test_a_preset_that_is_made_for_a_package_is_named_where_that_is_imported() -> None:
@@ -536,8 +536,8 @@ def test_a_preset_that_is_made_for_a_package_is_named_where_that_is_imported() -
 
 
 def test_names_of_the_service_are_data_in_the_profile_that_is_written() -> None:
-    rule = FunctionProposal("app:f\u00fc.true", key="on", reasons=["a\nreason: ${HOME} # 'x'"])
-    text = yaml_of(FirstProfile("shop", head=["line\n- functions: [x]"], functions=[rule]))
+    rule = RuleProposal("app:f\u00fc.true", key="on", reasons=["a\nreason: ${HOME} # 'x'"])
+    text = "\n".join([*wrap_comment("line\n- functions: [x]"), *rules_yaml("functions", [rule])])
     [read] = loads(text).functions
     assert read.match == ("app:f\u00fc.true",)
     assert read.key is not None

@@ -17,7 +17,7 @@ from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
 from instrument.native import OFF
 from instrument.profile.keys import loads
-from instrument.proposal.first_profile import first_profile_of, yaml_of
+from instrument.proposal.first_profile import first_profile_of
 from instrument.proposal.observation import Observation, all_patterns, await_reports, merge_reports, own_modules
 from instrument.runtime.environment import INIT_FOLDER
 
@@ -91,12 +91,11 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
     words = host[1:] if re.fullmatch(r"python[\d.]*", Path(host[0]).name) and not Path(host[0]).is_dir() else host
     observation, code = _observe_command(words, options.for_ns, to_stderr=prints)
     first = first_profile_of(observation, words, name_service(words), profile_name)
-    text = yaml_of(first)
-    loads(text)  # what we write must be a profile
+    loads(first.text)  # what we write must be a profile
     if prints:
-        sys.stdout.write(text)
+        sys.stdout.write(first.text)
         return 0
-    _write_profile(path, text, replaces=options.force)
+    _write_profile(path, first.text, replaces=options.force)
     count = f"{first.rules} rule{'s' * (first.rules != 1)}"
     print(f"instrument: wrote {path}: {count}, from {first.summary}; the command {_exit_text(code)}", file=sys.stderr)
     return 0

@@ -6,9 +6,10 @@ import json
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from instrument.instrumentors.argument_watch import ID, SeenPath
 from instrument.instrumentors.arguments import RETURN
@@ -18,11 +19,13 @@ from instrument.profile.presets import path_of
 from instrument.proposal.function_choice import (
     OF_REQUESTS,
     OUTSIDE,
+    CallPaths,
     FunctionChoice,
-    FunctionProposal,
+    RuleProposal,
     calls_text,
     choose_functions,
     count_text,
+    group_by_label,
     is_probe,
     share_text,
     time_text,
@@ -67,12 +70,12 @@ class _Path:
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     """Add keys and batches to the rules of a choice. Functions with a key or batch but no rule get one."""
-    inside = _group_by_label(choice.requests)
+    inside = _group_called_below(choice.requests)
     key_path = _choose_key_path(observation, choice, inside)
     if key_path is None:
         return
     key_values = key_path.ids.digests
-    outside = _group_by_label(choice.units)
+    outside = _group_called_below(choice.units)
     shared = [
         _Path(label, path, ids)
         for label in outside.keys() - inside.keys()
@@ -82,16 +85,15 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     singles = _pick_best([path for path in shared if not path.ids.many])
     # A function with one request as its argument serves that request, even if its object has others.
     many = [path for path in shared if path.ids.many and not (path.label in singles and path.path.startswith("self."))]
-    batches = _choose_batches(many, singles, outside)
-    base_ns = sum(node.total_ns for node in choice.units)
+    least_ns = LEAST_BATCH * CallPaths(choice.units).total_ns
     batches = {
         label: candidate
-        for label, candidate in batches.items()
-        if sum(node.total_ns for node in outside[label]) >= LEAST_BATCH * base_ns
+        for label, candidate in _choose_batches(many, singles, outside).items()
+        if outside[label].total_ns >= least_ns
     }
     units = set(choice.units)
     batch_parents = {
-        node.parent for label in batches for node in outside[label] if units.intersection(node.iterate_callers())
+        node.parent for label in batches for node in outside[label].nodes if units.intersection(node.iterate_callers())
     }
     added = 0
     for label, candidate in batches.items():
@@ -102,17 +104,17 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
             rule.kind = "step"
         mean = candidate.ids.items / max(candidate.ids.looks, 1)
         rule.reasons.append(f"serves {mean:.1f} requests at a time, at most {candidate.ids.largest}")
-    for label, candidate in sorted(singles.items(), key=lambda item: (_first_ns(outside[item[0]]), item[0])):
-        nodes = outside[label]
-        if label in batches or _is_below(nodes, batches) or _is_below(nodes, singles):
+    for label, candidate in sorted(singles.items(), key=lambda item: (outside[item[0]].first_ns, item[0])):
+        paths = outside[label]
+        if label in batches or _is_below(paths, {**batches, **singles}):
             continue
-        if any(node.parent in batch_parents for node in nodes):
-            rule = _get_or_add_rule(choice, label, nodes)
+        if any(node.parent in batch_parents for node in paths.nodes):
+            rule = _get_or_add_rule(choice, label, paths)
             rule.batch = candidate.path
             rule.reasons.append("serves one request at a time, besides the batches")
-        elif added < KEYS and _sum_calls(nodes) <= 2 * len(candidate.ids.digests & key_values):
+        elif added < KEYS and paths.calls <= 2 * len(candidate.ids.digests & key_values):
             added += 1
-            rule = _get_or_add_rule(choice, label, nodes)
+            rule = _get_or_add_rule(choice, label, paths)
             rule.key = candidate.path
             rule.reasons.append(f"{candidate.path} names the request here")
             if rule.kind == "op":
@@ -120,74 +122,57 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     if batches or added or not key_path.ids.of_class:
         rule = _get_or_add_rule(choice, key_path.label, inside[key_path.label])
         rule.key = key_path.path
-        rule.reasons.append(f"{_path_text(key_path.path)} names the request")
+        rule.reasons.append(f"{'the result' if key_path.path == RETURN else key_path.path} names the request")
     choice.rules.sort(key=lambda rule: rule.order)
 
 
-def _choose_key_path(
-    observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]
-) -> _Path | None:
-    """Choose the argument that names requests best: its values occur in the most other functions."""
-    count = sum(node.calls for node in choice.requests)
-    shared: dict[str, set[str]] = {}
-    for label, paths in observation.keys.items():
-        if label not in inside:
-            shared[label] = set().union(*(ids.digests for ids in paths.values()))
-    candidates = []
-    for label in inside:
+def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallPaths]) -> _Path | None:
+    """Choose the argument that names requests best, whose values occur in the most other functions."""
+    count = CallPaths(choice.requests).calls
+    values_elsewhere = [
+        set().union(*(ids.digests for ids in paths.values()))
+        for label, paths in observation.keys.items()
+        if label not in inside
+    ]
+    candidates: list[tuple[int, _Path]] = []
+    for label, paths_of_label in inside.items():
         for path, ids in observation.keys.get(label, {}).items():
             is_distinct = len(ids.digests) >= max(DISTINCT * min(ids.looks, count), 2)
-            if ids.many or ids.looks < LOOKS or not is_distinct:
+            if ids.many or ids.looks < LOOKS or not is_distinct or paths_of_label.calls > 1.5 * count:
                 continue
-            if _sum_calls(inside[label]) > 1.5 * count:
-                continue
-            elsewhere = sum(len(ids.digests & digests) >= LOOKS for digests in shared.values())
+            elsewhere = sum(len(ids.digests & values) >= LOOKS for values in values_elsewhere)
             if elsewhere or ID.match(_last_name(path)):
-                candidates.append((_Path(label, path, ids), elsewhere))
-    if not candidates:
-        return None
+                candidates.append((elsewhere, _Path(label, path, ids)))
     # A function that only some requests call, such as streamed ones, would leave the others without a key.
-    most_calls = max(_sum_calls(inside[candidate.label]) for candidate, _ in candidates)
-    candidates = [
-        (candidate, elsewhere)
-        for candidate, elsewhere in candidates
-        if _sum_calls(inside[candidate.label]) >= PASSED * most_calls
-    ]
-    most = max(elsewhere for _, elsewhere in candidates)
-    best = [candidate for candidate, elsewhere in candidates if elsewhere >= most]
+    most_calls = max((inside[candidate.label].calls for _, candidate in candidates), default=0)
     return min(
-        best,
-        key=lambda candidate: (
-            *candidate.rank[:2],
-            candidate.path != RETURN,
-            _min_depth(inside[candidate.label]),
-            candidate.rank,
-            candidate.label,
+        (item for item in candidates if inside[item[1].label].calls >= PASSED * most_calls),
+        key=lambda item: (
+            -item[0],
+            *item[1].rank[:2],
+            item[1].path != RETURN,
+            _min_depth(inside[item[1].label]),
+            item[1].rank,
+            item[1].label,
         ),
-    )
+        default=(0, None),
+    )[1]
 
 
 def _choose_batches(
-    paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, list[ObservedNode]]
+    paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, CallPaths]
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches, with the path of the batch. Callees replace a function if they
     take most of its time."""
     best = _pick_best(paths)
-    total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
     chosen: dict[str, _Path] = {}
-    for label in sorted(best, key=lambda label: (_min_depth(outside[label]), -total[label], label)):
+    for label in sorted(best, key=lambda label: (_min_depth(outside[label]), -outside[label].total_ns, label)):
         if _is_below(outside[label], chosen):
             continue
-        below = [
-            part
-            for part in {**singles, **best}
-            if part != label
-            and any(node.callee.label == label for candidate in outside[part] for node in candidate.iterate_callers())
-        ]
+        below = [part for part in {**singles, **best} if part != label and _is_below(outside[part], [label])]
         parts = [part for part in below if not _is_below(outside[part], below)]
-        has_batch = any(part in best for part in parts)
-        names_it_itself = not best[label].path.startswith("self.")
-        if has_batch and not names_it_itself and sum(total[part] for part in parts) >= COVERED * total[label]:
+        has_batch = best[label].path.startswith("self.") and any(part in best for part in parts)
+        if has_batch and sum(outside[part].total_ns for part in parts) >= COVERED * outside[label].total_ns:
             continue
         chosen[label] = best[label]
     return dict(list(chosen.items())[:BATCHES])
@@ -205,51 +190,32 @@ def _shares_values(ids: SeenPath, key_values: set[str]) -> bool:
     return bool(ids.digests) and len(ids.digests & key_values) >= max(SHARED * len(ids.digests), 2)
 
 
-def _get_or_add_rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
+def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallPaths) -> RuleProposal:
     for rule in choice.rules:
         if rule.label == label:
             return rule
-    words = f"ran {calls_text(_sum_calls(nodes), sum(node.total_ns for node in nodes))}"
     requests = set(choice.requests)
-    is_within = any(requests.intersection((node, *node.iterate_callers())) for node in nodes)
+    is_within = any(requests.intersection((node, *node.iterate_callers())) for node in paths.nodes)
     group = OF_REQUESTS if is_within else OUTSIDE
-    rule = FunctionProposal(label, first_ns=_first_ns(nodes), is_needed=True, group=group, reasons=[words])
-    choice.rules.append(rule)
-    return rule
+    choice.rules.append(RuleProposal(label, first_ns=paths.first_ns, is_needed=True, group=group, reasons=[str(paths)]))
+    return choice.rules[-1]
 
 
-def _group_by_label(tops: Iterable[ObservedNode]) -> dict[str, list[ObservedNode]]:
-    nodes: dict[str, list[ObservedNode]] = {}
-    for top in tops:
-        for node in top.walk():
-            if node.callee.label and node.calls and node not in nodes.setdefault(node.callee.label, []):
-                nodes[node.callee.label].append(node)
-    return nodes
+def _group_called_below(tops: Iterable[ObservedNode]) -> dict[str, CallPaths]:
+    """Group the call paths with calls at and below some others by the label of their function."""
+    return group_by_label(dict.fromkeys(node for top in tops for node in top.walk() if node.calls))
 
 
-def _is_below(nodes: Iterable[ObservedNode], labels: Iterable[str]) -> bool:
-    label_set = set(labels)
-    return any(above.callee.label in label_set for node in nodes for above in node.iterate_callers())
+def _is_below(paths: CallPaths, labels: Collection[str]) -> bool:
+    return any(above.callee.label in labels for node in paths.nodes for above in node.iterate_callers())
 
 
-def _min_depth(nodes: Iterable[ObservedNode]) -> int:
-    return min(sum(1 for _ in node.iterate_callers()) for node in nodes)
-
-
-def _sum_calls(nodes: Iterable[ObservedNode]) -> int:
-    return sum(node.calls for node in nodes)
-
-
-def _first_ns(nodes: Iterable[ObservedNode]) -> int:
-    return min(filter(None, (node.first_ns for node in nodes)), default=0)
+def _min_depth(paths: CallPaths) -> int:
+    return min(sum(1 for _ in node.iterate_callers()) for node in paths.nodes)
 
 
 def _last_name(path: str) -> str:
     return re.split(r"[.\[\]]+", path)[-1]
-
-
-def _path_text(path: str) -> str:
-    return "the result" if path == RETURN else path
 
 
 WIDTH = 118
@@ -273,95 +239,32 @@ LEAST_LAYER_NS = 20_000
 LAYERS = 6
 
 
-@dataclass(slots=True)
-class LayerProposal:
-    """A proposed rule for layers. `match` is their path with `*` for numbers; `reasons` become the comment."""
-
-    match: str
-    device: bool = False
-    reasons: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class FirstProfile:
+class FirstProfile(NamedTuple):
     """A first profile: its rules and its comments. `summary` is a sentence on the amount of observed calls. `head` is
     the comment at the top, and `left_out` that on functions without a rule."""
 
-    service: str
-    preset: str = "serving"
-    summary: str = ""
-    head: list[str] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-    ignore: list[str] = field(default_factory=list)
-    functions: list[FunctionProposal] = field(default_factory=list)
-    layers: list[LayerProposal] = field(default_factory=list)
-    capture: str = ""
-    left_out: list[str] = field(default_factory=list)
-
-    @property
-    def rules(self) -> int:
-        return len(self.functions) + len(self.layers)
+    text: str
+    rules: int
+    summary: str
 
 
-def yaml_of(first: FirstProfile) -> str:
-    return "\n".join(_yaml_lines(first)).rstrip() + "\n"
-
-
-def _yaml_lines(first: FirstProfile) -> Iterator[str]:
-    for paragraph in first.head:
-        yield from wrap_comment(paragraph)
-    if first.commands:
-        yield "#"
-        yield from (f"#   {_replace_unprintable(command)}" for command in first.commands)
-    yield ""
-    yield f"service: ${{OTEL_SERVICE_NAME:-{first.service}}}"
-    yield f"preset: {first.preset}  # {PRESET_SAYS[first.preset]}"
-    if first.requests or first.ignore:
-        yield ""
-    for paragraph in first.requests:
-        yield from wrap_comment(paragraph)
-    if first.ignore:
-        yield "requests:"
-        paths = ", ".join(path if re.fullmatch(r"/[\w./-]*", path) else _quote_yaml(path) for path in first.ignore)
-        yield from textwrap.wrap(f"  ignore: [{paths}]", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
-    if first.functions:
-        yield ""
-        yield "functions:"
-        for rule in first.functions:
-            yield from wrap_comment("; ".join(rule.reasons), "  ")
-            yield from _yaml_of_function(rule)
-    if first.layers:
-        yield ""
-        yield "layers:"
-        for layer in first.layers:
-            yield from wrap_comment("; ".join(layer.reasons), "  ")
-            yield f"  - match: {_quote_yaml(layer.match)}"
-            if layer.device:
-                yield "    device: true"
-    if first.capture:
-        yield ""
-        yield from wrap_comment(first.capture)
-        yield "capture: {sample: 1.0, slow: p99*1.5, errors: true}"
-    for paragraph in first.left_out:
-        yield ""
-        yield from wrap_comment(paragraph)
-
-
-def _yaml_of_function(rule: FunctionProposal) -> Iterator[str]:
-    yield f"  - match: {_quote_yaml(rule.label)}"
-    if rule.phase:
-        yield f"    phase: {rule.phase}"
-    elif rule.kind != "op":
-        yield f"    kind: {rule.kind}"
-    if rule.key:
-        yield f"    key: {_quote_yaml(rule.key)}"
-    if rule.batch and rule.weights:
-        yield f"    batch: {{argument: {_quote_yaml(rule.batch)}, weights: {_quote_yaml(rule.weights)}}}"
-    elif rule.batch:
-        yield f"    batch: {_quote_yaml(rule.batch)}"
-    if rule.device:
-        yield "    device: true"
+def rules_yaml(key: str, rules: Sequence[RuleProposal]) -> list[str]:
+    """Return the lines of a profile's key `functions` or `layers`, with the reasons of each rule above it."""
+    lines = [f"{key}:"] if rules else []
+    for rule in rules:
+        batch = rule.batch and _quote_yaml(rule.batch)
+        if rule.batch and rule.weights:
+            batch = f"{{argument: {batch}, weights: {_quote_yaml(rule.weights)}}}"
+        values = {
+            "phase": rule.phase,
+            "kind": "" if rule.phase or rule.kind == "op" else rule.kind,
+            "key": rule.key and _quote_yaml(rule.key),
+            "batch": batch,
+            "device": "true" * rule.device,
+        }
+        lines += [*wrap_comment("; ".join(rule.reasons), "  "), f"  - match: {_quote_yaml(rule.label)}"]
+        lines += [f"    {name}: {value}" for name, value in values.items() if value]
+    return lines
 
 
 def wrap_comment(paragraph: str, indent: str = "") -> list[str]:
@@ -417,35 +320,60 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
     """Propose a profile for an observed service. `words` are its command, and `file` is the profile's path."""
     choice = choose_functions(observation)
     choose_keys(observation, choice)
-    command = command_of(words)
-    first = FirstProfile(service, functions=choice.rules, layers=choose_layers(observation))
+    layers, command = choose_layers(observation), command_of(words)
     count = sum(node.calls for node in choice.requests)
     processes = f"{observation.processes} process{'es' * (observation.processes != 1)}"
     requests_text = f"{count_text(count)} request{'s' * (count != 1)}" if count else "no requests"
-    first.summary = f"{requests_text} in {time_text(observation.seconds * 1e9)}, {processes}"
-    first.head = [
-        f"A first profile, by `instrument init -- {command}`: {first.summary}. "
+    summary = f"{requests_text} in {time_text(observation.seconds * 1e9)}, {processes}"
+    head = (
+        f"A first profile, by `instrument init -- {command}`: {summary}. "
         "Each rule has its reason above it; the numbers are of that run, of which observing took "
         f"{share_text(observation.cost)}. Delete what is of no use to you."
-    ]
-    first.head += list(_describe_packages(observation))
-    first.commands = [
-        f"instrument check {file} -- {command}",
-        f"instrument run --profile {file} -- {command}",
-    ]
+    )
+    commands = (f"instrument check {file} -- {command}", f"instrument run --profile {file} -- {command}")
     trains = any(node.callee.kind == "phase" and node.callee.name == "backward" for node in observation.nodes())
-    if not count and trains:
-        first.preset = "training"
-    else:
-        _describe_requests(first, observation, choice)
-    first.requests += list(_describe_preset_calls(observation))
-    if count:
-        first.capture = (
-            f"Each request is kept in full: {count_text(count / max(observation.seconds, 1e-3))} a second here. A busy "
-            "service keeps a share, such as 0.01, and still all that are slow for their endpoint or that fail."
-        )
-    first.left_out = list(_describe_left_out(observation, choice))
-    return first
+    preset = "training" if trains and not count else "serving"
+    ignored = _find_ignored_paths(observation, preset)
+    requests = [*_describe_requests(observation, choice, ignored)] if preset == "serving" else []
+    capture = (
+        f"Each request is kept in full: {count_text(count / max(observation.seconds, 1e-3))} a second here. A busy "
+        "service keeps a share, such as 0.01, and still all that are slow for their endpoint or that fail."
+    )
+    blocks = [
+        [
+            *_comment_lines([head, *_describe_packages(observation)]), "#",
+            *(f"#   {_replace_unprintable(line)}" for line in commands),
+        ],
+        [f"service: ${{OTEL_SERVICE_NAME:-{service}}}", f"preset: {preset}  # {PRESET_SAYS[preset]}"],
+        [*_comment_lines([*requests, *_describe_preset_calls(observation)]), *_ignored_yaml(ignored)],
+        rules_yaml("functions", choice.rules),
+        rules_yaml("layers", layers),
+        [*wrap_comment(capture), "capture: {sample: 1.0, slow: p99*1.5, errors: true}"] if count else [],
+        *map(wrap_comment, _describe_left_out(observation, choice)),
+    ]  # fmt: skip
+    text = "\n\n".join("\n".join(lines) for lines in blocks if lines)
+    return FirstProfile(f"{text}\n", len(choice.rules) + len(layers), summary)
+
+
+def _comment_lines(paragraphs: Iterable[str]) -> list[str]:
+    return [line for paragraph in paragraphs for line in wrap_comment(paragraph)]
+
+
+def _find_ignored_paths(observation: Observation, preset: str) -> list[str]:
+    """Return the preset's ignored paths and those of observed probes. Return [] if the preset ignores all probes."""
+    ignored = [path for rule in load(path_of(preset)).requests for path in rule.ignore]
+    probes = {path for node in observation.nodes() if is_probe(path := _request_path(node))}
+    return [*ignored, *sorted(probes - set(ignored))] if preset == "serving" and probes - set(ignored) else []
+
+
+def _request_path(node: ObservedNode) -> str:
+    return node.callee.name.rpartition(" ")[2] if node.callee.kind == "request" else ""
+
+
+def _ignored_yaml(paths: Sequence[str]) -> list[str]:
+    text = ", ".join(path if re.fullmatch(r"/[\w./-]*", path) else _quote_yaml(path) for path in paths)
+    lines = textwrap.wrap(f"  ignore: [{text}]", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
+    return ["requests:", *lines] if paths else []
 
 
 def _describe_packages(observation: Observation) -> Iterator[str]:
@@ -457,25 +385,21 @@ def _describe_packages(observation: Observation) -> Iterator[str]:
         yield f"A preset that is made for {package}, by hand: `instrument check --preset {preset}` prints it."
 
 
-def _describe_requests(first: FirstProfile, observation: Observation, choice: FunctionChoice) -> None:
+def _describe_requests(observation: Observation, choice: FunctionChoice, ignored: Sequence[str]) -> Iterator[str]:
     request_nodes = [node for node in observation.nodes() if node.callee.kind == "request"]
-    paths = {node.callee.name: node.callee.name.rpartition(" ")[2] for node in request_nodes}
-    probes = set(filter(is_probe, paths.values()))
-    served = _list_call_sums(node for node in request_nodes if node.calls and paths[node.callee.name] not in probes)
+    served = _list_call_sums(node for node in request_nodes if node.calls and not is_probe(_request_path(node)))
     if served:
-        first.requests = [f"Requests were met at the server, with no rule: {served}."]
-    ignored = [path for rule in load(path_of(first.preset)).requests for path in rule.ignore]
-    if probes - set(ignored):
-        first.requests.append("Probes, by their paths; the preset's are here, too.")
-        first.ignore = [*ignored, *sorted(probes - set(ignored))]
+        yield f"Requests were met at the server, with no rule: {served}."
+    if ignored:
+        yield "Probes, by their paths; the preset's are here, too."
     unmet = filter_by_role(observation.packages, "unmet")
     if not request_nodes and unmet:
-        first.requests.append(
+        yield (
             f"Requests of {', '.join(unmet)} are not met at the server: they are what the rule with `kind: request` "
             "names, so see that it is the right one."
         )
     elif not request_nodes and not choice.requests:
-        first.requests.append(
+        yield (
             "No request was seen. Send the service some while `instrument init` runs, or give the function that "
             "answers one a rule with `kind: request`."
         )
@@ -521,23 +445,13 @@ def _describe_left_out(observation: Observation, choice: FunctionChoice) -> Iter
         )
 
 
-@dataclass(slots=True)
-class _LayerGroup:
-    """The layers whose paths match one pattern, with the sums of calls and times."""
-
-    calls: int = 0
-    total_ns: int = 0
-    places: set[str] = field(default_factory=set)
-    classes: set[str] = field(default_factory=set)
-
-
 def pattern_of(path: str) -> str:
     """Return a layer's path with `*` in place of numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
-def choose_layers(observation: Observation) -> list[LayerProposal]:
-    by_pattern: dict[str, _LayerGroup] = defaultdict(_LayerGroup)
+def choose_layers(observation: Observation) -> list[RuleProposal]:
+    by_pattern: dict[str, CallPaths] = defaultdict(CallPaths)
     whole_ns = 0
     for node in observation.nodes():
         if node.callee.kind != "layer":
@@ -545,23 +459,22 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
         if not any(above.callee.kind == "layer" for above in node.iterate_callers()):
             whole_ns += node.total_ns
         if node.callee.instance:
-            layers = by_pattern[pattern_of(node.callee.instance)]
-            layers.calls += node.calls
-            layers.total_ns += node.total_ns
-            layers.places.add(node.callee.instance)
-            layers.classes.add(node.callee.name)
+            by_pattern[pattern_of(node.callee.instance)].nodes.append(node)
     rules = []
     for pattern in _choose_patterns(by_pattern, whole_ns)[:LAYERS]:
-        layers = by_pattern[pattern]
-        classes = " or ".join(sorted(layers.classes)[:3])
-        places = f"{len(layers.places)} of {classes}" if len(layers.places) > 1 else classes
+        layers, count = by_pattern[pattern], _count_layers(by_pattern[pattern])
+        classes = " or ".join(sorted({node.callee.name for node in layers.nodes})[:3])
         share = share_text(layers.total_ns / whole_ns)
-        words = f"{places}: ran {calls_text(layers.calls, layers.total_ns)}, {share} of the layers' time"
-        rules.append(LayerProposal(pattern, observation.uses_cuda, [words]))
+        words = f"{f'{count} of ' if count > 1 else ''}{classes}: {layers}, {share} of the layers' time"
+        rules.append(RuleProposal(pattern, device=observation.uses_cuda, reasons=[words]))
     return rules
 
 
-def _choose_patterns(by_pattern: Mapping[str, _LayerGroup], whole_ns: int) -> list[str]:
+def _count_layers(layers: CallPaths) -> int:
+    return len({node.callee.instance for node in layers.nodes})
+
+
+def _choose_patterns(by_pattern: Mapping[str, CallPaths], whole_ns: int) -> list[str]:
     """Choose patterns of layers: repeated blocks, the layers right inside them, and large layers elsewhere."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(
@@ -572,7 +485,7 @@ def _choose_patterns(by_pattern: Mapping[str, _LayerGroup], whole_ns: int) -> li
         ),
         key=lambda pattern: (-total_ns[pattern], pattern),
     )
-    blocks = [pattern for pattern in large if pattern.endswith("*") and len(by_pattern[pattern].places) > 1]
+    blocks = [pattern for pattern in large if pattern.endswith("*") and _count_layers(by_pattern[pattern]) > 1]
     outermost = sorted(_keep_outermost(blocks), key=lambda pattern: pattern.count("."))
     chosen: list[str] = []
     for block in outermost:

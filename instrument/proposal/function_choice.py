@@ -100,10 +100,11 @@ LOADS, OF_REQUESTS, OUTSIDE = range(3)
 
 
 @dataclass(slots=True)
-class FunctionProposal:
-    """A proposed rule for the function `label` (`module:qualname`). The `reasons` become the comment above the rule.
+class RuleProposal:
+    """A proposed rule for a function, or for layers. The `reasons` become the comment above the rule.
 
-    `key`, `batch` and `weights` are paths to argument values, as a profile writes them.
+    `label` is the function's `module:qualname`, or the path of layers with `*` for numbers. `key`, `batch` and
+    `weights` are paths to argument values, as a profile writes them.
     """
 
     label: str
@@ -130,7 +131,7 @@ class FunctionChoice:
     """The rules chosen for functions, and the functions without a rule. `hot` has the reason for each function with too
     short or too frequent calls. `small` are the functions with little time."""
 
-    rules: list[FunctionProposal]
+    rules: list[RuleProposal]
     hot: dict[str, str]
     small: set[str]
     requests: list[ObservedNode]
@@ -138,8 +139,8 @@ class FunctionChoice:
 
 
 @dataclass(slots=True)
-class _CallPaths:
-    """The call paths of one function below requests, below units of work, or in the run."""
+class CallPaths:
+    """Call paths of one function, or of layers with one pattern of paths."""
 
     nodes: list[ObservedNode] = field(default_factory=list)
     own_ns: int = 0
@@ -155,6 +156,18 @@ class _CallPaths:
     @property
     def first_ns(self) -> int:
         return min(filter(None, (node.first_ns for node in self.nodes)), default=0)
+
+    def __str__(self) -> str:
+        return f"ran {calls_text(self.calls, self.total_ns)}"
+
+
+def group_by_label(nodes: Iterable[ObservedNode]) -> dict[str, CallPaths]:
+    """Group call paths by the label of their function. Call paths without a label are left out."""
+    groups: dict[str, CallPaths] = {}
+    for node in nodes:
+        if node.callee.label:
+            groups.setdefault(node.callee.label, CallPaths()).nodes.append(node)
+    return groups
 
 
 def function_name(label: str) -> str:
@@ -192,7 +205,7 @@ class _Chooser:
         self._name_of_units = "the work outside of requests" if self._requests else "the work"
 
     def choose(self) -> FunctionChoice:
-        rules: dict[str, FunctionProposal] = {}
+        rules: dict[str, RuleProposal] = {}
         self._small: set[str] = set()
         roots = [] if self._requests or self._units else self._observation.roots
         for rule in chain(
@@ -246,21 +259,16 @@ class _Chooser:
 
     def _choose_requests(self, units: list[ObservedNode]) -> list[ObservedNode]:
         """Choose the units of work that are most likely requests, for a service without a known server."""
-        likely = [unit for unit in units if self._can_match(unit) and REQUEST.search(function_name(unit.callee.label))]
-        likely = [unit for unit in likely if not STEP.search(function_name(unit.callee.label))]
-        if not likely:
-            return []
-        largest = max(likely, key=lambda unit: (unit.total_ns, unit.callee.label)).callee.label
-        return [unit for unit in units if unit.callee.label == largest]
+        names = [(unit, function_name(unit.callee.label)) for unit in units if self._can_match(unit)]
+        likely = [unit for unit, name in names if REQUEST.search(name) and not STEP.search(name)]
+        largest = max(likely, key=lambda unit: (unit.total_ns, unit.callee.label), default=None)
+        return [unit for unit in units if largest is not None and unit.callee.label == largest.callee.label]
 
     def _find_hot_functions(self) -> dict[str, str]:
         """Find the functions whose calls are too short or too frequent. Return the reasons by label."""
-        by_label: dict[str, _CallPaths] = {}
-        for node in self._observation.nodes():
-            if node.callee.label:
-                by_label.setdefault(node.callee.label, _CallPaths()).nodes.append(node)
         seconds = max(self._observation.seconds, 1e-3)
         hot = {}
+        by_label = group_by_label(self._observation.nodes())
         for label, paths in sorted(by_label.items(), key=lambda item: (-item[1].calls, item[0])):
             calls, total_ns = paths.calls, paths.total_ns
             if calls / seconds > HOT:
@@ -279,21 +287,21 @@ class _Chooser:
 
     # ---------------------------------------------------------------- proposals
 
-    def _propose_requests(self) -> Iterator[FunctionProposal]:
+    def _propose_requests(self) -> Iterator[RuleProposal]:
         """Propose the functions that count as requests because no known server handled any."""
         for node in self._named_requests:
-            text = f"ran {calls_text(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
-            yield FunctionProposal(
+            text = f"{CallPaths([node])}; no server was met, so this is taken for the request"
+            yield RuleProposal(
                 node.callee.label, "request", first_ns=node.first_ns, is_needed=True, group=OF_REQUESTS, reasons=[text]
             )
 
-    def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
-        """Propose the functions below `tops` with at least the share `least` of self time, and callers whose time
-        several such functions divide."""
+    def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[RuleProposal]:
+        """Propose the functions below `tops` whose self time has at least the share `least`, and the callers whose time
+        these divide."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
-        by_label: dict[str, _CallPaths] = {}
+        by_label: dict[str, CallPaths] = {}
         for top in tops:
             self._add_functions_below(top, by_label)
         large = {
@@ -302,7 +310,13 @@ class _Chooser:
             if paths.own_ns >= (2 * least if function_name(label).startswith("_") else least) * base_ns
             and not (self._spans_requests(paths, tops, base_ns) and paths.own_ns < REPEATS_OWN * base_ns)
         }
-        large -= {label for label in large if self._is_middleware(label, by_label[label], large, tops, base_ns)}
+        # A middleware spans whole requests, and its self time is spent in the framework.
+        large -= {
+            label
+            for label in large
+            if self._spans_requests(by_label[label], tops, base_ns)
+            and (_MIDDLEWARE.search(label) or self._find_parts(by_label[label], large))
+        }
         dividing = {
             label
             for label, paths in by_label.items()
@@ -317,22 +331,22 @@ class _Chooser:
             else:
                 self._small.add(label)
 
-    def _add_functions_below(self, node: ObservedNode, by_label: dict[str, _CallPaths]) -> int:
+    def _add_functions_below(self, node: ObservedNode, by_label: dict[str, CallPaths]) -> int:
         """Add the functions below a call path to `by_label`. Return the path's self time, including calls below it that
         get no rule."""
         own_ns = node.self_ns
         for child in node.children.values():
             child_ns = self._add_functions_below(child, by_label)
             if self._can_match(child):
-                paths = by_label.setdefault(child.callee.label, _CallPaths())
+                paths = by_label.setdefault(child.callee.label, CallPaths())
                 paths.nodes.append(child)
                 paths.own_ns += child_ns
             elif child.callee.kind != "request":
                 own_ns += child_ns
         return own_ns
 
-    def _find_parts(self, paths: _CallPaths, large: set[str]) -> set[str]:
-        """Return the functions in `large` nearest below a function, if they take a notable part of its time."""
+    def _find_parts(self, paths: CallPaths, large: set[str]) -> set[str]:
+        """Return the nearest functions of `large` below a function that take a notable part of its time."""
         parts: dict[str, int] = defaultdict(int)
         nodes_left = [child for node in paths.nodes for child in node.children.values()]
         for node in nodes_left:
@@ -342,28 +356,20 @@ class _Chooser:
                 nodes_left += node.children.values()
         return {label for label, total_ns in parts.items() if total_ns >= LEAST_PART * paths.total_ns}
 
-    def _spans_requests(self, paths: _CallPaths, tops: list[ObservedNode], base_ns: int) -> bool:
+    def _spans_requests(self, paths: CallPaths, tops: list[ObservedNode], base_ns: int) -> bool:
         is_whole = paths.total_ns >= REPEATS_REQUEST * base_ns and paths.calls == sum(top.calls for top in tops)
         return tops is self._requests and is_whole
 
-    def _is_middleware(
-        self, label: str, paths: _CallPaths, large: set[str], tops: list[ObservedNode], base_ns: int
-    ) -> bool:
-        """Return True for a function that spans whole requests and only calls the functions that take the time."""
-        if not self._spans_requests(paths, tops, base_ns):
-            return False
-        return bool(_MIDDLEWARE.search(label) or self._find_parts(paths, large))
-
     def _make_rule(
-        self, label: str, paths: _CallPaths, tops: list[ObservedNode], of: str, *, divides: bool
-    ) -> FunctionProposal:
-        name, share = function_name(label), paths.total_ns / sum(top.total_ns for top in tops)
+        self, label: str, paths: CallPaths, tops: list[ObservedNode], of: str, *, divides: bool
+    ) -> RuleProposal:
+        share = paths.total_ns / sum(top.total_ns for top in tops)
         count = sum(top.calls for top in tops)
         shapes = {node.callee.shape for node in paths.nodes}
-        reasons = [f"ran {calls_text(paths.calls, paths.total_ns)}, {share_text(share)} of {of}"]
+        reasons = [f"{paths}, {share_text(share)} of {of}"]
         if divides:
             reasons.append("parts it between what it calls")
-        phase = phase_by_name(name)
+        phase = phase_by_name(function_name(label))
         if phase == "compute" and shapes & {"coroutine", "generator"}:
             phase = ""  # it mostly waits for other functions
         if "generator" in shapes:
@@ -377,7 +383,7 @@ class _Chooser:
         elif phase:
             reasons.append(f"{phase} by its name")
         group = OUTSIDE if tops is self._units else OF_REQUESTS
-        return FunctionProposal(
+        return RuleProposal(
             label, kind, phase, self._runs_on_device(paths.nodes), share=share, first_ns=paths.first_ns, group=group,
             reasons=reasons,
         )  # fmt: skip
@@ -387,62 +393,46 @@ class _Chooser:
         below = (inner.callee.kind for node in nodes for inner in node.walk())
         return self._observation.uses_cuda and "layer" in below
 
-    def _propose_top_units(self) -> Iterator[FunctionProposal]:
+    def _propose_top_units(self) -> Iterator[RuleProposal]:
         """Propose the units of work outside of requests, such as an engine's step."""
         base_ns = sum(unit.total_ns for unit in self._units)
-        by_label: dict[str, _CallPaths] = {}
-        for unit in self._units:
-            if self._can_match(unit):
-                by_label.setdefault(unit.callee.label, _CallPaths()).nodes.append(unit)
-        for label, paths in by_label.items():
+        for label, paths in group_by_label(filter(self._can_match, self._units)).items():
             share = paths.total_ns / base_ns if base_ns else 0.0
             if share < LEAST_OF_WORK:
                 self._small.add(label)
                 continue
             is_step = bool(STEP.search(function_name(label)))
-            reasons = [f"ran {calls_text(paths.calls, paths.total_ns)}, {share_text(share)} of {self._name_of_units}"]
-            if is_step:
-                reasons.append("a loop calls it again and again, so it is a step")
-            phase = phase_by_name(function_name(label))
+            phase = "" if is_step else phase_by_name(function_name(label))
             kind = "step" if is_step else "phase" if phase else "op"
-            yield FunctionProposal(
-                label,
-                kind,
-                "" if is_step else phase,
-                self._runs_on_device(paths.nodes),
-                group=OUTSIDE,
-                share=share,
-                first_ns=paths.first_ns,
-                is_needed=is_step,
-                reasons=reasons,
-            )
+            rule = RuleProposal(label, kind, phase, self._runs_on_device(paths.nodes), share=share, group=OUTSIDE)
+            rule.first_ns, rule.is_needed = paths.first_ns, is_step
+            rule.reasons.append(f"{paths}, {share_text(share)} of {self._name_of_units}")
+            if is_step:
+                rule.reasons.append("a loop calls it again and again, so it is a step")
+            yield rule
 
-    def _propose_loading(self) -> Iterator[FunctionProposal]:
+    def _propose_loading(self) -> Iterator[RuleProposal]:
         """Propose the outermost functions that load or build an object before the first request."""
-        firsts = [node.first_ns for node in (*self._requests, *self._units) if node.first_ns]
-        until_ns = min(firsts, default=0)
+        until_ns = CallPaths([*self._requests, *self._units]).first_ns
         for node in self._observation.nodes():
-            name = function_name(node.callee.label) if node.callee.label else ""
-            label = node.callee.label
-            is_init = name == "__init__"
-            if not (is_init or _LOADING.search(name)) or node.total_ns < LOADING_NS * max(len(node.processes), 1):
+            count, label = max(len(node.processes), 1), node.callee.label
+            if not (_is_loading(node) or function_name(label) == "__init__") or node.total_ns < LOADING_NS * count:
                 continue
             if until_ns and not 0 < node.first_ns < until_ns:
                 continue
-            if node.calls >= REPEATED * max(len(node.processes), 1) or any(map(_is_loading, node.iterate_callers())):
+            if node.calls >= REPEATED * count or any(map(_is_loading, node.iterate_callers())):
                 continue
-            text = f"ran {calls_text(node.calls, node.total_ns)}, before the first request"
-            yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[text])
+            text = f"{CallPaths([node])}, before the first request"
+            yield RuleProposal(label, "phase", "load", first_ns=node.first_ns, reasons=[text])
 
-    def _propose_blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
+    def _propose_blocking(self, rules: Mapping[str, RuleProposal]) -> Iterator[RuleProposal]:
         """Propose each function that has blocked an event loop, even one with little time."""
+        by_label = group_by_label(filter(self._can_match, self._observation.nodes()))
         for label, (stretches, longest_ns) in self._observation.blockers.items():
-            nodes = [node for node in self._observation.nodes() if node.callee.label == label and self._can_match(node)]
-            if not nodes:
+            if label not in by_label:
                 continue
-            paths = _CallPaths(nodes)
-            fresh = FunctionProposal(label, first_ns=paths.first_ns, group=OF_REQUESTS)
-            fresh.reasons.append(f"ran {calls_text(paths.calls, paths.total_ns)}")
+            paths = by_label[label]
+            fresh = RuleProposal(label, first_ns=paths.first_ns, group=OF_REQUESTS, reasons=[str(paths)])
             rule = rules.get(label, fresh)
             many = "once" if stretches == 1 else f"{count_text(stretches)} times"
             rule.reasons.append(f"blocked an event loop {many}, for {time_text(longest_ns)} at most")
@@ -450,7 +440,7 @@ class _Chooser:
             yield rule
 
     @staticmethod
-    def _keep_largest(rules: list[FunctionProposal]) -> list[FunctionProposal]:
+    def _keep_largest(rules: list[RuleProposal]) -> list[RuleProposal]:
         needed = [rule for rule in rules if rule.is_needed]
         optional = sorted((rule for rule in rules if not rule.is_needed), key=lambda rule: (-rule.share, rule.label))
         loading = [rule for rule in optional if rule.phase == "load"][:3]
@@ -458,4 +448,4 @@ class _Chooser:
 
 
 def _is_loading(node: ObservedNode) -> bool:
-    return bool(node.callee.label) and bool(_LOADING.search(function_name(node.callee.label)))
+    return _LOADING.search(function_name(node.callee.label)) is not None

@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import PathFinder
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instrument.instrumentors.argument_watch import SeenPath
 from instrument.instrumentors.known_packages import PACKAGES, imported_packages
@@ -39,8 +40,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _SERVERS = {name.partition(".")[0] for names in PACKAGES.values() for name in names}
 
 
-@dataclass(frozen=True, slots=True)
-class Callee:
+class Callee(NamedTuple):
     """The end of a call path: a function with a `label` (`module:qualname`), or a layer, request or copy. `instance` is
     a layer's path in its model. `shape` is `call`, `coroutine`, `generator` and so on, or `layer` for the `forward` of
     a layer."""
@@ -50,8 +50,6 @@ class Callee:
     label: str = ""
     instance: str = ""
     shape: str = ""
-    file: str = ""
-    line: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -132,7 +130,7 @@ def write_report(
     def find_callee(site: Site) -> Callee:
         label = labels.get(site.key, "")
         shape = "layer" if _is_layer_forward(label) else shape_of.get(site.key, "")
-        return Callee(site.name, site.kind, label, site.instance, shape, site.file, site.line)
+        return Callee(site.name, site.kind, label, site.instance, shape)
 
     callee_numbers: dict[Callee, int] = {}
     lines = []
@@ -144,7 +142,7 @@ def write_report(
         "pid": os.getpid(),
         "lasted_ns": lasted_ns,
         "cost": cost_ns / max(lasted_ns, 1),
-        "called": [[getattr(step, name) for name in Callee.__slots__] for step in callee_numbers],
+        "called": list(callee_numbers),
         "lines": lines,
         "arguments": arguments,
         "packages": sorted(imported_packages()),
@@ -288,24 +286,16 @@ def all_patterns(names: Iterable[str]) -> list[str]:
     return [pattern for name in names for pattern in (f"{name}:**", f"{name}.**:**")] + ["__main__:**"]
 
 
-def _list_modules(root: Path) -> list[str]:
-    """List the modules and packages in a folder that may belong to a service."""
-    names = set()
-    with os.scandir(root) as entries:
-        for entry in entries:
-            name = entry.name.removesuffix(".py")
-            if not name.isidentifier() or _IGNORED_NAMES.fullmatch(name) or name in sys.stdlib_module_names:
-                continue
-            is_module = entry.is_file() and entry.name.endswith(".py")
-            if is_module or (entry.is_dir() and not Path(entry, "pyvenv.cfg").exists() and _has_modules(Path(entry))):
-                names.add(name)
-    return sorted(names)
-
-
-def _has_modules(folder: Path) -> bool:
-    if (folder / "__init__.py").exists():
-        return True
-    return any(folder.glob("*.py")) or any(folder.glob("*/*.py"))
+def _list_modules(root: Path) -> Iterator[str]:
+    """Yield the modules and packages in a folder that may belong to a service."""
+    for entry in root.iterdir():
+        name = entry.name.removesuffix(".py")
+        if not name.isidentifier() or _IGNORED_NAMES.fullmatch(name) or name in sys.stdlib_module_names:
+            continue
+        is_package = entry.is_dir() and not (entry / "pyvenv.cfg").exists()
+        modules = chain(entry.glob("*.py"), entry.glob("*/*.py")) if is_package else ()
+        if any(modules) or (entry.suffix == ".py" and entry.is_file()):
+            yield name
 
 
 def _is_installed(folder: Path) -> bool:
