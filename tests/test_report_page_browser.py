@@ -190,20 +190,33 @@ def test_the_theme_follows_the_system(opened: Any) -> None:
     assert page.tab.evaluate(ground) == "rgb(255, 255, 255)"
 
 
-def test_a_click_opens_a_box_of_the_call_tree_and_the_path_leads_back(opened: Any) -> None:
+def test_a_click_opens_a_call_path_and_the_path_leads_back(opened: Any) -> None:
     page = opened()
-    boxes = page.tab.locator("#icicle g")
-    before = boxes.count()
-    page.tab.locator("#icicle g", has_text="engine.step").first.click()
-    assert page.texts("#calls-path button") == ["all", "engine.step"]
-    assert page.tab.inner_text("#calls-detail").startswith("engine.step")
-    assert page.tab.locator("#icicle g", has_text="engine.step").bounding_box()["width"] > 1100
-    assert boxes.count() < before
-    page.tab.fill("#calls-search", "linear")
-    assert page.tab.inner_text("#calls-found") == "1 call path"
-    page.tab.locator("#calls-path button", has_text="all").click()
+    canvas = page.tab.locator("#call-tree canvas:not(.axis)")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+
+    def call_at(part: float) -> str:
+        page.tab.mouse.move(box["x"] + part * box["width"], box["y"] + 9)
+        name: str = page.tab.locator("#tip b").inner_text()
+        return name
+
+    before = [call_at(part) for part in (0.01, 0.5, 0.99)]
+    assert set(before) > {"engine.step"}
+    place = before.index("engine.step")
+    page.tab.mouse.click(box["x"] + (0.01, 0.5, 0.99)[place] * box["width"], box["y"] + 9)
+    assert page.texts("#call-tree .path button") == ["all", "engine.step"]
+    assert page.tab.inner_text("#call-tree .detail").startswith("engine.step")
+    assert {call_at(part) for part in (0.01, 0.5, 0.99)} == {"engine.step"}
+    page.tab.fill("#call-tree input", "linear")
+    assert page.tab.inner_text("#call-tree .tools [role=status]") == "1 call path"
+    page.tab.press("#call-tree input", "Enter")
+    assert page.tab.inner_text("#call-tree .detail").startswith("Linear")
+    page.tab.locator("#call-tree .path button", has_text="all").click()
+    assert [call_at(part) for part in (0.01, 0.5, 0.99)] == before
     page.tab.get_by_role("button", name="Device", exact=True).click()
-    assert boxes.count() < before  # what never ran on a device has no width there
+    box = canvas.bounding_box()
+    assert [call_at(part) for part in (0.01, 0.5, 0.99)] != before  # what never ran on a device has no width there
 
 
 def test_numbers_read_as_in_the_text_views(opened: Any) -> None:

@@ -21,8 +21,8 @@ function stackBars(bars) {
  * `describe`; the share `own.ratio` of its height has another colour. Times are ns after `zero`; the first `length` ns are shown.
  */
 class LaneChart {
-  constructor({ label, lanes, length, describe, pick }) {
-    Object.assign(this, { lanes, length: Math.max(length, 1), describe, pick });
+  constructor({ label, lanes, length, describe, pick, opens = null }) {
+    Object.assign(this, { lanes, length: Math.max(length, 1), describe, pick, opens });
     this.top = 0;
     for (const lane of lanes) {
       const rows = stackBars(lane.bars);
@@ -48,7 +48,11 @@ class LaneChart {
     this.selection = d3.select(this.canvas).call(this.zoom);
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => this.leave());
-    this.canvas.addEventListener("click", (event) => this.choose(this.barAt(event)));
+    this.canvas.addEventListener("click", (event) => {
+      const bar = this.barAt(event);
+      this.choose(bar);
+      if (bar) this.open(bar);
+    });
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.node);
@@ -71,10 +75,11 @@ class LaneChart {
 
   reset() {
     this.zoom.transform(this.selection, d3.zoomIdentity);
+    this.opens?.(null);
   }
 
   resize() {
-    const width = this.box.clientWidth;
+    const width = this.box.clientWidth, range = this.width ? this.scale().domain() : [0, this.length];
     if (!width || width === this.width) return;
     this.width = width;
     const ratio = devicePixelRatio || 1;
@@ -84,7 +89,7 @@ class LaneChart {
       canvas.style.height = `${Math.min(height, 16000)}px`;
     }
     this.zoom.translateExtent([[0, 0], [width, this.top]]).extent([[0, 0], [width, this.top]]);
-    this.draw();
+    this.show(...range);
   }
 
   /** Return the scale from times to x coordinates on the canvas. */
@@ -243,13 +248,25 @@ class LaneChart {
     if (bar) this.pick?.(bar);
   }
 
+  /** Show a bar, or all, at full width, if bars of the chart can be opened. */
+  open(bar) {
+    if (!this.opens) return;
+    this.opens(bar);
+    this.show(bar?.start ?? 0, bar?.end ?? this.length);
+  }
+
+  /** Zoom to a range of times. */
+  show(first, last) {
+    const factor = Math.max(1, this.length / (last - first));
+    this.zoom.transform(this.selection, d3.zoomIdentity.translate((-factor * first * this.width) / this.length, 0).scale(factor));
+  }
+
   /** Scroll and zoom to a bar. */
   reveal(bar) {
-    const [first, last] = this.scale().domain(), width = this.width;
+    const [first, last] = this.scale().domain();
     if (bar.end < first || bar.start > last || (bar.end - bar.start) / (last - first) < 0.002) {
-      const length = Math.max((bar.end - bar.start) * 12, this.length / 1e5);
-      const factor = Math.max(1, this.length / length), middle = (bar.start + bar.end) / 2;
-      this.zoom.transform(this.selection, d3.zoomIdentity.translate(width / 2 - (factor * middle * width) / this.length, 0).scale(factor));
+      const half = Math.min(Math.max((bar.end - bar.start) * 12, this.length / 1e5), this.length) / 2, middle = (bar.start + bar.end) / 2;
+      this.show(middle - half, middle + half);
     }
     const lane = this.lanes.find((one) => one.rows[bar.row]?.includes(bar));
     const y = AXIS_HEIGHT + lane.y + LABEL_HEIGHT + bar.row * ROW_HEIGHT;
@@ -263,6 +280,7 @@ class LaneChart {
     if (event.key === "+" || event.key === "=") this.zoom.scaleBy(this.selection, 2);
     else if (event.key === "-") this.zoom.scaleBy(this.selection, 0.5);
     else if (event.key === "0") this.reset();
+    else if (event.key === "Enter" && this.chosen) this.open(this.chosen);
     else if (event.key.startsWith("Arrow")) {
       const at = this.chosen ? rows.findIndex((row) => row.includes(this.chosen)) : -1;
       if (at < 0) this.reveal(rows[0][0]);
@@ -323,9 +341,7 @@ function fitted(context, text, width) {
   return room < 2 ? "" : `${text.slice(0, room)}…`;
 }
 
-// The call tree as an icicle chart: each call path is a box, as wide as the self times at and below it. A click opens a box.
-
-const BOX_HEIGHT = 21, LEAST_WIDTH = 0.8;
+// The call tree: a bar for each call path, as wide as the self times at and below it. A click shows a bar at full width.
 
 const WIDTHS = [
   ["width", "All self time", "of all self times, those in which coroutines wait among them"],
@@ -336,160 +352,66 @@ const WIDTHS = [
 const calls = columnsOf(report.calls, ["name", "depth", "width", "running", "on_device", "calls", "errors", "total_ns", "self_ns", "waiting_ns",
   "device_ns", "min_ns", "max_ns", "p50_ns", "p99_ns", "remaining"]);
 
-/** Return a tree with the rows as nodes. Its root has the row -1. */
-function callTree() {
-  const above = [-1];
-  const children = d3.group(d3.range(calls.name.length), (row) => {
-    above.length = calls.depth[row] + 1;
-    above.push(row);
-    return above[calls.depth[row]];
+/** Return the bars of call paths with a width. The bars of callees begin with their caller's bar, one after the other. */
+function barsOfCalls(by) {
+  const above = [], ends = [0];
+  const bars = d3.range(calls.name.length).map((call) => {
+    const depth = calls.depth[call], start = ends[depth], end = start + calls[by][call];
+    const [text, kind] = report.calls.names[calls.name[call]];
+    [ends[depth], ends[depth + 1]] = [end, start];
+    above[depth] = { call, start, end, text, kind, above: depth ? above[depth - 1] : null,
+      colour: 2 * calls.waiting_ns[call] > calls.self_ns[call] ? "unknown" : kindColour(kind) };
+    return above[depth];
   });
-  return d3.hierarchy(-1, (row) => children.get(row));
+  return bars.filter((bar) => bar.end > bar.start);
 }
-
-const callName = (row) => (row < 0 ? "all" : report.calls.names[calls.name[row]][0]);
-const callKind = (row) => (row < 0 ? "user" : report.calls.names[calls.name[row]][1]);
 
 function startCalls() {
+  const buttons = element("div", { class: "choice", role: "group", "aria-label": "Width" }), box = byId("call-tree");
   if (!calls.name.length) {
-    byId("calls-search").closest(".tools").remove();
-    byId("icicle").remove();
-    byId("calls-detail").remove();
-    byId("calls-path").replaceWith(element("p", { class: "empty" }, "No call was counted: name functions or layers in the profile, or open a scope."));
+    box.append(element("p", { class: "empty" }, "No call was counted: name functions or layers in the profile, or open a scope."));
     return;
   }
-  new Icicle();
+  const topmost = d3.range(calls.name.length).filter((row) => !calls.depth[row]), sum = (by) => d3.sum(topmost, (row) => calls[by][row]);
+  const offered = WIDTHS.filter(([by]) => sum(by) > 0 && (by !== "running" || sum(by) < sum("width")));
+  let chart = null, opened = null;
+  const measure = (by) => {
+    for (const button of buttons.children) button.setAttribute("aria-pressed", String(button.dataset.by === by));
+    const length = sum(by), bars = barsOfCalls(by), path = element("div", { class: "path" });
+    const opens = (bar) => {
+      opened = bar;
+      const inside = [];
+      for (let at = bar; at; at = at.above) inside.unshift(at);
+      path.replaceChildren(...[null, ...inside].flatMap((at) => [element("span", { "aria-hidden": "true" }, "›"),
+        element("button", { type: "button", onclick: () => chart.open(at), "aria-current": at === bar ? "true" : null }, at?.text ?? "all")]).slice(1));
+    };
+    chart?.close();
+    const made = searchableChart({ label: "Call tree; Enter opens a call path", lanes: [{ bars }], length, opens,
+      describe: (bar) => tellCall(bar, length) }, "Find a function", "call path");
+    chart = made.chart;
+    made.tools.prepend(buttons);
+    box.replaceChildren(made.tools, path, chart.node, made.detail);
+    chart.resize();
+    chart.open(bars.find((bar) => bar.call === opened?.call) ?? null);
+  };
+  for (const [by, label, title] of offered) {
+    buttons.append(element("button", { type: "button", "data-by": by, title: `As wide as its share ${title}`, onclick: () => measure(by) }, label));
+  }
+  buttons.hidden = offered.length < 2;
+  // If most of the time is waiting, it would hide the running time.
+  measure(offered.some(([by]) => by === "running") ? "running" : offered[0]?.[0] ?? "width");
 }
 
-class Icicle {
-  constructor() {
-    const topmost = d3.range(calls.name.length).filter((row) => !calls.depth[row]), sum = (by) => d3.sum(topmost, (row) => calls[by][row]);
-    const offered = WIDTHS.filter(([by]) => sum(by) > 0 && (by !== "running" || sum(by) < sum("width")));
-    // If most of the time is waiting, it would hide the running time.
-    this.by = offered.some(([by]) => by === "running") ? "running" : offered[0]?.[0] ?? "width";
-    for (const [by, label, title] of offered) {
-      byId("calls-width").append(element("button", { type: "button", "data-by": by, title: `As wide as its share ${title}`, onclick: () => this.measure(by) }, label));
-    }
-    byId("calls-width").hidden = offered.length < 2;
-    byId("calls-search").addEventListener("input", () => this.find());
-    new ResizeObserver(() => this.draw()).observe(byId("calls"));
-    themeListeners.push(() => this.draw());
-    this.measure(this.by);
-  }
-
-  measure(by) {
-    this.by = by;
-    for (const button of byId("calls-width").children) button.setAttribute("aria-pressed", String(button.dataset.by === by));
-    this.root = callTree().each((node) => {
-      node.value = calls[by][node.data];
-    });
-    this.root.value = d3.sum(this.root.children ?? [], (node) => node.value);
-    d3.partition().size([1, this.root.height + 1])(this.root);
-    this.open(this.root.find((node) => node.data === (this.node ?? this.root).data));
-  }
-
-  /** Show a box at full width, with the boxes below it. */
-  open(node, focus = false) {
-    this.node = node;
-    const path = byId("calls-path");
-    path.replaceChildren(...node.ancestors().reverse().flatMap((one, at) => [
-      at ? element("span", { "aria-hidden": "true" }, "›") : null,
-      element("button", { type: "button", onclick: () => this.open(one), "aria-current": one === node ? "true" : null }, callName(one.data)),
-    ].filter(Boolean)));
-    this.describe(node);
-    this.draw();
-    if (focus) byId("icicle").querySelector(`[data-row="${node.data}"]`)?.focus();
-  }
-
-  draw() {
-    const box = byId("icicle"), width = box.clientWidth, { x0, x1, depth } = this.node;
-    if (!width) return;
-    const scale = d3.scaleLinear([x0, x1 > x0 ? x1 : x0 + 1], [0, width]);
-    const above = this.node.ancestors(), shown = [];
-    let deepest = depth;
-    (function add(node) {
-      if (scale(node.x1) - scale(node.x0) < LEAST_WIDTH) return;
-      shown.push(node);
-      deepest = Math.max(deepest, node.depth);
-      for (const child of node.children ?? []) add(child);
-    })(this.node);
-    const nodes = [...above.slice(1), ...shown];
-    const svg = d3.select(box).selectAll("svg").data([0]).join("svg")
-      .attr("width", width).attr("height", (deepest + 1) * BOX_HEIGHT).attr("role", "group").attr("aria-label", "Call tree; Enter opens a call path");
-    const groups = svg.selectAll("g").data(nodes, (node) => node.data).join((enter) => {
-      const group = enter.append("g").attr("role", "button").attr("tabindex", "0");
-      group.append("rect");
-      group.append("text");
-      group.on("click", (event, node) => this.open(node === this.node ? node.parent ?? node : node));
-      group.on("keydown", (event, node) => this.key(event, node));
-      group.on("pointermove", (event, node) => showTip(this.facts(node), event.clientX, event.clientY));
-      group.on("pointerleave", hideTip);
-      return group;
-    });
-    const measure = document.createElement("canvas").getContext("2d");
-    measure.font = getComputedStyle(svg.node()).font;
-    const left = (node) => Math.max(0, scale(node.x0)), right = (node) => Math.min(width, scale(node.x1));
-    groups.order().attr("data-row", (node) => node.data)
-      .attr("aria-label", (node) => `${callName(node.data)}, ${shareText(node.value, this.root.value)}`)
-      .attr("transform", (node) => `translate(${left(node)},${node.depth * BOX_HEIGHT})`)
-      .classed("dim", (node) => Boolean(this.word) && !this.matches(node));
-    groups.select("rect").attr("width", (node) => Math.max(right(node) - left(node), LEAST_WIDTH)).attr("height", BOX_HEIGHT - 1)
-      .attr("fill", (node) => colour(this.colourOf(node))).attr("opacity", (node) => (above.includes(node) && node !== this.node ? 0.6 : 1));
-    groups.select("text").attr("x", 5).attr("y", BOX_HEIGHT / 2 + 4).attr("fill", (node) => colour(inkOn(this.colourOf(node)))).text((node) => {
-      const room = right(node) - left(node) - 9;
-      return room > 10 ? fitted(measure, callName(node.data), room) : "";
-    });
-  }
-
-  colourOf(node) {
-    const row = node.data;
-    return row < 0 || 2 * calls.waiting_ns[row] > calls.self_ns[row] ? "unknown" : kindColour(callKind(row));
-  }
-
-  key(event, node) {
-    const next = { ArrowDown: node.children?.[0], ArrowUp: node.parent }[event.key]
-      ?? (event.key.startsWith("Arrow") ? node.parent?.children[node.parent.children.indexOf(node) + (event.key === "ArrowRight" ? 1 : -1)] : null);
-    if (event.key === "Enter" || event.key === " ") this.open(node === this.node ? node.parent ?? node : node, true);
-    else if (event.key === "Escape" && this.node.parent) this.open(this.node.parent, true);
-    else if (next) {
-      byId("icicle").querySelector(`[data-row="${next.data}"]`)?.focus();
-      this.describe(next);
-    } else return;
-    event.preventDefault();
-  }
-
-  matches(node) {
-    return node.data >= 0 && callName(node.data).toLowerCase().includes(this.word);
-  }
-
-  find() {
-    this.word = byId("calls-search").value.trim().toLowerCase();
-    const found = this.word ? this.root.descendants().filter((node) => this.matches(node)) : [];
-    byId("calls-found").textContent = this.word ? counted(found.length, "call path") : "";
-    this.draw();
-  }
-
-  /** Return the figures of the view `events` for a call path. */
-  facts(node) {
-    const row = node.data;
-    const facts = [["width", `${timeText(node.value)}, ${shareText(node.value, this.root.value)} of all`]];
-    if (row < 0) return ["all", facts];
-    const known = (name, ns) => ns >= 0 && facts.push([name, timeText(ns)]);
-    facts.push(["calls", calls.calls[row].toLocaleString("en")]);
-    known("total", calls.total_ns[row]);
-    known("self", calls.self_ns[row]);
-    if (calls.waiting_ns[row] > 0) known("of it waiting", calls.waiting_ns[row]);
-    if (calls.device_ns[row] > 0) known("device", calls.device_ns[row]);
-    known("p50", calls.p50_ns[row]);
-    known("p99", calls.p99_ns[row]);
-    known("max", calls.max_ns[row]);
-    if (calls.errors[row] > 0) facts.push(["errors", calls.errors[row].toLocaleString("en")]);
-    if (callKind(row)) facts.push(["kind", callKind(row)]);
-    return [callName(row), facts];
-  }
-
-  describe(node) {
-    const [title, facts] = this.facts(node);
-    byId("calls-detail").replaceChildren(element("b", {}, title), " ", facts.map(([name, value]) => `${name} ${value}`).join(" · "));
-  }
+/** Return the figures of the view `events` for a call path. */
+function tellCall({ call, start, end, text, kind }, whole) {
+  const facts = [["width", `${timeText(end - start)}, ${shareText(end - start, whole)} of all`], ["calls", calls.calls[call].toLocaleString("en")]];
+  const add = (name, ns, least = 0) => ns >= least && facts.push([name, timeText(ns)]);
+  add("total", calls.total_ns[call]);
+  add("self", calls.self_ns[call]);
+  add("of it waiting", calls.waiting_ns[call], 1);
+  add("device", calls.device_ns[call], 1);
+  for (const name of ["p50", "p99", "max"]) add(name, calls[`${name}_ns`][call]);
+  if (calls.errors[call] > 0) facts.push(["errors", calls.errors[call].toLocaleString("en")]);
+  if (kind) facts.push(["kind", kind]);
+  return [text, facts];
 }

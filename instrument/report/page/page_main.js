@@ -298,7 +298,7 @@ function gaugeText(value, unitOf) {
 /** Return a line chart for each gauge with several readings. */
 function startGauges() {
   const gauges = report.device.gauges.filter((gauge) => gauge.values.length > 1);
-  for (const gauge of gauges) gauge.at = summedNumbersOf(gauge.at);
+  for (const gauge of gauges) gauge.at = d3.cumsum(gauge.at);
   const box = byId("gauges");
   for (const of of new Set(gauges.map((gauge) => gauge.of))) {
     const grid = element("div", { class: "gauges" });

@@ -14,23 +14,13 @@ if (typeof DecompressionStream === "undefined") {
 }
 const report = await unpackedReport();
 
-/** Return the numbers of a column that is stored as differences. */
-function summedNumbersOf(steps = []) {
-  let sum = 0;
-  return steps.map((step) => (sum += step));
-}
-
 /** Return the index at which each group's numbers begin, and the end of the last one. */
-function beginsOf(counts) {
-  const begins = new Float64Array(counts.length + 1);
-  for (let at = 0; at < counts.length; at++) begins[at + 1] = begins[at] + counts[at];
-  return begins;
-}
+const beginsOf = (counts) => [0, ...d3.cumsum(counts)];
 
 /** Return the columns of an object, by name. Those in `summed` are stored as differences. */
 function columnsOf(object, names, summed = []) {
   const found = {};
-  for (const name of names) found[name] = summed.includes(name) ? summedNumbersOf(object[name]) : object[name] ?? [];
+  for (const name of names) found[name] = summed.includes(name) ? d3.cumsum(object[name] ?? []) : object[name] ?? [];
   return found;
 }
 
