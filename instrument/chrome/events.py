@@ -440,8 +440,10 @@ def _split_events(text: bytes) -> Iterator[tuple[bytes, bool]]:
 
 def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent | None:
     place = f"event {number}"
+    # Invalid escapes become backslashes, and lone surrogates become replacement characters.
+    text = _ESCAPE.sub(lambda match: match[1] or (rb"\\" if match[2] else rb"\ufffd"), chunk)
     try:
-        value = _decode_any(_with_valid_escapes(chunk).decode("utf-8", "replace"))
+        value = _decode_any(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         left_out.add("events that are no JSON", place)
         return None
@@ -464,11 +466,6 @@ def _id_of(value: Any) -> Any:
         return msgspec.convert(value, ScopedId | Scalar)
     except msgspec.ValidationError:
         return text_of(value)
-
-
-def _with_valid_escapes(text: bytes) -> bytes:
-    """Replace invalid escapes in a JSON text by backslashes, and lone surrogates by replacement characters."""
-    return _ESCAPE.sub(lambda match: match[1] or (rb"\\" if match[2] else rb"\ufffd"), text)
 
 
 # Slices
@@ -552,24 +549,23 @@ def _has_parts(times_us: Sequence[Any] | NDArray[np.float64], rounded_ns: NDArra
     return bool((np.abs(exact_ns - rounded_ns) > _PARTS_NS + np.abs(exact_ns) * np.finfo(np.float64).eps).any())
 
 
-def find_fault(event: Any, left_out: LeftOut, number: int) -> str:
-    """Return the reason to leave out a slice, "" for a valid one. Times become numbers, and invalid arguments are
-    removed."""
-    start_us = event.ts = _time(event.ts)
-    if start_us is None:
-        return "slices without a time"
-    if event.ph == "X":
-        length_us = event.dur = _time(event.dur)
-        if length_us is None or length_us < 0:
-            return f"slices of {'no' if length_us is None else 'a negative'} length"
-        if float(start_us) + float(length_us) >= FARTHEST_US:
-            return "slices that end later than any clock reads"
-    args = b"{" if type(event) is OwnEvent else bytes(event.args)
-    if args[:1] != b"{":
-        if args != b"null":
+def is_sound(event: Any, left_out: LeftOut, number: int) -> bool:
+    """Return True for a slice with valid times. Invalid slices are counted, and invalid arguments are removed."""
+    fault = ""
+    event.ts, event.dur = _time(event.ts), _time(event.dur) if event.ph == "X" else 0
+    if event.ts is None:
+        fault = "slices without a time"
+    elif event.dur is None or event.dur < 0:
+        fault = f"slices of {'no' if event.dur is None else 'a negative'} length"
+    elif event.ph == "X" and float(event.ts) + float(event.dur) >= FARTHEST_US:
+        fault = "slices that end later than any clock reads"
+    elif type(event) is not OwnEvent and bytes(event.args)[:1] != b"{":
+        if bytes(event.args) != b"null":
             left_out.add("arguments of events that are no object", f"event {number}")
         event.args = NO_ARGUMENTS
-    return ""
+    if fault:
+        left_out.add(fault, f"event {number}")
+    return not fault
 
 
 def _time(value: Any) -> Any:

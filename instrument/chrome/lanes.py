@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from instrument.recording.spans import BATCH_KEYS
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
+    mask_of,
     number_by_first_sight,
     number_combinations,
     rank_distinct,
@@ -113,7 +114,8 @@ class Board:
 
     def __init__(self, processes: ShownProcesses) -> None:
         self.processes = processes
-        self._tids: dict[tuple[int, int], list[int]] = {}
+        self.tids: dict[tuple[int, int], list[int]] = {}
+        """The ids of the lanes of each thread and stream, by its process and its id in the trace."""
         self._spare_tids = count(SPARE_TIDS)
 
     def of_thread(self, thread_id: int, number: int = 1) -> tuple[int, int]:
@@ -126,15 +128,11 @@ class Board:
         return self._assign_lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, stream, number)
 
     def _assign_lane(self, pid: int, known_id: int, own_id: int, number: int) -> tuple[int, int]:
-        tids = self._tids.setdefault((pid, known_id), [])
+        tids = self.tids.setdefault((pid, known_id), [])
         while len(tids) < number:
             # Perfetto folds tid 0 into the main thread, and rejects tids beyond 32 bits.
             tids.append(own_id if not tids and 0 < own_id < SPARE_TIDS else next(self._spare_tids))
         return pid, tids[number - 1]
-
-    def list_lanes(self) -> list[tuple[int, int, list[int]]]:
-        """Return each thread or stream with its process id and the thread ids of its lanes."""
-        return [(*row, tids) for row, tids in self._tids.items()]
 
 
 class _Lanes:
@@ -188,8 +186,7 @@ def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, de
     around = np.where(is_below, above, np.int32(NONE)).astype(np.int32)
     # A group needs one lane if each slice is within its caller, and slices of one caller do not overlap.
     fits = ~is_below | ((above < np.arange(len(groups))) & (ends <= ends[above]) & (starts < ends[above]))
-    crowded = np.zeros(int(groups.max()) + 1, dtype=np.bool_)
-    crowded[groups[~fits | deep]] = True
+    crowded = mask_of(groups[~fits | deep], int(groups.max()) + 1)
     siblings = np.where(is_below, above, len(groups) + groups)
     order = sort_stably(siblings, len(groups) + len(crowded))
     follows = (siblings[order][1:] == siblings[order][:-1]) & (ends[order][:-1] > starts[order][1:])
@@ -236,9 +233,7 @@ class Spans:
         if not len(slices):
             return groups
         trees, tasks = (rank_distinct(column[slices])[1] for column in (self.trace.root_id[self.row], self.task_id))
-        groups[slices] = (
-            len(threads) + number_combinations(number_combinations(trees, self.process[slices])[0], tasks)[0]
-        )
+        groups[slices] = len(threads) + number_combinations(trees, self.process[slices], tasks)[0]
         return groups
 
     def assign_lanes(self) -> tuple[Int64s, Int64s, Int32s]:
@@ -274,9 +269,7 @@ class OrderedIntervals:
 
     def assign_lanes(self, device: DeviceIntervals) -> tuple[Int64s, Int64s, Int32s]:
         """Return the stream of each interval, the number of its lane there, and the innermost interval around it."""
-        streams = number_combinations(
-            rank_distinct(device.device[self.row])[1], rank_distinct(device.stream[self.row])[1]
-        )[0]
+        streams = number_combinations(device.device[self.row], device.stream[self.row])[0]
         nothing = np.full(len(self.row), NONE, dtype=np.int32)
         return streams, *assign_lanes(streams, nothing, self.start_ns, self.end_ns, nothing != NONE)
 
@@ -290,42 +283,36 @@ def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
 # Arrows
 
 
-class BatchMarks:
+class BatchMarks(NamedTuple):
     """Marks on the lanes of requests at which their batches begin. An arrow leads from the batch to each mark. `batch`
     and `request` are the spans of each mark. `left_out` counts the pairs without a mark."""
 
-    def __init__(self, spans: Spans) -> None:
-        self.batch = self.request = np.zeros(0, dtype=np.int64)
-        self.left_out = 0
+    batch: Int64s
+    request: Int64s
+    left_out: int
+
+    @classmethod
+    def of(cls, spans: Spans) -> BatchMarks:
         if not len(spans.trace.attributes.having(BATCH_KEYS)):
-            return
+            return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
         joined = join(spans.trace)
         pairs = np.flatnonzero(joined.served.request != NONE)
         rows = np.stack([joined.served.batch[pairs], joined.rows[joined.served.request[pairs]]])
         batch, request = spans.place_of[np.unique(rows, axis=1)].astype(np.int64)
         at_ns = spans.start_ns[batch]
         is_within = (spans.start_ns[request] <= at_ns) & (at_ns < spans.end_ns[request]) & (batch != request)
-        self.left_out = int((~is_within).sum())
-        self._keep_pairs(batch, request, is_within)
-
-    def _keep_pairs(self, batch: Int64s, request: Int64s, is_kept: Bools) -> None:
-        order = np.flatnonzero(is_kept)
+        order = np.flatnonzero(is_within)
         order = order[np.argsort(batch[order], kind="stable")]
-        self.batch, self.request = batch[order], request[order]
-
-    def leave_out(self, tied: Sequence[int]) -> None:
-        """Leave out the arrows of the `tied` batches, whose bind ids belong to other arrows."""
-        is_tied = np.isin(self.batch, tied)
-        self.left_out += int(is_tied.sum())
-        self._keep_pairs(self.batch, self.request, ~is_tied)
+        return cls(batch[order], request[order], len(batch) - len(order))
 
 
 class Arrows:
     """The arrows of a file's spans and intervals. Arrows to `called` spans and `launched` intervals are events. Other
     arrows need a bind id, and a slice has only one. `binds` and `ties` have the sources of the arrows to spans and to
-    intervals. `left_out` counts the arrows that are not drawn."""
+    intervals. `batch` and `request` are the ends of the arrows to marks. `left_out` counts the arrows that are not
+    drawn."""
 
-    def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
+    def __init__(self, spans: Spans, intervals: OrderedIntervals) -> None:
         self._spans, owners = spans, intervals.owner
         of_async = spans.is_async[owners]
         is_drawn = self._can_lead_to(owners, intervals.start_ns, of_async)
@@ -346,8 +333,10 @@ class Arrows:
                 binds[target] = binds[caller] = caller
             else:
                 self.left_out += 1
-        marks.leave_out([batch for batch in np.unique(marks.batch).tolist() if binds.setdefault(batch, batch) != batch])
-        self.left_out += marks.left_out
+        marks = BatchMarks.of(spans)
+        are_tied = [binds.setdefault(batch, batch) != batch for batch in marks.batch.tolist()]
+        self.batch, self.request = marks.batch[np.logical_not(are_tied)], marks.request[np.logical_not(are_tied)]
+        self.left_out += marks.left_out + sum(are_tied)
 
     def _can_lead_to(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
         """Return a mask of the arrows that Perfetto accepts. With a bind id, the target must start later than the

@@ -97,10 +97,6 @@ def _product_formula(first: int) -> _Formula:
     return lambda shapes, _: _count_product(shapes[first], shapes[first + 1])
 
 
-def _count_dot(shapes: Sequence[Shape], _: Sequence[str]) -> int:
-    return _count_product((1, *shapes[0]), shapes[1])
-
-
 def _count_convolution(shapes: Sequence[Shape], values: Sequence[str]) -> int:
     source, weight = shapes[:2]
     size = source[2:]
@@ -153,13 +149,13 @@ def _attention_formula(backward: bool) -> _Formula:
     return formula
 
 
+_ADDED_PRODUCTS = [name + end for name in ("addmm", "baddbmm", "addbmm", "addmv") for end in ("", "_")]
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
 _FORMULAS: Mapping[str, _Formula] = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::_scaled_mm", "aten::_int_mm"), _product_formula(0)),
-    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv"), _product_formula(1)),
-    **dict.fromkeys(("aten::addmm_", "aten::baddbmm_", "aten::addbmm_", "aten::addmv_"), _product_formula(1)),
-    "aten::dot": _count_dot,
+    **dict.fromkeys([f"aten::{name}" for name in _ADDED_PRODUCTS], _product_formula(1)),
+    "aten::dot": lambda shapes, _: _count_product((1, *shapes[0]), shapes[1]),
     "aten::convolution": _count_convolution,
     "aten::convolution_backward": _count_convolution_backward,
     **{f"aten::_scaled_dot_product_{name}": _attention_formula(backward=False) for name in _ATTENTION},
@@ -321,8 +317,7 @@ class ForeignSlices:
             self._host = value
         elif key == "baseTimeNanoseconds":
             text = str(value)[:_LONGEST_EPOCH]
-            is_time = text.isdecimal() and int(text) < LIMIT_US * 1000
-            if is_time:
+            if text.isdecimal() and int(text) < LIMIT_US * 1000:
                 self._epoch_ns = int(text)
             else:
                 self._left_out.add("times of day that are no number", "the key 'baseTimeNanoseconds'")
@@ -486,7 +481,6 @@ class ForeignSlices:
     # Results
 
     def trace(self, rows: Rows) -> Trace:
-        first_ns, last_ns = self._find_bounds(rows.start_ns, rows.end_ns)
         parent, total_ns = rows.around, rows.end_ns - rows.start_ns
         self._add_flops(parent, rows.rank)
         inner = np.flatnonzero(parent != NONE)
@@ -510,15 +504,12 @@ class ForeignSlices:
             attributes=self._attributes.packed(rows.rank),
             remote={},
         )
-        return self._assemble_trace(first_ns, last_ns, rows, columns)
+        return self._assemble_trace(rows, columns)
 
-    def _find_bounds(self, start_ns: Int64s, end_ns: Int64s) -> tuple[int, int]:
-        """Return the first and the last time in ns, 0 without times."""
-        at_ns = column(self._allocations)[1::7]
-        starts, ends = (np.concatenate((times, at_ns)) for times in (start_ns, end_ns))
-        return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
-
-    def _assemble_trace(self, first_ns: int, last_ns: int, rows: Rows, columns: Columns) -> Trace:
+    def _assemble_trace(self, rows: Rows, columns: Columns) -> Trace:
+        allocations = Allocations(column(self._allocations).view(ALLOCATION)).in_order()
+        starts, ends = (np.append(times, allocations.times_ns) for times in (rows.start_ns, rows.end_ns))
+        window_ns = (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
         pids = [pid for pid, _ in self.lanes.thread_ids]
         device_rows = {self.lanes.rows[lane] for lane in self._device_lanes}
         host_pids = [row[0] for row in self.lanes.thread_ids if row not in device_rows]
@@ -538,11 +529,10 @@ class ForeignSlices:
         )
         counted = {"slice ends without a begin": rows.strays, "[memory] events without a size": self._unsized}
         losses = {**{reason: count for reason, count in counted.items() if count}, **self._left_out.losses()}
-        trace = Trace(origin, first_ns, last_ns, SpanViews(columns), threads, losses)
-        allocations = Allocations(column(self._allocations).view(ALLOCATION)).in_order()
+        trace = Trace(origin, *window_ns, SpanViews(columns), threads, losses)
         if self._work_numbers or allocations:
             trace.kernels, trace.allocations = self._collect_kernels(rows), allocations
-            trace.watched = first_ns, last_ns
+            trace.watched = window_ns
         return trace
 
     def _collect_kernels(self, rows: Rows) -> KernelColumns:

@@ -24,10 +24,10 @@ from instrument.recording.spans import FLOPS, Flops, flops_in
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.file import Saved, refuse_endless
-from instrument.trace.layout import KernelColumns
+from instrument.trace.layout import move_watched
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, check_type
-from instrument.trace.trace import Allocations, Trace
+from instrument.trace.trace import Trace
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
 """The maximum size of an unpacked file: 100 times its packed size, or `LEAST_UNPACKED` bytes if that is more. Real
@@ -63,13 +63,10 @@ def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 @contextmanager
 def _convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Convert every error that a file may cause to a `TraceError`."""
-    why: str
     cause: Exception
     try:
         yield
         return
-    except TraceError as problem:
-        why, cause = f"{problem}", problem
     except json.JSONDecodeError as problem:
         why, cause = f"it is no JSON, or cut off ({problem.msg}); write or copy it again", problem
     except RecursionError as problem:
@@ -235,20 +232,16 @@ def join(trace: Trace, profiled: Trace) -> Trace:
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
     try:
-        kernels = KernelColumns.of(profiled.kernels).move_times(moved_ns)
+        moved = move_watched(replace(profiled, flops=flops), np.asarray, np.asarray, moved_ns)
     except (OverflowError, ValueError) as problem:
         raise TraceError(f"cannot join the traces: {problem}") from problem
-    allocations = Allocations.of(profiled.allocations).move_times(moved_ns)
-    at_ns = attrgetter("at_ns")
-    return replace(
-        trace,
-        kernels=kernels,
-        allocations=allocations[
-            bisect_left(allocations, first, key=at_ns) : bisect_right(allocations, last, key=at_ns)
-        ],
-        watched=None if profiled.watched is None else (first, last),
-        flops=[op for op in (Flops(id_, at + moved_ns, count) for id_, at, count in flops) if first <= op.at_ns < last],
-    )
+    allocations, at_ns = moved["allocations"], attrgetter("at_ns")
+    moved["allocations"] = allocations[
+        bisect_left(allocations, first, key=at_ns) : bisect_right(allocations, last, key=at_ns)
+    ]
+    moved["flops"] = [launch for launch in moved["flops"] if first <= launch.at_ns < last]
+    moved["watched"] = None if profiled.watched is None else (first, last)
+    return replace(trace, **moved)
 
 
 def _name_clock(trace: Trace, *times_ns: int) -> str:

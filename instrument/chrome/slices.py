@@ -26,7 +26,7 @@ from instrument.chrome.events import (
     LeftOut,
     OwnEvent,
     block_of,
-    find_fault,
+    is_sound,
     read_sound_block,
 )
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
@@ -34,7 +34,7 @@ from instrument.chrome.others import LANE, ForeignSlices, NumberedLanes, Rows, l
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
-from instrument.trace.indices import NONE, column, extend, rank_of, rows_of, topmost_rows
+from instrument.trace.indices import NONE, column, extend, mask_of, rank_of, rows_of, topmost_rows
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import (
     LIMIT_SPANS,
@@ -59,6 +59,9 @@ _NUMBERS = ("id", "site", "parent", "root", "own_id", "task", "self_ns", "active
 _OF_INTERVALS = ("owner", "place", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
 
 
+_NOTHING: tuple[Int64s, Int64s, Int64s] = (np.zeros(0, np.int64),) * 3
+
+
 class Slices:
     """Reads slices in the order of the file: complete ones, begins and ends, and async ones."""
 
@@ -67,10 +70,10 @@ class Slices:
         self._ours = None if ours is None else OwnSlices(ours)
         self.others = ForeignSlices(left_out)
         self._lanes = self.others.lanes if self._ours is None else NumberedLanes(are_ours=True)
-        self._seen = self.count = self._rounding_ns = 0
-        self._start_ns, self._end_ns, self._lane = array("q"), array("q"), array("q")
-        # Begins with their rows, and ends without one. `_mark_of` has the line, a thread or an async key.
-        self._mark_ns, self._mark_row, self._mark_of = array("q"), array("q"), array("q")
+        self._seen = self.count = self._row_count = self._rounding_ns = 0
+        # Parts of the columns of rows: start, end and lane. Marks are begins with their rows, and ends without one: the
+        # time, the row, and the line of a thread or of an async key.
+        self._row_parts, self._mark_parts = [_NOTHING], [_NOTHING]
         self._tasks: dict[int, None] = {}
 
     def add(self, batch: EventBatch) -> None:
@@ -87,9 +90,8 @@ class Slices:
         block = read_sound_block(batch, slices, are_slices)
         if block is None:
             numbers = compress(count(first), are_slices)
-            slices = [
-                event for event, number in zip(slices, numbers, strict=False) if not self._is_left_out(number, event)
-            ]
+            numbered = zip(slices, numbers, strict=True)
+            slices = [event for event, number in numbered if is_sound(event, self._left_out, number)]
             block = block_of(slices, _LIMIT_NS)
         self.count += len(slices)
         if self.count > LIMIT_SPANS:
@@ -100,11 +102,6 @@ class Slices:
             self.others.add(events, first)
         else:
             self._add(self._ours.add(events, block))
-
-    def _is_left_out(self, number: int, event: Any) -> bool:
-        if fault := find_fault(event, self._left_out, number):
-            self._left_out.add(fault, f"event {number}")
-        return bool(fault)
 
     def _add(self, block: Block) -> None:
         if block.are_begins.any():
@@ -122,14 +119,13 @@ class Slices:
             self.others.add_rows(block, lanes, start_ns, end_ns)
         else:
             self._ours.add_rows()
-        self._lane.frombytes(lanes.tobytes())
-        self._start_ns.frombytes(start_ns.tobytes())
-        self._end_ns.frombytes(end_ns.tobytes())
+        self._row_parts.append((start_ns, end_ns, lanes))
+        self._row_count += len(lanes)
 
     def _add_marks(self, block: Block, are_marks: Bools) -> None:
         """Add the begins and ends of slices."""
-        rows = np.cumsum(block.are_begins)
-        rows += len(self._start_ns) - 1 - rows[-1]
+        rows: Int64s = np.cumsum(block.are_begins)
+        rows += self._row_count - 1 - rows[-1]
         phases = block.phases[are_marks]
         are_async = phases & LOWER_CASE != 0
         marks = [*compress(block.slices, are_marks.tolist())]
@@ -137,22 +133,21 @@ class Slices:
         if not are_async.all():
             keys = [LANE(event) if event.ph.isupper() else key for event, key in zip(marks, keys, strict=True)]
         lines = np.array(self._lanes.lines_of(keys), dtype=np.int64)
-        self._mark_ns.frombytes(block.start_ns[are_marks].tobytes())
-        self._mark_row.frombytes(np.where(block.are_begins, rows, NONE)[are_marks].tobytes())
-        self._mark_of.frombytes(lines.tobytes())
+        rows = np.where(block.are_begins, rows, NONE)
+        self._mark_parts.append((block.start_ns[are_marks], rows[are_marks], lines))
         self._tasks |= dict.fromkeys(lines[phases == ord("b")].tolist())
 
     # Results
 
     def trace(self) -> Trace:
         if self._ours is None:
-            zeros = self.others.waiting_zeros()
-            self._add(block_of(zeros, _LIMIT_NS))
+            self._add(block_of(self.others.waiting_zeros(), _LIMIT_NS))
         rows = self._rows()
         return self.others.trace(rows) if self._ours is None else self._ours.trace(rows)
 
     def _rows(self) -> Rows:
-        start_ns, end_ns, lane = map(self._column, ("_start_ns", "_end_ns", "_lane"))
+        start_ns, end_ns, lane = map(np.concatenate, zip(*self._row_parts, strict=True))
+        self._row_parts.clear()
         line, thread_id = column(self._lanes.line)[lane], column(self._lanes.thread_id)[lane]
         clipped = np.zeros(len(start_ns), dtype=np.bool_)
         order_in_file, strays = self._close_marks(end_ns, line, clipped)
@@ -165,17 +160,13 @@ class Slices:
         further = thread_id, task_of_line[line], around, clipped[order], strays
         return Rows(order, rank_of(order), start_ns, end_ns, line, *further)
 
-    def _column(self, name: str) -> Int64s:
-        """Return a column as an array, and free the original, which is as large."""
-        return column(vars(self).pop(name))
-
     def _close_marks(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
         """Match begins with ends on each line (a thread or an async id). Set each row's end and line. Return each row's
         place in the file's order, and the number of ends without a begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
-        if not len(self._mark_ns):
+        at_ns, rows, of = map(np.concatenate, zip(*self._mark_parts, strict=True))
+        if not len(of):
             return place, 0
-        at_ns, of, rows = map(self._column, ("_mark_ns", "_mark_of", "_mark_row"))
         last_ns = max(int(at_ns.max()), int(end_ns.max(initial=int(at_ns[0]))))
         order = np.lexsort((at_ns, of))
         at_ns, of, rows = at_ns[order], of[order], rows[order]
@@ -329,8 +320,7 @@ class OwnSlices:
         if (span_id == UNTOLD).any() or not are_in_range(site, 0, len(sites)):
             raise ValueError("a slice in it belongs to no span or site; it is damaged")
         parent_id = _with_default(self._order_column("parent", rows), np.append(span_id, 0)[rows.around])
-        clipped = np.zeros(len(span_id), dtype=np.bool_)
-        clipped[rows.rank[self._clipped]] = True
+        clipped = mask_of(rows.rank[self._clipped], len(span_id))
         # The task is that of the first slice on the line.
         first_of_line = np.zeros(int(rows.line.max(initial=-1)) + 1, dtype=np.int64)
         first_of_line[rows.line[::-1]] = np.arange(len(span_id))[::-1]

@@ -23,7 +23,7 @@ from instrument.errors import InstrumentError
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.trace.columns import Int32s, Int64s
-from instrument.trace.indices import NONE, number_combinations, rank_of
+from instrument.trace.indices import NONE, mask_of, number_combinations, rank_of
 from instrument.trace.text import INT64, is_number, make_safe, remove_surrogates
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class _Packets:
         self._processes = ShownProcesses(facts)
         self._spans = Spans(trace, self._base_ns, self._processes)
         self._intervals = OrderedIntervals(self._spans, self._base_ns)
-        self._arrows = _Arrows(self._spans, self._intervals, BatchMarks(self._spans))
+        self._arrows = _Arrows(self._spans, self._intervals, BatchMarks.of(self._spans))
         self._uuids = count(REQUESTS + 1)
         self._of_process = [PROCESS, *(next(self._uuids) for _ in self._processes.all[1:])]
         self._threads: dict[int, int] = {}
@@ -172,12 +172,10 @@ class _Packets:
         if thread_id not in self._threads:
             name, pid = self._find_thread_name(thread_id), self._processes.of_thread(thread_id).pid
             tid, parent = self._processes.own_thread(thread_id), self._find_process_track(thread_id)
+            facts: dict[str, Any] = {"name": name}
             if pid and 0 < tid < LIMIT_PID:
-                descriptor = self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)
-                uuid = self._add_track(parent_uuid=parent, thread=descriptor)
-            else:
-                uuid = self._add_track(parent_uuid=parent, name=name)
-            self._threads[thread_id] = uuid
+                facts = {"thread": self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)}
+            self._threads[thread_id] = self._add_track(parent_uuid=parent, **facts)
         return self._threads[thread_id]
 
     def _find_process_track(self, thread_id: int) -> int:
@@ -230,8 +228,7 @@ class _Packets:
         spans = self._spans
         trace, row = spans.trace, spans.row
         groups, number, around = spans.assign_lanes()
-        has_any = np.zeros(len(trace), dtype=np.bool_)
-        has_any[trace.attributes.rows()] = True
+        has_any = mask_of(trace.attributes.rows(), len(trace))
         tracks, track = self._make_track_chooser(number), 0
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
         active_ns, self_ns = trace.active_ns[row], trace.self_ns[row]
@@ -360,8 +357,7 @@ def _set_value(annotation: Any, value: Any) -> None:
 def _order_edges(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
     """Yield the begin and end events of slices, lane by lane. Each has the slice's index, True for a begin, and True
     for a lane's first event. Simultaneous events are in the order of nesting."""
-    is_first = np.zeros(len(lane), dtype=np.bool_)
-    is_first[firsts] = True
+    is_first = mask_of(firsts, len(lane))
     order = np.argsort(lane, kind="stable")
     stack: list[int] = []
     for place, outer, opens in iterate_rows(order, around[order], is_first[order]):

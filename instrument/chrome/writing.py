@@ -20,7 +20,6 @@ from instrument.chrome.lanes import (
     BATCH,
     DEVICE_PIDS,
     Arrows,
-    BatchMarks,
     Board,
     OrderedIntervals,
     ShownProcesses,
@@ -29,11 +28,12 @@ from instrument.chrome.lanes import (
 )
 from instrument.errors import TraceError
 from instrument.recording.metric_definitions import GAUGES
-from instrument.recording.spans import HOST, Gpu, Sample, Site
+from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import NONE, number_by_first_sight, rank_distinct
+from instrument.trace.indices import NONE, mask_of, number_by_first_sight, rank_distinct
+from instrument.trace.intervals import are_innermost
 from instrument.trace.metadata import Sites, encode_metadata
 from instrument.trace.text import encode_rows, is_number, make_safe, remove_surrogates
 from instrument.trace.trace import Trace
@@ -105,8 +105,7 @@ class Drawing:
         self, spans: Spans, intervals: OrderedIntervals, board: Board, place_of: Callable[[Site], int]
     ) -> None:
         self._spans, self._intervals = spans, intervals
-        self._marks = BatchMarks(spans)
-        self._arrows = Arrows(spans, intervals, self._marks)
+        self._arrows = Arrows(spans, intervals)
         self.left_out = self._arrows.left_out
         self._names = np.array([choose_shown_name(site) for site in spans.sites], dtype=object)
         groups, number, around = spans.assign_lanes()
@@ -127,8 +126,7 @@ class Drawing:
         of_request[slices] = are_requests[lanes]
         self._kind, self._shared = self._number_kinds(number, of_request, board, place_of)
         self._facts = self._collect_span_facts(around, openers)
-        self._has_attributes = np.zeros(len(groups), dtype=np.bool_)
-        self._has_attributes[spans.trace.attributes.rows()] = True
+        self._has_attributes = mask_of(spans.trace.attributes.rows(), len(groups))
         # An end comes after the begins before its time. Ends at one time come innermost first.
         before = np.maximum(np.searchsorted(spans.start_ns, spans.end_ns[slices]), slices + 1)
         order = np.lexsort((-slices, spans.end_ns[slices], before))
@@ -186,8 +184,7 @@ class Drawing:
                 (spans.parent, np.where(parent_id == 0, spans.span_id, parent_id), root_id),
             )
         )
-        is_opener = np.zeros(len(row), dtype=np.bool_)
-        is_opener[openers] = True
+        is_opener = mask_of(openers, len(row))
         return [
             (root_id != root_above, root_id),
             (parent_id != around_id, parent_id),
@@ -271,12 +268,7 @@ class Drawing:
         spans, intervals = self._spans, self._intervals
         work, row = spans.trace.device, intervals.row
         streams, number, _ = intervals.assign_lanes(work)
-        # An interval encloses another if the next one on its stream begins before its end.
-        order = np.argsort(streams, kind="stable")
-        before, after = order[:-1], order[1:]
-        self._encloses = np.zeros(len(row), dtype=np.bool_)
-        self._encloses[before] = intervals.start_ns[after] < intervals.end_ns[before]
-        self._encloses[before] &= streams[after] == streams[before]
+        self._encloses = ~are_innermost(streams, intervals.start_ns, intervals.end_ns)
         self._stream, some = number_by_first_sight(streams, number, spans.site[intervals.owner])
         facts = (work.device[row[some]], work.stream[row[some]], number[some], spans.site[intervals.owner[some]])
         rows = []
@@ -311,8 +303,7 @@ class Drawing:
     ) -> Iterator[list[DrawnEvent]]:
         """Yield the arrows between complete events. Both ends attach to the innermost slice at their time."""
         spans = self._spans
-        begins = np.zeros(len(sources), dtype=np.bool_)
-        begins[number_by_first_sight(sources)[1]] = True
+        begins = mask_of(number_by_first_sight(sources)[1], len(sources))
         for first, end in split_into_batches(len(sources)):
             source, targets = sources[first:end], to[first:end]
             events: list[DrawnEvent] = []
@@ -330,9 +321,9 @@ class Drawing:
             yield events
 
     def _make_mark_events(self) -> Iterator[list[DrawnEvent]]:
-        spans, marks = self._spans, self._marks
-        for first, end in split_into_batches(len(marks.batch)):
-            batch, request = marks.batch[first:end], marks.request[first:end]
+        spans, arrows = self._spans, self._arrows
+        for first, end in split_into_batches(len(arrows.batch)):
+            batch, request = arrows.batch[first:end], arrows.request[first:end]
             lanes = [column[self._kind[request]].tolist() for column in self._shared[:3]]
             names, ids = self._names[spans.site[batch]].tolist(), self._ids[self._lane[request]].tolist()
             args = [{"batch": span_id} for span_id in spans.span_id[batch].tolist()]
@@ -388,23 +379,17 @@ def _write_document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     yield b'{"displayTimeUnit":"ms","instrument":'
     for text in encode_metadata(trace, base_ns, sites, tally, drawing.left_out):
         yield text.encode(errors="replace")
-    yield b',"traceEvents":[\n'
+    yield b',"traceEvents":['
     process_names = (_make_process_names(process.pid, process.name, 0, process.label) for process in processes.all)
-    yield _encode_lines(list(chain.from_iterable(process_names)))[:-2]
-    for events in drawing.events():
-        if events:
-            yield b",\n" + _encode_lines(events)[:-2]
     counted: set[int] = set()
     names = _make_lane_names(board, counted, trace, spans.find_batch_threads())
     last_events = chain(_make_counters(trace.samples, base_ns, processes.first.pid, counted), names)
-    while events := list(islice(last_events, BATCH)):
-        yield b",\n" + _encode_lines(events)[:-2]
+    last_batches = iter(lambda: list(islice(last_events, BATCH)), [])
+    separator = b"\n"
+    for events in chain([list(chain.from_iterable(process_names))], filter(None, drawing.events()), last_batches):
+        yield separator + _encoder.encode_lines(events).replace(b"\n", b",\n")[:-2]
+        separator = b",\n"
     yield b"\n]}\n"
-
-
-def _encode_lines(events: list[DrawnEvent]) -> bytes:
-    """Return events as lines of JSON, each with a comma at its end."""
-    return _encoder.encode_lines(events).replace(b"\n", b",\n")
 
 
 def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
@@ -431,22 +416,18 @@ def _make_lane_names(board: Board, counted: set[int], trace: Trace, of_batches: 
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
     positions = count()
     hosts = {process.pid for process in board.processes.all}
-    rows = sorted(board.list_lanes(), key=lambda row: (row[0], rank_by_id.get(row[1], len(rank_by_id)), row[1]))
+    rows = sorted(board.tids, key=lambda row: (row[0], rank_by_id.get(row[1], len(rank_by_id)), row[1]))
     named_pids = set(hosts)
-    for pid, known_id, tids in chain(((pid, 0, []) for pid in sorted(counted - named_pids)), rows):
+    for pid, known_id in chain(((pid, 0) for pid in sorted(counted - named_pids)), rows):
         if pid not in named_pids:
             named_pids.add(pid)
-            yield from _make_device_names(pid, gpus.get(pid))
+            gpu = gpus.get(pid)
+            label = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu is not None else ""
+            yield from _make_process_names(pid, f"GPU {pid - DEVICE_PIDS}", 1 + pid - DEVICE_PIDS, label)
         name = board.processes.thread_name(known_id) if pid in hosts else f"stream {known_id}"
-        for number, tid in enumerate(tids, 1):
+        for number, tid in enumerate(board.tids.get((pid, known_id), ()), 1):
             yield _make_name("thread_name", name if number == 1 else f"{name} ({number})", pid, tid)
             yield _make_name("thread_sort_index", next(positions), pid, tid)
-
-
-def _make_device_names(pid: int, gpu: Gpu | None) -> Iterator[DrawnEvent]:
-    device = pid - DEVICE_PIDS
-    label = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu is not None else ""
-    yield from _make_process_names(pid, f"GPU {device}", 1 + device, label)
 
 
 def _make_process_names(pid: int, name: str, position: int, label: str = "") -> Iterator[DrawnEvent]:
