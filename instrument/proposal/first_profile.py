@@ -127,7 +127,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 
 
 def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallPaths]) -> _Path | None:
-    """Choose the argument that names requests best, whose values occur in the most other functions."""
+    """Choose the argument that names requests best: its values occur in the most other functions."""
     count = CallPaths(choice.requests).calls
     values_elsewhere = [
         set().union(*(ids.digests for ids in paths.values()))

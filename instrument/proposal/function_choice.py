@@ -296,8 +296,8 @@ class _Chooser:
             )
 
     def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[RuleProposal]:
-        """Propose the functions below `tops` whose self time has at least the share `least`, and the callers whose time
-        these divide."""
+        """Propose the functions below `tops` with at least the share `least` of self time, and callers whose time
+        several such functions divide."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
@@ -346,7 +346,7 @@ class _Chooser:
         return own_ns
 
     def _find_parts(self, paths: CallPaths, large: set[str]) -> set[str]:
-        """Return the nearest functions of `large` below a function that take a notable part of its time."""
+        """Return the functions in `large` nearest below a function, if they take a notable part of its time."""
         parts: dict[str, int] = defaultdict(int)
         nodes_left = [child for node in paths.nodes for child in node.children.values()]
         for node in nodes_left:

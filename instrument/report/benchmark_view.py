@@ -28,7 +28,15 @@ from instrument.report.section import Coverage, Section, View, explain_empty, fi
 from instrument.report.table import MISSING, number_text, tenths
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, find_distinct, nearest_above, number_combinations, rank_distinct, rows_of
+from instrument.trace.indices import (
+    NONE,
+    find_distinct,
+    mask_of,
+    nearest_above,
+    number_combinations,
+    rank_distinct,
+    rows_of,
+)
 from instrument.trace.intervals import Unions, select_successive, union, union_by_group
 
 LOADER = "loader"
@@ -129,9 +137,7 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
     of_thread = np.full(int(thread.max()) + 1, NONE, dtype=np.int64)
     of_no_task = firsts[trace.task_id[firsts] == 0]
     of_thread[thread[of_no_task]] = line[of_no_task]
-    if len(find_distinct(thread[rows])) < len(
-        find_distinct(line[rows])
-    ):  # tasks, which may have steps at the same time
+    if len(find_distinct(thread[rows])) < len(find_distinct(line[rows])):  # tasks may have steps at the same time
         rows = _drop_inner_steps(trace, rows, line, of_thread[thread])
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     loaders = np.flatnonzero(trace.are_of_kind(LOADER))
@@ -146,15 +152,14 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
         skipped = _mark_first_steps(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
     remaining = np.flatnonzero(~skipped)
     units, is_whole = _cut_units(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
-    has_steps = np.zeros(len(firsts) + 1, dtype=np.bool_)
-    has_steps[steps.groups] = True
+    has_steps = mask_of(steps.groups, len(firsts) + 1)
     line_of = np.where(has_steps[line], line, NONE)
     is_aside = ~has_steps[line]
     line_of = np.where(is_aside & has_steps[of_thread[thread]], of_thread[thread], line_of)
     # A task without steps works for the steps of its thread, or for the step in which it began.
     lost = np.flatnonzero(line_of == NONE)
     if len(lost):
-        line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, _mask_rows(trace, rows))[lost]]
+        line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, mask_of(rows, len(trace)))[lost]]
     return Units(
         of="step",
         intervals=units,
@@ -167,17 +172,11 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
     )
 
 
-def _mask_rows(trace: Columns, rows: Int64s) -> Bools:
-    is_among = np.zeros(len(trace), dtype=np.bool_)
-    is_among[rows] = True
-    return is_among
-
-
 def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
     """Return the steps that are not inside a step of another track."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
-    is_below = nearest_above(trace.parent, _mask_rows(trace, rows))[rows] != NONE
+    is_below = nearest_above(trace.parent, mask_of(rows, len(trace)))[rows] != NONE
     around = steps.interval_at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
     is_below[of_tasks] |= ~np.append(is_below, True)[around]  # a step below a task's own does not hold it
     return np.asarray(rows[~is_below])
@@ -265,8 +264,11 @@ class Benchmark:
 
     def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
         """Count a complete step. `reader_ns` is the part of `batch_ns` in which the step waited for input."""
-        if self.keeps:
-            self._keep(batch_ns, reader_ns, num_samples)
+        if self.keeps and len(self._firsts) < FIRST_KEPT:
+            self._firsts.append((batch_ns, reader_ns, num_samples))
+        elif self.keeps:
+            self._later = self._later or Benchmark(skip=0)
+            self._later.add(batch_ns, reader_ns, num_samples)
         if self.skipped < self.skip:
             self.skipped += 1
             return
@@ -279,14 +281,6 @@ class Benchmark:
             self._samples += samples
             self._with_samples += 1
             self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
-
-    def _keep(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
-        if len(self._firsts) < FIRST_KEPT:
-            self._firsts.append((batch_ns, reader_ns, num_samples))
-            return
-        if self._later is None:
-            self._later = Benchmark(skip=0)
-        self._later.add(batch_ns, reader_ns, num_samples)
 
     def without_first_steps(self, skip: int) -> Benchmark:
         """Return the counts without the first `skip` steps, at most `FIRST_KEPT`. Requires `keeps`."""
@@ -332,7 +326,6 @@ NO_STEP = (
     "No step was recorded. A step is the time between two calls of `Profiler.step()`, or a span of kind `step`: "
     'with scope("train", kind="step").'
 )
-FIELDS = ("mean", "p50", "p99", "least", "most")
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +348,7 @@ class Loops(View):
 
     def sections(self) -> list[Section]:
         columns = "name=|spread.mean=Ave.|spread.p50=p50|spread.p99=p99|spread.least=Min.|spread.most=Max."
-        texts = {field: partial(_spread_cell, field) for field in (f"spread.{name}" for name in FIELDS)}
+        texts = {f"spread.{name}": partial(_spread_cell, f"spread.{name}") for name in Spread.__slots__}
         return [
             Section(
                 loop.name or "(no name)", _spread_rows(loop), columns, (), texts, (16, *[10] * 5), _count_lines(loop)
@@ -436,9 +429,6 @@ class _Steps(NamedTuple):
     reader_ns: Int64s
     is_cut: Bools
 
-    def select_steps(self, places: Int64s) -> _Steps:
-        return _Steps._make(column[places] for column in self)
-
 
 def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ...]:
     """Return the times of each loop, in the order of first steps."""
@@ -450,7 +440,7 @@ def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopT
     number = number_of[trace.site[steps.row]]
     order = np.lexsort((trace.span_id[steps.row], trace.start_ns[steps.row], number))
     of_names = np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
-    steps_by_name = {int(number[places[0]]): steps.select_steps(places) for places in of_names}
+    steps_by_name = {int(number[places[0]]): _Steps._make(column[places] for column in steps) for places in of_names}
     first_seen = dict.fromkeys(number_of[trace.site[rows]].tolist())
     return tuple(_measure_loop(names[key], trace, steps_by_name[key], skip) for key in first_seen)
 

@@ -25,11 +25,11 @@ ACROSS = ("h2d", "d2h")
 """The directions between host and device. A call waits for such a copy unless the copy is asynchronous."""
 
 ENDS = {
-    "h2d": "host to device",
-    "d2h": "device to host",
-    "d2d": "within a device",
-    "p2p": "between devices",
-    "h2h": "host to host",
+    "h2d": "h2d (host to device)",
+    "d2h": "d2h (device to host)",
+    "d2d": "d2d (within a device)",
+    "p2p": "p2p (between devices)",
+    "h2h": "h2h (host to host)",
     "": "not said",
 }
 
@@ -94,9 +94,13 @@ def sum_copies(trace: Columns) -> list[CopyUse]:
     moved = sizes_of_copies(trace, rows)
     host_ns = trace.total_ns[rows]
     device_ns, timed = trace.device_times(rows)
-    staged, waited = (
-        np.array([holds(*key) for key in keys], dtype=np.bool_)[group_of_row] for holds in (_is_staged, _is_waited)
-    )
+    # An asynchronous copy has to wait if the host's memory is not page-locked.
+    are_staged = [way in ACROSS and sync is False and pinned is False for way, _, sync, pinned in keys]
+    are_waited = [
+        way not in DEVICE_DIRECTIONS or (way in ACROSS and (sync is not False or is_staged))
+        for (way, _, sync, _), is_staged in zip(keys, are_staged, strict=True)
+    ]
+    staged, waited = (np.array(mask, dtype=np.bool_)[group_of_row] for mask in (are_staged, are_waited))
     columns = (
         np.ones_like(rows), moved, host_ns, timed, device_ns * timed, moved * timed, host_ns * waited, moved * waited,
         staged,
@@ -134,7 +138,7 @@ class CopiesView(View):
         return [
             Section(
                 "Directions", self.directions, f"direction=Direction|{sums}timed=Timed",
-                texts={**texts, "direction": _direction_text}, widths=COLUMN_WIDTH,
+                texts={**texts, "direction": lambda use, unit: ENDS[use.direction]}, widths=COLUMN_WIDTH,
             ),
             Section(
                 "Calls", self.calls, f"call=Call|direction=Direction|{sums}memory=Memory|mode=Mode|+staged=Staged",
@@ -200,17 +204,6 @@ def sizes_of_copies(trace: Columns, rows: Int64s) -> Int64s:
     return read_numbers(trace.attributes, "bytes", rows, LARGEST_COPY_BYTES + 1).clip(0)
 
 
-def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True for an asynchronous copy that had to wait because the host's memory is not page-locked."""
-    return direction in ACROSS and sync is False and pinned is False
-
-
-def _is_waited(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True if the call waits for the copy, so that its host time is the time of the copy."""
-    is_staged = _is_staged(direction, call, sync, pinned)
-    return direction not in DEVICE_DIRECTIONS or (direction in ACROSS and (sync is not False or is_staged))
-
-
 def _rank_of_copy(use: CopyUse) -> tuple[int, int, int, str]:
     order = DIRECTIONS.index(use.direction) if use.direction else len(DIRECTIONS)
     return order, -use.moved_bytes, -use.calls, use.call
@@ -219,7 +212,3 @@ def _rank_of_copy(use: CopyUse) -> tuple[int, int, int, str]:
 SUMS = (
     "calls", "moved_bytes", "host_ns", "timed", "device_ns", "timed_bytes", "waited_ns", "waited_bytes", "staged",
 )  # fmt: skip
-
-
-def _direction_text(use: CopyUse, unit: str) -> str:
-    return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]

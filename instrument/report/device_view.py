@@ -7,13 +7,15 @@ The Device Summary has the minimum, mean and maximum of each gauge.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from instrument.recording.metric_definitions import GAUGES, Gauge
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, UNTIMED, Gpu, Sample
 from instrument.report.request_groups import GroupShare, group_shares, shares_section
 from instrument.report.section import Coverage, Section, View, explain_empty
@@ -59,16 +61,16 @@ class DeviceRow:
     total: float | None = None
 
     def unit(self) -> str:
-        return printed_unit(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
+        return printed_unit(self.gauge)[0]
 
     def in_printed_unit(self) -> DeviceRow:
-        scale = printed_unit(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
-        numbers = (self.mean, self.least, self.most, self.total)
+        scale, numbers = printed_unit(self.gauge)[1], (self.mean, self.least, self.most, self.total)
         mean, least, most, total = (None if value is None else value / scale for value in numbers)
         return replace(self, mean=mean, least=least, most=most, total=total)
 
 
-def _gauge_cell(value: float | None, row: DeviceRow) -> str:
+def _gauge_cell(name: str, row: DeviceRow, unit: str) -> str:
+    value = getattr(row, name)
     return number_text(value) if value is not None or row.samples else NOT_REPORTED
 
 
@@ -111,17 +113,11 @@ class DeviceSummary:
         return Section(
             "Device Summary", [row.in_printed_unit() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
-            [
-                line
-                for name in names
-                for line in wrap_text(f"{name}: {printed_unit(GAUGES[name])[0]} {GAUGES[name].about}")
-            ],
+            [line for name in names for line in wrap_text(f"{name}: {printed_unit(name)[0]} {GAUGES[name].about}")],
             {
                 "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
                 "unit": lambda row, unit: row.unit(),
-                "mean": lambda row, unit: _gauge_cell(row.mean, row),
-                "least": lambda row, unit: _gauge_cell(row.least, row),
-                "most": lambda row, unit: _gauge_cell(row.most, row),
+                **{name: partial(_gauge_cell, name) for name in ("mean", "least", "most")},
                 "total": lambda row, unit: number_text(row.total),
             },
             widths=WIDTHS,
@@ -148,19 +144,17 @@ def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Op
 
 def _interval_ns(samples: Sequence[Sample]) -> int | None:
     """Return the median time between two readings of a gauge, None without a second reading."""
-    before: dict[tuple[str, int], int] = {}
-    gaps = []
+    times_by_gauge = defaultdict[tuple[str, int], list[int]](list)
     for sample in samples:
-        key = sample.name, sample.device
-        if key in before:
-            gaps.append(sample.at_ns - before[key])
-        before[key] = sample.at_ns
+        times_by_gauge[sample.name, sample.device].append(sample.at_ns)
+    gaps = [after - before for times_ns in times_by_gauge.values() for before, after in pairwise(times_ns)]
     return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def printed_unit(gauge: Gauge) -> tuple[str, float]:
+def printed_unit(name: str) -> tuple[str, float]:
     """Return the unit in which a gauge is printed, and its size in the gauge's own unit."""
-    return UNITS.get(gauge.unit, (gauge.unit, 1))
+    unit = GAUGES[name].unit if name in GAUGES else ""
+    return UNITS.get(unit, (unit, 1))
 
 
 SHORT_NS = 10_000
@@ -285,14 +279,12 @@ ratio."""
 
 def _device_parts(use: DeviceUse) -> list[DevicePart]:
     window = DevicePart("Window", use.window_ns, 1.0 if use.window_ns else None, "window")
-    in_flight = use.starved_ns, use.starved_in_flight_ratio, "in flight"
-    return [
-        *(
-            DevicePart(name, getattr(use, f"{part}_ns"), getattr(use, f"{part}_ratio"), of) if part else window
-            for name, part, of in DEVICE_PARTS
-        ),
-        DevicePart("Starved, of the time with requests in flight", *in_flight),
+    parts = [
+        DevicePart(name, getattr(use, f"{part}_ns"), getattr(use, f"{part}_ratio"), of) if part else window
+        for name, part, of in DEVICE_PARTS
     ]
+    in_flight = "Starved, of the time with requests in flight"
+    return [*parts, DevicePart(in_flight, use.starved_ns, use.starved_in_flight_ratio, "in flight")]
 
 
 def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
-from instrument.recording.tally import Tally, Totals
+from instrument.recording.tally import Tally
 from instrument.report.event_rows import TIMES, EventRow, EventsBlock, event_blocks, sum_topmost
 from instrument.report.section import Section, Text, View, field_value
 from instrument.report.table import (
@@ -281,27 +281,20 @@ def events(recording: Recording, options: Options) -> Events:
 
 def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """Return the sum of all copies except those within the host, then those of asynchronous and synchronous copies."""
-    copies: list[tuple[object, Totals]] = []
+    copies: list[tuple[object, int, int]] = []
     if "copy" in tally.tree.map_sites(KIND):
-        ways, by_site = tally.tree.map_sites(_sync_of_copy), tally.sum_by_site()
-        of_ways = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
-        copies = [(way[0], totals) for way, totals in of_ways if way is not None]
+        by_site = tally.sum_by_site()
+        columns = (by_site[name].tolist() for name in ("calls", TIMES[state]))
+        for site, calls, time_ns in zip(tally.tree.sites, *columns, strict=False):
+            if site.kind == "copy" and ("direction", "h2h") not in site.attributes:
+                copies.append((dict(site.attributes).get("sync"), calls, time_ns))
     sums = []
     for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
-        chosen = [totals for way, totals in copies if sync is None or way is sync]
-        calls = sum(totals.calls for totals in chosen)
+        chosen = [(calls, time_ns) for way, calls, time_ns in copies if sync is None or way is sync]
+        calls, copied_ns = map(sum, zip(*chosen, strict=True)) if chosen else (0, 0)
         if calls or sync is None:
-            copied_ns = sum(getattr(totals, TIMES[state]) for totals in chosen)
             sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
     return tuple(sums)
-
-
-def _sync_of_copy(site: Site) -> tuple[object] | None:
-    """Return a tuple with the attribute `sync` of a copy to, from or within devices, None for any other site."""
-    if site.kind != "copy":
-        return None
-    attributes = dict(site.attributes)
-    return (attributes.get("sync"),) if attributes.get("direction") != "h2h" else None
 
 
 # The text.

@@ -16,15 +16,16 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from importlib import resources
+from operator import add
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.profile.model import VIEWS
@@ -44,7 +45,6 @@ from instrument.report.section import (
     VIEW_OF,
     Section,
     View,
-    device_name,
     field_value,
     format_of_field,
     instrumentation_lines,
@@ -63,8 +63,8 @@ from instrument.report.table import (
 )
 from instrument.report.view import UNITS, Options, Recording
 from instrument.runtime import file_writing
-from instrument.trace.columns import DeviceIntervals, Int64s
-from instrument.trace.indices import NONE
+from instrument.trace.columns import Int64s
+from instrument.trace.indices import NONE, number_combinations
 from instrument.trace.layout import KernelColumns
 
 MOST_ROWS = 4000
@@ -90,33 +90,22 @@ class CallsTree:
         self.names: list[str] = []
         for row, parent in zip(self.rows, self._parents, strict=True):
             # A phase has the name of its parent in its label, which here is above it.
-            is_below = row.kind == "phase" and parent != NEVER
-            self.names.append(row.name.removeprefix(f"{self.names[parent]}/") if is_below else row.name)
+            above = f"{self.names[parent]}/" if row.kind == "phase" and parent != NEVER else ""
+            self.names.append(row.name.removeprefix(above))
 
-    def widths(self) -> list[int]:
-        """Return the width of each row: the sum of the self times at and below it."""
-        return self._add_children([max(row.self_ns, 0) for row in self.rows])
-
-    def device_widths(self) -> list[int]:
-        """Return the width of each row in device time, at least the sum of its children's widths."""
-        widths, below = [max(row.device_ns, 0) for row in self.rows], [0] * len(self.rows)
-        for place in range(len(widths) - 1, -1, -1):
-            widths[place] = max(widths[place], below[place])
-            if self._parents[place] != NEVER:
-                below[self._parents[place]] += widths[place]
+    def _widths(self, times_ns: Iterable[int], join: Callable[[int, int], int]) -> list[int]:
+        """Return the width of each row. `join` computes it from the row's own time and the sum of its children's
+        widths."""
+        widths, below = [max(time_ns, 0) for time_ns in times_ns], [0] * (len(self.rows) + 1)
+        for place in reversed(range(len(widths))):
+            widths[place] = join(widths[place], below[place])
+            below[self._parents[place]] += widths[place]
         return widths
-
-    def _add_children(self, widths_ns: list[int]) -> list[int]:
-        for place in range(len(widths_ns) - 1, -1, -1):
-            if self._parents[place] != NEVER:
-                widths_ns[self._parents[place]] += widths_ns[place]
-        return widths_ns
 
     def document(self) -> dict[str, Any]:
         numbers: dict[tuple[str, str], int] = {}
-        for name, row in zip(self.names, self.rows, strict=True):
-            numbers.setdefault((name, row.kind), len(numbers))
-        of_rows = (numbers[name, row.kind] for name, row in zip(self.names, self.rows, strict=True))
+        keys = zip(self.names, (row.kind for row in self.rows), strict=True)
+        of_rows = [numbers.setdefault(key, len(numbers)) for key in keys]
         fields = (
             "depth", "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "min_ns", "max_ns", "p50_ns",
             "p99_ns", "remaining",
@@ -124,20 +113,19 @@ class CallsTree:
         return {
             "names": [[safe(name) or "(no name)", kind] for name, kind in numbers],
             "name": _json_column(of_rows),
-            "width": _json_column(self.widths()),
-            "running": _json_column(self._add_children([max(row.self_ns - row.waiting_ns, 0) for row in self.rows])),
-            "on_device": _json_column(self.device_widths()),
+            "width": _json_column(self._widths((row.self_ns for row in self.rows), add)),
+            "running": _json_column(self._widths((row.self_ns - row.waiting_ns for row in self.rows), add)),
+            "on_device": _json_column(self._widths((row.device_ns for row in self.rows), max)),
             **{field: _json_column(getattr(row, field) for row in self.rows) for field in fields},
         }
 
     def describe_omitted(self) -> list[str]:
         together = sum(row.remaining for row in self.rows)
-        if not together:
-            return []
-        return [
+        sentence = (
             f"The call tree has its {len(self.rows):,} heaviest rows; {together:,} more stand as what remains of their "
             "level, by their own self times, and what is below these is left out."
-        ]
+        )
+        return [sentence] if together else []
 
 
 def _json_column(numbers: Iterable[int | None]) -> list[int]:
@@ -168,64 +156,49 @@ class DeviceLanes:
     """The device work of a recording. `number_of` maps a row of the trace to the number of its span in the page."""
 
     def __init__(self, recording: Recording, number_of: Int64s, most_stretches: int = MOST_STRETCHES) -> None:
-        self._recording = recording
-        self._lanes: dict[tuple[int, int, str], int] = {}
-        self._names: dict[str, int] = {}
         trace, kernels = recording.columns, KernelColumns.of(recording.trace.kernels)
-        intervals, none = trace.device.select(trace.device.timed), np.full(len(kernels), NONE)
-        names_of_sites, names_of_kernels = (
-            np.array([*map(self._number_name, names), NONE], dtype=np.int64)
-            for names in ((site.name for site in trace.sites), kernels.names)
+        self._recording, intervals = recording, trace.device.select(trace.device.timed)
+        device, stream, start_ns, end_ns = (
+            np.concatenate([getattr(work, name) for work in (intervals, kernels)])
+            for name in ("device", "stream", "start_ns", "end_ns")
         )
-        of_spans = names_of_sites[trace.site[intervals.row]], number_of[intervals.row], intervals.label
-        parts = (
-            self._list_columns(intervals, "", *of_spans),
-            self._list_columns(kernels, "kernels", names_of_kernels[kernels.name], none, none),
-        )
-        every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        self._all_ns = int(every["length"].sum(dtype=np.float64)) if len(every["length"]) else 0
-        self.count = len(every["start"])
-        longest = np.sort(np.argsort(-every["length"], kind="stable")[:most_stretches])
-        longest = longest[np.argsort(every["start"][longest], kind="stable")]
-        self._kept: Mapping[str, Int64s] = {name: numbers[longest] for name, numbers in every.items()}
-
-    def _list_columns(
-        self, work: DeviceIntervals | KernelColumns, kind: str, name: Int64s, span: Int64s, label: NDArray[Any]
-    ) -> dict[str, Int64s]:
-        """Return device work as columns, with a lane for each device and stream."""
-        streams = zip(work.device.tolist(), work.stream.tolist(), strict=True)
-        lanes = [self._lanes.setdefault((*stream, kind), len(self._lanes)) for stream in streams]
-        return {
-            "start": work.start_ns - self._recording.trace.start_ns,
-            "length": work.end_ns - work.start_ns,
-            "lane": np.array(lanes, dtype=np.int64),
-            "name": name,
-            "span": span,
-            "label": label.astype(np.int64),
+        length, none = end_ns - start_ns, np.full(len(kernels), NONE)
+        lane, firsts = number_combinations(device, stream, np.arange(len(device)) >= len(intervals))
+        lanes = zip(device[firsts].tolist(), stream[firsts].tolist(), (firsts >= len(intervals)).tolist(), strict=True)
+        self._lanes = [f"GPU {device}, stream {stream}{', kernels' * is_kernel}" for device, stream, is_kernel in lanes]
+        names = [*(site.name for site in trace.sites), *kernels.names]
+        numbers: dict[str, int] = {}
+        shown = (shorten(safe(name), LANE_NAME) or "(no name)" for name in names)
+        number_of_name = np.array([numbers.setdefault(name, len(numbers)) for name in shown], dtype=np.int64)
+        name = np.concatenate([trace.site[intervals.row], len(trace.sites) + kernels.name]).astype(np.int64)
+        self._all_ns, self.count = float(length.sum(dtype=np.float64)), len(length)
+        longest = np.sort(np.argsort(-length, kind="stable")[:most_stretches])
+        longest = longest[np.argsort(start_ns[longest], kind="stable")]
+        used, name = np.unique(number_of_name[name[longest]], return_inverse=True)
+        self._names = [list(numbers)[number] for number in used.tolist()]
+        self._kept: dict[str, Int64s] = {
+            "start": start_ns[longest] - recording.trace.start_ns,
+            "length": length[longest],
+            "lane": lane[longest],
+            "name": name.reshape(-1),
+            "span": np.concatenate([number_of[intervals.row], none])[longest],
+            "label": np.concatenate([intervals.label, none])[longest],
         }
-
-    def _number_name(self, name: str) -> int:
-        return self._names.setdefault(shorten(safe(name), LANE_NAME) or "(no name)", len(self._names))
+        # The readings of each gauge of each device, by the process.
+        self._readings = defaultdict[tuple[int, str, int], list[tuple[int, float]]](list)
+        for pid, sample in recording.trace.iterate_samples():
+            if sample.value is not None and np.isfinite(sample.value):
+                key = (sample.device, sample.name, pid if recording.trace.processes else 0)
+                self._readings[key].append((sample.at_ns, float(sample.value)))
 
     def document(self) -> dict[str, Any]:
-        stretches = self._kept
-        order = sorted(self._lanes)
-        place_of = {lane: place for place, lane in enumerate(order)}
-        place = np.array([*map(place_of.__getitem__, self._lanes), NONE], dtype=np.int64)
-        used, number = np.unique(stretches["name"], return_inverse=True)
-        names = list(self._names)
-        return {
-            "lanes": [f"GPU {device}, stream {stream}{f', {kind}' if kind else ''}" for device, stream, kind in order],
-            "names": [names[number] for number in used.tolist()],
-            "labels": list(map(safe, self._recording.columns.device.labels)),
-            "start": steps(stretches["start"]),
-            "length": stretches["length"].tolist(),
-            "lane": place[stretches["lane"]].tolist(),
-            "name": number.reshape(-1).tolist(),
-            "span": steps(stretches["span"]),
-            "label": stretches["label"].tolist(),
-            "gauges": self._gauge_documents(),
+        columns = {
+            name: steps(column) if name in ("start", "span") else column.tolist() for name, column in self._kept.items()
         }
+        labels = list(map(safe, self._recording.columns.device.labels))
+        return {
+            "lanes": self._lanes, "names": self._names, "labels": labels, **columns, "gauges": self._gauge_documents()
+        }  # fmt: skip
 
     def describe_omitted(self) -> list[str]:
         sentences = []
@@ -236,23 +209,17 @@ class DeviceLanes:
                 f"{short:,} of {self.count:,} stretches on devices are not drawn: the shortest, {100 * ratio:.2g}% of "
                 "the sum of all. Tables count all."
             )
-        if any(count > MOST_READINGS for count in self._readings.values()):
+        if any(len(readings) > MOST_READINGS for readings in self._readings.values()):
             sentences.append(f"Of gauges with more than {MOST_READINGS} readings every few are drawn. Tables have all.")
         return sentences
 
     def _gauge_documents(self) -> list[dict[str, Any]]:
         trace = self._recording.trace
-        readings_of: dict[tuple[int, str, int], list[tuple[int, float]]] = {}
-        for pid, sample in trace.iterate_samples():
-            if sample.value is not None and np.isfinite(sample.value):
-                key = (sample.device, sample.name, pid if trace.processes else 0)
-                readings_of.setdefault(key, []).append((sample.at_ns, float(sample.value)))
-        self._readings = {key: len(readings) for key, readings in readings_of.items()}
         places = {name: place for place, name in enumerate(GAUGES)}
         models = {gpu.device: gpu.model for gpu in trace.gpus}
         gauges = []
-        for key in sorted(readings_of, key=lambda key: (key[0], places.get(key[1], len(places)), *key[1:])):
-            (device, name, pid), readings = key, readings_of[key]
+        for key in sorted(self._readings, key=lambda key: (key[0], places.get(key[1], len(places)), *key[1:])):
+            (device, name, pid), readings = key, self._readings[key]
             some = readings[:: -(-len(readings) // MOST_READINGS)]
             model = shorten(safe(models.get(device, "")), LANE_NAME // 2)
             host = f"process {pid}" if pid else "process and host"
@@ -265,8 +232,6 @@ class DeviceLanes:
                 "values": [float(f"{value:.4g}") for _, value in some],
             })  # fmt: skip
         return gauges
-
-    _readings: Mapping[tuple[int, str, int], int] = {}
 
 
 NUMBER = "number"
@@ -323,14 +288,13 @@ def _table_document(section: Section, unit: str) -> dict[str, Any]:
     return {
         "title": safe(section.title),
         "note": " ".join([*section.lead, *section.notes]).strip(),
-        "columns": [_column_document(label, kind, unit) for label, kind, _ in columns],
+        "columns": [
+            {"label": label, "unit": unit if kind == TIME else UNIT_OF.get(kind, ""), "kind": kind}
+            for label, kind, _ in columns
+        ],
         "rows": [list(row) for row in rows],
         "depths": [row.depth for row in section.rows] if hasattr(section.rows[0], "depth") else [],
     }
-
-
-def _column_document(label: str, kind: str, unit: str) -> dict[str, Any]:
-    return {"label": label, "unit": unit if kind == TIME else UNIT_OF.get(kind, ""), "kind": kind}
 
 
 def _format_of_column(field: str, values: Sequence[Any]) -> str:
@@ -343,12 +307,8 @@ def _format_of_column(field: str, values: Sequence[Any]) -> str:
 
 def _cell_document(value: Any, kind: str, unit: str) -> Any:
     """Return a text, or a number with its text in the printed views."""
-    if kind == DEVICE:
-        return device_name(value)
-    if kind == TEXT:
-        if value is None or isinstance(value, bool):
-            return {True: "yes", False: "no", None: MISSING}[value]
-        return shorten(safe(str(value)), MOST_COLUMNS) or MISSING
+    if kind in (TEXT, DEVICE):
+        return shorten(TEXTS[kind](value, unit), MOST_COLUMNS)
     if value is None or not math.isfinite(value):
         return [None, MISSING]
     if kind != NUMBER:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,7 +31,8 @@ from instrument.report.table import (
     shorten,
 )
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.columns import FARTHEST_NS, Bools, Int64s
+from instrument.trace.call_tree import NodeTimes
+from instrument.trace.columns import Bools, Int64s
 from instrument.trace.indices import NONE, Groups, number_combinations
 from instrument.trace.intervals import are_innermost, clip_intervals, do_overlap, lengths_by_group
 from instrument.trace.layout import KernelColumns
@@ -306,30 +307,15 @@ class _Work(NamedTuple):
         return _Work(*(column[mask] for column in self))
 
 
-class _Sums(NamedTuple):
-    """The number of calls in each group, and the sums and extremes of their times."""
-
-    calls: list[int]
-    total_ns: list[int]
-    max_ns: list[int]
-    min_ns: list[int]
-    busy_ns: list[int]
-
-    @classmethod
-    def of(cls, work: _Work, groups: NDArray[Any], count: int) -> _Sums:
-        """Return the sums of work by group. In `busy_ns`, parallel work on a device counts once."""
-        sums, took_ns = Groups(groups, count), work.took_ns
-        on_device, firsts = number_combinations(groups, number_combinations(work.device)[0])
-        unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
-        busy_ns = Groups(groups[firsts], count).sum_by_group(unions_ns)
-        columns = (
-            sums.count_members(),
-            sums.sum_by_group(took_ns),
-            sums.most(took_ns, 0),
-            sums.least(took_ns, FARTHEST_NS),
-            busy_ns,
-        )
-        return cls(*(column.tolist() for column in columns))
+def _sum_by_group(work: _Work, groups: NDArray[Any], count: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield the number of calls in each group, the sum, maximum and minimum of their times, and the length of their
+    union. In the union, parallel work on a device counts once."""
+    on_device, firsts = number_combinations(groups, number_combinations(work.device)[0])
+    unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
+    times = NodeTimes.of(Groups(groups, count), work.took_ns)
+    busy_ns = Groups(groups[firsts], count).sum_by_group(unions_ns)
+    columns = (times.calls, times.total_ns, times.most_ns, times.least_ns, busy_ns)
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 class _DeviceWork(NamedTuple):
@@ -345,36 +331,36 @@ class _DeviceWork(NamedTuple):
     outside: int
 
     def kernel_uses(self, total_ns: int) -> list[KernelUse]:
-        sums = _Sums.of(self.kernels, self.kernels.name, len(self.names))
+        sums_by_name = _sum_by_group(self.kernels, self.kernels.name, len(self.names))
         return [
-            KernelUse(name, calls, its_ns, max_ns, min_ns, busy_ns, share(its_ns, total_ns))
-            for name, calls, its_ns, max_ns, min_ns, busy_ns in zip(self.names, *sums, strict=True)
-            if calls
+            KernelUse(name, *sums, share(sums[1], total_ns))
+            for name, sums in zip(self.names, sums_by_name, strict=True)
+            if sums[0]
         ]
 
     def kernels_by_device(self) -> list[DeviceKernels]:
         numbers, firsts = number_combinations(self.kernels.device)
-        sums, window_ns = _Sums.of(self.kernels, numbers, len(firsts)), self.window[1] - self.window[0]
+        window_ns, sums_by_device = self.window[1] - self.window[0], _sum_by_group(self.kernels, numbers, len(firsts))
         return [
             DeviceKernels(device, calls, total_ns, busy_ns, share(busy_ns, window_ns))
-            for device, calls, total_ns, busy_ns in sorted(
-                zip(self.kernels.device[firsts].tolist(), sums.calls, sums.total_ns, sums.busy_ns, strict=True)
+            for device, (calls, total_ns, _, _, busy_ns) in sorted(
+                zip(self.kernels.device[firsts].tolist(), sums_by_device, strict=True)
             )
         ]
 
     def other_work(self) -> list[OtherWork]:
-        rows = []
-        for kind, work in sorted(self.work_by_kind.items()):
-            (calls,), (total_ns,), _, _, (busy_ns,) = _Sums.of(work, np.zeros(len(work.name), dtype=np.int64), 1)
-            if calls:
-                rows.append(OtherWork(kind, calls, total_ns, busy_ns))
-        return rows
+        return [
+            OtherWork(kind, calls, total_ns, busy_ns)
+            for kind, work in sorted(self.work_by_kind.items())
+            for calls, total_ns, _, _, busy_ns in _sum_by_group(work, np.zeros_like(work.device), 1)
+            if calls
+        ]
 
     def uses_by_place(self, total_ns: int) -> list[KernelPlace]:
         if self.places is None:
             return []
         number, names_of_places = self.places
-        sums, heaviest = _Sums.of(self.kernels, number, len(names_of_places)), dict[int, tuple[int, str]]()
+        sums, heaviest = _sum_by_group(self.kernels, number, len(names_of_places)), dict[int, tuple[int, str]]()
         pairs, firsts = number_combinations(number, self.kernels.name)
         of_pairs = Groups(pairs, len(firsts)).sum_by_group(self.kernels.took_ns).tolist()
         columns = (number[firsts].tolist(), self.kernels.name[firsts].tolist(), of_pairs)
@@ -382,7 +368,7 @@ class _DeviceWork(NamedTuple):
             heaviest[place] = max(heaviest.get(place, (took_ns, "")), (took_ns, self.names[name]))
         return [
             KernelPlace(*names_of_places[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
-            for place, (calls, took_ns, busy_ns) in enumerate(zip(sums.calls, sums.total_ns, sums.busy_ns, strict=True))
+            for place, (calls, took_ns, _, _, busy_ns) in enumerate(sums)
             if calls
         ]
 

@@ -129,12 +129,12 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     allocations = Allocations.of(facts.allocations)
-    rows, times_ns = allocations.rows, allocations.times_ns
-    is_inside = (first <= times_ns) & (times_ns <= last)
-    is_counted = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
-    thread_id, at_ns = rows["thread_id"][is_counted], times_ns[is_counted]
+    is_inside = (first <= allocations.times_ns) & (allocations.times_ns <= last)
+    is_of_state = state == "All" or (allocations.rows["device"] == HOST) == (state == "CPU")
+    is_counted = is_inside & is_of_state
+    rows, at_ns = allocations.rows[is_counted], allocations.times_ns[is_counted]
+    device, thread_id, size_bytes, address = (rows[name] for name in ("device", "thread_id", "size_bytes", "address"))
     at_place = find_places(recording, thread_id, at_ns, is_wanted)
-    device, size_bytes, address = (rows[name][is_counted] for name in ("device", "size_bytes", "address"))
     thread, of_thread = number_combinations(thread_id)
     threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
     names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
@@ -159,7 +159,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     earlier_bytes = groups.sum_by_group(np.where(follows, 0, size_bytes.clip(max=0))).tolist()
 
     def find_peak(kind: str, members: Int64s, begin_bytes: int) -> Peak:
-        levels = rows[f"{kind}_bytes"][is_counted][members]
+        levels = rows[f"{kind}_bytes"][members]
         at, on_device = int(levels.argmax()), int(device[members[0]])
         if int(levels[at]) <= begin_bytes:
             since_ns = (first if facts.watched else facts.start_ns) - facts.start_ns
@@ -171,9 +171,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
 
     peaks, devices = list[Peak](), list[DeviceMemory]()
     for members, sums_of_it, earlier in zip(groups.members(), sum_by_group(groups), earlier_bytes, strict=True):
-        allocated, reserved = (
-            int(rows[name][is_counted][members[0]]) for name in ("allocated_bytes", "reserved_bytes")
-        )
+        allocated, reserved = (int(rows[name][members[0]]) for name in ("allocated_bytes", "reserved_bytes"))
         reserved_peak = find_peak("reserved", members, reserved)
         peaks.append(find_peak("allocated", members, allocated - int(size_bytes[members[0]])))
         peaks += [reserved_peak] if reserved_peak.peak_bytes else []

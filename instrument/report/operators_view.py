@@ -15,7 +15,8 @@ UserDefined Summary of `paddle.profiler`. Ratios are shares of the window.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +51,7 @@ from instrument.report.table import (
 )
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import StreamTimes, device_lengths_below
-from instrument.trace.columns import Bools, Columns, Int32s, Int64s
+from instrument.trace.columns import Columns, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
     Groups,
@@ -58,6 +59,7 @@ from instrument.trace.indices import (
     are_at_or_above,
     find_distinct,
     index_rows,
+    mask_of,
     nearest,
     number_by_first_sight,
 )
@@ -120,27 +122,23 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     trace = recording.columns
     first, last = recording.trace.coverage
     having = trace.attributes.having(FLOPS)
-    begins = trace.start_ns[having]
-    having = having[(first <= begins) & (begins < last)]
-    values = trace.attributes.values(FLOPS, having)
-    counts = [flops_in({FLOPS: value}) for value in values]
-    flops_of_rows = [(row, count) for row, count in zip(having.tolist(), counts, strict=True) if count]
+    having = having[(first <= trace.start_ns[having]) & (trace.start_ns[having] < last)]
+    own_flops = Counter[int]()
+    for row, value in zip(having.tolist(), trace.attributes.values(FLOPS, having), strict=True):
+        own_flops[row] = flops_in({FLOPS: value})
     launches = [launch for launch in recording.trace.flops if launch.flops > 0 and first <= launch.at_ns < last]
-    elsewhere = 0
     if launches:
         thread_ids, times_ns = (np.array([launch[at] for launch in launches], dtype=np.int64) for at in (0, 1))
-        for number, launch in zip(innermost_rows(recording, thread_ids, times_ns).tolist(), launches, strict=True):
-            if number < 0:
-                elsewhere += launch.flops
-            else:
-                flops_of_rows.append((number, launch.flops))
-    if not flops_of_rows and not elsewhere:
+        for row, launch in zip(innermost_rows(recording, thread_ids, times_ns).tolist(), launches, strict=True):
+            own_flops[max(row, NONE)] += launch.flops
+    own_flops = +own_flops
+    whole, elsewhere = own_flops.total(), own_flops.pop(NONE, 0)
+    if not whole:
         return None
-    whole = elsewhere + sum(count for _, count in flops_of_rows)
-    tree = _Tree(trace, flops_of_rows, kinds)
+    tree = _Tree(trace, own_flops, kinds)
     launched_ns = _launched_ns(recording, [row for calls in tree.calls.values() for row in calls])
 
-    def row(name: str, kind: str) -> FlopRow:
+    def make_row(name: str, kind: str) -> FlopRow:
         flops, calls = tree.flops[name, kind], tree.calls[name, kind]
         return FlopRow(name, kind, len(calls), flops, *_sum_times(trace, calls, launched_ns), share(flops, whole))
 
@@ -149,7 +147,7 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
         flops = tree.sum_flops({(row.name, row.kind) for row in rows})
         return FlopRow("", "", sum(row.calls for row in rows), flops, "", None, share(flops, whole), len(rows))
 
-    rows = sorted((row(*key) for key in tree.calls), key=lambda row: (-row.flops, row.name, row.kind))
+    rows = sorted((make_row(*key) for key in tree.calls), key=lambda row: (-row.flops, row.name, row.kind))
     return FlopTable(whole, elsewhere, bound_rows(rows, options, lambda row: row.time_ns or 0, sum_omitted))
 
 
@@ -157,12 +155,11 @@ class _Tree:
     """The spans with operations and all their callers on the same track. `calls` has the outermost calls by name and
     kind, and `flops` their operations. Only spans of the requested kinds also count operations of inner calls."""
 
-    def __init__(self, trace: Columns, flops_of_rows: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
-        rows, self._around = _add_callers(trace, [row for row, _ in flops_of_rows])
-        numbers = {row: number for number, row in enumerate(rows.tolist())}
-        self._own_flops = [0] * len(rows)
-        for row, count in flops_of_rows:
-            self._own_flops[numbers[row]] += count
+    def __init__(self, trace: Columns, own_flops: Mapping[int, int], kinds: Collection[str]) -> None:
+        rows = np.flatnonzero(are_at_or_above(trace.around, np.array(list(own_flops), dtype=np.int64)))
+        rows = rows[np.argsort(trace.level[rows], kind="stable")]  # parents first
+        self._around: Int32s = index_rows(rows, len(trace))[trace.around[rows]].astype(np.int32)
+        self._own_flops = [own_flops.get(row, 0) for row in rows.tolist()]
         names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
         self._names, self._name = names, of_site[trace.site[rows]]
         self._is_asked = [kind in kinds for _, kind in names]
@@ -189,14 +186,6 @@ class _Tree:
         return sum(map(self._own_flops.__getitem__, counted.tolist()))
 
 
-def _add_callers(trace: Columns, some: Sequence[int]) -> tuple[Int64s, Int32s]:
-    """Return the given rows and all their callers on the same track, parents first, with the index of each row's parent
-    or `NONE`."""
-    rows = np.flatnonzero(are_at_or_above(trace.around, np.array(some, dtype=np.int64)))
-    rows = rows[np.argsort(trace.level[rows], kind="stable")]
-    return rows, index_rows(rows, len(trace))[trace.around[rows]].astype(np.int32)
-
-
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
     """Return the device time of each call in ns, by row. It is the time of the kernels that the call launched or,
     without recorded kernels, of the device intervals at or below the call."""
@@ -215,18 +204,11 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
             for times in (trace.start_ns, trace.end_ns)
         )
         device_ns[on_known] = sums[end] - sums[first]
-    has_none = np.zeros(len(trace), dtype=np.bool_)
-    has_none[rows] = device_ns[rows] == 0
-    with_intervals, lengths_ns = _device_ns(trace, has_none)
-    device_ns[with_intervals] = lengths_ns
+    has_none = mask_of(rows[device_ns[rows] == 0], len(trace))
+    work = trace.device.select(trace.device.timed & (trace.device.start_ns < trace.device.end_ns))
+    calls_with_work, lengths_ns = device_lengths_below(trace.around, has_none, work.row, work.start_ns, work.end_ns)
+    device_ns[calls_with_work] = lengths_ns
     return device_ns
-
-
-def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
-    """Return the calls with device intervals at or below them, and their device times."""
-    intervals = trace.device
-    intervals = intervals.select(intervals.timed & (intervals.start_ns < intervals.end_ns))
-    return device_lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
 
 
 def _sum_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
@@ -380,8 +362,7 @@ def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
     is_whole = ~trace.clipped & (first <= trace.start_ns) & (trace.end_ns <= last)
     whole = topmost[is_whole[topmost]]
     timed = whole[options.skip_first :]
-    is_timed = np.zeros(len(trace) + 1, dtype=np.bool_)
-    is_timed[timed] = True
+    is_timed = mask_of(timed, len(trace) + 1)
     executed = list(_ordered_operators(trace, CallTable.of(trace, IN_ORDER, among=is_timed[owner]), len(timed)))
     shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.row_limit]
     shown_numbers = {operator.number for operator in shown}
@@ -487,8 +468,8 @@ def user(recording: Recording, options: Options) -> User:
 
     calls = CallTable.of(recording.columns, ("user",), window)
 
-    def make_user_block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
+    def block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
         return CallBlock(thread, name, window_ns, window_ns, call_rows(calls, nodes, 0, window_ns, window_ns, options))
 
-    blocks = make_blocks(calls, calls.calls_of(("user",)), recording.trace.threads, options, make_user_block)
+    blocks = make_blocks(calls, calls.calls_of(("user",)), recording.trace.threads, options, block)
     return User(Coverage.of_recording(recording), window_ns, blocks, options)

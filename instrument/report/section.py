@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from importlib import import_module
 from types import ModuleType
@@ -330,15 +331,12 @@ def _import_view(name: str) -> ModuleType:
     return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
-def _view_maker(name: str) -> Callable[[Recording, Options], View]:
-    def make_view(recording: Recording, options: Options) -> View:
-        view: View = getattr(_import_view(name), name)(recording, options)
-        return view
-
-    return make_view
+def _make_view(name: str, recording: Recording, options: Options) -> View:
+    view: View = getattr(_import_view(name), name)(recording, options)
+    return view
 
 
-VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _view_maker(name) for name in VIEWS}
+VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: partial(_make_view, name) for name in VIEWS}
 """The function that computes each view."""
 
 TABLE_OPTIONS = ("tracer_option", "threads")

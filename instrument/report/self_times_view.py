@@ -46,8 +46,10 @@ from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
+    Groups,
     Members,
     are_at_or_above,
+    mask_of,
     nearest,
     nearest_above,
     number_by_first_sight,
@@ -342,8 +344,7 @@ class _FunctionTable:
         function_of, root_of = _find_functions(parents, (kinds == "request")[site_of])
         its_function, its_root = function_of[nodes], root_of[nodes]
         key_of_node = keys[site_of]
-        is_called = np.zeros(len(parents), dtype=np.bool_)
-        is_called[nodes] = True
+        is_called = mask_of(nodes, len(parents))
         is_around = (its_root != nodes) & is_called[its_root]
         in_same = is_around & (key_of_node[function_of[its_root]] == key_of_node[its_function])
         # Each line counts in its function, and once more in number 0, all functions together.
@@ -430,41 +431,33 @@ class _FunctionTable:
 
     def _make_rows(self, sums: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
         """Return the first rows, up to the limit of the options, and the sum of the omitted rows, None without any."""
-        shown: list[SelfRow] = []
-        sum_ns = calls = instances = 0
         groups = self._groups[sums.first : sums.first + sums.rows]
-        for group in (Group._make(row.tolist()) for row in groups):
-            if len(shown) == self._options.row_limit:
-                break
-            if group.time_ns < self._options.least_ns:
-                continue
-            sum_ns, calls, instances = sum_ns + group.time_ns, calls + group.calls, instances + group.lines
-            node = self._nodes[group.first]
-            names = [node]
-            if self._of == "instances":
-                names = self._nodes_down_to(node, whole=sums.node == NONE)
-            shown.append(
-                SelfRow(
-                    names=(class_of(self._site_of_node(node)),)
-                    if self._of == "classes"
-                    else tuple(map(self._label_of_node, names)),
-                    time_ns=group.time_ns,
-                    ratio=share(group.time_ns, sums.time_ns),
-                    running=share(sum_ns, sums.time_ns),
-                    where=self._where_of_group(group),
-                    calls=group.calls,
-                    instances=group.lines,
-                    number=group.first if self._of == "instances" else None,
-                    _call_times=cache(partial(self._call_times, group)),
-                )
-            )
-        omitted = sums.rows - len(shown)
-        if not omitted:
-            return tuple(shown), None
-        left_ns = sums.time_ns - sum_ns
-        ratio = share(left_ns, sums.time_ns)
-        total = Group._make(groups.sum(axis=0).tolist())  # a line with running and waiting time counts twice
-        return tuple(shown), Remaining(omitted, left_ns, ratio, total.calls - calls, total.lines - instances)
+        time_ns = groups[:, Group._fields.index("time_ns")]
+        heavy = groups[time_ns >= self._options.least_ns][: self._options.row_limit]
+        running_ns = np.cumsum(heavy[:, Group._fields.index("time_ns")]).tolist()
+        rows = map(Group._make, heavy.tolist())
+        shown = tuple(self._make_row(group, sum_ns, sums) for group, sum_ns in zip(rows, running_ns, strict=True))
+        if len(heavy) == len(groups):
+            return shown, None
+        left = Group._make((groups.sum(axis=0) - heavy.sum(axis=0)).tolist())
+        ratio = share(left.time_ns, sums.time_ns)
+        return shown, Remaining(len(groups) - len(heavy), left.time_ns, ratio, left.calls, left.lines)
+
+    def _make_row(self, group: Group, running_ns: int, sums: FunctionSums) -> SelfRow:
+        node = self._nodes[group.first]
+        path = self._nodes_down_to(node, whole=sums.node == NONE) if self._of == "instances" else [node]
+        is_class = self._of == "classes"
+        return SelfRow(
+            names=(class_of(self._site_of_node(node)),) if is_class else tuple(map(self._label_of_node, path)),
+            time_ns=group.time_ns,
+            ratio=share(group.time_ns, sums.time_ns),
+            running=share(running_ns, sums.time_ns),
+            where=self._where_of_group(group),
+            calls=group.calls,
+            instances=group.lines,
+            number=group.first if self._of == "instances" else None,
+            _call_times=cache(partial(self._call_times, group)),
+        )
 
 
 def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
@@ -493,12 +486,8 @@ def _find_functions(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]
 
 
 def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
-    sums = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
-    if len(groups):
-        order = np.argsort(groups, kind="stable")
-        firsts = np.flatnonzero(np.diff(groups[order], prepend=NONE))
-        sums[groups[order][firsts]] = np.add.reduceat(columns[order], firsts)
-    return sums
+    sums = Groups(groups, count)
+    return np.stack([sums.sum_by_group(column) for column in columns.T], axis=1)
 
 
 def _order_rows(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.recording.spans import Site
@@ -118,21 +119,20 @@ def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
 
 def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
     """Shorten texts that begin alike to a few first characters, `...`, and the text from the first difference on."""
-    shown = _shorten_to_indices(texts, [_common_length(min(texts), max(texts))] * len(texts), limit)
+    shown = _shorten_to_indices(texts, [_common_length(texts)] * len(texts), limit)
     alike: dict[str, list[str]] = {}
     for text, short in shown.items():
         alike.setdefault(short, []).append(text)
     for group in alike.values():
         if len(group) > 1:
             group.sort()
-            shared = [0, *(_common_length(*pair) for pair in pairwise(group)), 0]
+            shared = [0, *map(_common_length, pairwise(group)), 0]
             shown |= _shorten_to_indices(group, list(map(max, shared, shared[1:])), limit)
     return shown
 
 
-def _common_length(first: str, second: str) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (char, twin) in pairs if char != twin), min(len(first), len(second)))
+def _common_length(texts: Sequence[str]) -> int:
+    return len(commonprefix(texts))  # noqa: RUF071 - of texts, which are no paths
 
 
 def _shorten_to_indices(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
