@@ -19,7 +19,7 @@ from instrument.profile.presets import path_of
 from instrument.proposal.function_choice import (
     OF_REQUESTS,
     OUTSIDE,
-    CallPaths,
+    CallGroup,
     FunctionChoice,
     RuleProposal,
     calls_text,
@@ -85,7 +85,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     singles = _pick_best([path for path in shared if not path.ids.many])
     # A function with one request as its argument serves that request, even if its object has others.
     many = [path for path in shared if path.ids.many and not (path.label in singles and path.path.startswith("self."))]
-    least_ns = LEAST_BATCH * CallPaths(choice.units).total_ns
+    least_ns = LEAST_BATCH * CallGroup(choice.units).total_ns
     batches = {
         label: candidate
         for label, candidate in _choose_batches(many, singles, outside).items()
@@ -126,9 +126,9 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     choice.rules.sort(key=lambda rule: rule.order)
 
 
-def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallPaths]) -> _Path | None:
+def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallGroup]) -> _Path | None:
     """Choose the argument that names requests best: its values occur in the most other functions."""
-    count = CallPaths(choice.requests).calls
+    count = CallGroup(choice.requests).calls
     values_elsewhere = [
         set().union(*(ids.digests for ids in paths.values()))
         for label, paths in observation.keys.items()
@@ -160,7 +160,7 @@ def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: M
 
 
 def _choose_batches(
-    paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, CallPaths]
+    paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, CallGroup]
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches, with the path of the batch. Callees replace a function if they
     take most of its time."""
@@ -190,7 +190,7 @@ def _shares_values(ids: SeenPath, key_values: set[str]) -> bool:
     return bool(ids.digests) and len(ids.digests & key_values) >= max(SHARED * len(ids.digests), 2)
 
 
-def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallPaths) -> RuleProposal:
+def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallGroup) -> RuleProposal:
     for rule in choice.rules:
         if rule.label == label:
             return rule
@@ -201,16 +201,16 @@ def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallPaths) -> Ru
     return choice.rules[-1]
 
 
-def _group_called_below(tops: Iterable[ObservedNode]) -> dict[str, CallPaths]:
+def _group_called_below(tops: Iterable[ObservedNode]) -> dict[str, CallGroup]:
     """Group the call paths with calls at and below some others by the label of their function."""
     return group_by_label(dict.fromkeys(node for top in tops for node in top.walk() if node.calls))
 
 
-def _is_below(paths: CallPaths, labels: Collection[str]) -> bool:
+def _is_below(paths: CallGroup, labels: Collection[str]) -> bool:
     return any(above.callee.label in labels for node in paths.nodes for above in node.iterate_callers())
 
 
-def _min_depth(paths: CallPaths) -> int:
+def _min_depth(paths: CallGroup) -> int:
     return min(sum(1 for _ in node.iterate_callers()) for node in paths.nodes)
 
 
@@ -451,7 +451,7 @@ def pattern_of(path: str) -> str:
 
 
 def choose_layers(observation: Observation) -> list[RuleProposal]:
-    by_pattern: dict[str, CallPaths] = defaultdict(CallPaths)
+    by_pattern: dict[str, CallGroup] = defaultdict(CallGroup)
     whole_ns = 0
     for node in observation.nodes():
         if node.callee.kind != "layer":
@@ -470,11 +470,11 @@ def choose_layers(observation: Observation) -> list[RuleProposal]:
     return rules
 
 
-def _count_layers(layers: CallPaths) -> int:
+def _count_layers(layers: CallGroup) -> int:
     return len({node.callee.instance for node in layers.nodes})
 
 
-def _choose_patterns(by_pattern: Mapping[str, CallPaths], whole_ns: int) -> list[str]:
+def _choose_patterns(by_pattern: Mapping[str, CallGroup], whole_ns: int) -> list[str]:
     """Choose patterns of layers: repeated blocks, the layers right inside them, and large layers elsewhere."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(

@@ -139,7 +139,7 @@ class FunctionChoice:
 
 
 @dataclass(slots=True)
-class CallPaths:
+class CallGroup:
     """Call paths of one function, or of layers with one pattern of paths."""
 
     nodes: list[ObservedNode] = field(default_factory=list)
@@ -161,12 +161,12 @@ class CallPaths:
         return f"ran {calls_text(self.calls, self.total_ns)}"
 
 
-def group_by_label(nodes: Iterable[ObservedNode]) -> dict[str, CallPaths]:
+def group_by_label(nodes: Iterable[ObservedNode]) -> dict[str, CallGroup]:
     """Group call paths by the label of their function. Call paths without a label are left out."""
-    groups: dict[str, CallPaths] = {}
+    groups: dict[str, CallGroup] = {}
     for node in nodes:
         if node.callee.label:
-            groups.setdefault(node.callee.label, CallPaths()).nodes.append(node)
+            groups.setdefault(node.callee.label, CallGroup()).nodes.append(node)
     return groups
 
 
@@ -290,7 +290,7 @@ class _Chooser:
     def _propose_requests(self) -> Iterator[RuleProposal]:
         """Propose the functions that count as requests because no known server handled any."""
         for node in self._named_requests:
-            text = f"{CallPaths([node])}; no server was met, so this is taken for the request"
+            text = f"{CallGroup([node])}; no server was met, so this is taken for the request"
             yield RuleProposal(
                 node.callee.label, "request", first_ns=node.first_ns, is_needed=True, group=OF_REQUESTS, reasons=[text]
             )
@@ -301,7 +301,7 @@ class _Chooser:
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
-        by_label: dict[str, CallPaths] = {}
+        by_label: dict[str, CallGroup] = {}
         for top in tops:
             self._add_functions_below(top, by_label)
         large = {
@@ -331,21 +331,21 @@ class _Chooser:
             else:
                 self._small.add(label)
 
-    def _add_functions_below(self, node: ObservedNode, by_label: dict[str, CallPaths]) -> int:
+    def _add_functions_below(self, node: ObservedNode, by_label: dict[str, CallGroup]) -> int:
         """Add the functions below a call path to `by_label`. Return the path's self time, including calls below it that
         get no rule."""
         own_ns = node.self_ns
         for child in node.children.values():
             child_ns = self._add_functions_below(child, by_label)
             if self._can_match(child):
-                paths = by_label.setdefault(child.callee.label, CallPaths())
+                paths = by_label.setdefault(child.callee.label, CallGroup())
                 paths.nodes.append(child)
                 paths.own_ns += child_ns
             elif child.callee.kind != "request":
                 own_ns += child_ns
         return own_ns
 
-    def _find_parts(self, paths: CallPaths, large: set[str]) -> set[str]:
+    def _find_parts(self, paths: CallGroup, large: set[str]) -> set[str]:
         """Return the functions in `large` nearest below a function, if they take a notable part of its time."""
         parts: dict[str, int] = defaultdict(int)
         nodes_left = [child for node in paths.nodes for child in node.children.values()]
@@ -356,12 +356,12 @@ class _Chooser:
                 nodes_left += node.children.values()
         return {label for label, total_ns in parts.items() if total_ns >= LEAST_PART * paths.total_ns}
 
-    def _spans_requests(self, paths: CallPaths, tops: list[ObservedNode], base_ns: int) -> bool:
+    def _spans_requests(self, paths: CallGroup, tops: list[ObservedNode], base_ns: int) -> bool:
         is_whole = paths.total_ns >= REPEATS_REQUEST * base_ns and paths.calls == sum(top.calls for top in tops)
         return tops is self._requests and is_whole
 
     def _make_rule(
-        self, label: str, paths: CallPaths, tops: list[ObservedNode], of: str, *, divides: bool
+        self, label: str, paths: CallGroup, tops: list[ObservedNode], of: str, *, divides: bool
     ) -> RuleProposal:
         share = paths.total_ns / sum(top.total_ns for top in tops)
         count = sum(top.calls for top in tops)
@@ -413,7 +413,7 @@ class _Chooser:
 
     def _propose_loading(self) -> Iterator[RuleProposal]:
         """Propose the outermost functions that load or build an object before the first request."""
-        until_ns = CallPaths([*self._requests, *self._units]).first_ns
+        until_ns = CallGroup([*self._requests, *self._units]).first_ns
         for node in self._observation.nodes():
             count, label = max(len(node.processes), 1), node.callee.label
             if not (_is_loading(node) or function_name(label) == "__init__") or node.total_ns < LOADING_NS * count:
@@ -422,7 +422,7 @@ class _Chooser:
                 continue
             if node.calls >= REPEATED * count or any(map(_is_loading, node.iterate_callers())):
                 continue
-            text = f"{CallPaths([node])}, before the first request"
+            text = f"{CallGroup([node])}, before the first request"
             yield RuleProposal(label, "phase", "load", first_ns=node.first_ns, reasons=[text])
 
     def _propose_blocking(self, rules: Mapping[str, RuleProposal]) -> Iterator[RuleProposal]:

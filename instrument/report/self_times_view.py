@@ -439,9 +439,9 @@ class _FunctionTable:
         shown = tuple(self._make_row(group, sum_ns, sums) for group, sum_ns in zip(rows, running_ns, strict=True))
         if len(heavy) == len(groups):
             return shown, None
-        left = Group._make((groups.sum(axis=0) - heavy.sum(axis=0)).tolist())
-        ratio = share(left.time_ns, sums.time_ns)
-        return shown, Remaining(len(groups) - len(heavy), left.time_ns, ratio, left.calls, left.lines)
+        omitted = Group._make((groups.sum(axis=0) - heavy.sum(axis=0)).tolist())
+        ratio = share(omitted.time_ns, sums.time_ns)
+        return shown, Remaining(len(groups) - len(heavy), omitted.time_ns, ratio, omitted.calls, omitted.lines)
 
     def _make_row(self, group: Group, running_ns: int, sums: FunctionSums) -> SelfRow:
         node = self._nodes[group.first]
