@@ -381,3 +381,18 @@ def test_a_folder_has_no_more_lines_and_files_than_its_bound(folder: str) -> Non
 def test_every_folder_has_a_bound() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders | {""} == LINES_AND_FILES.keys()
+
+
+def test_no_module_assigns_a_constant_twice() -> None:
+    # Two modules that were joined had a constant of the same name each: the second one replaced the first.
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        targets = [
+            target.id
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, (ast.Assign, ast.AnnAssign))
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        ]
+        found += [f"{path.name}: {name}" for name in sorted(set(targets)) if targets.count(name) > 1]
+    assert found == []

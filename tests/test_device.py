@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from readback import intervals_in
 
 from instrument.device.clock_anchors import ANCHORS_KEPT
-from instrument.device.cuda import CudaDriver, NumbaStreams, find_current_of_numba
+from instrument.device.cuda import FATAL, UNKNOWN, CudaDriver, NumbaStreams, find_current_of_numba
 from instrument.device.event_pairs import LAUNCH_NS, Pair
 from instrument.device.resolver import ROW_NS, Resolver
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
@@ -781,6 +781,16 @@ def test_a_code_that_the_bindings_do_not_know_is_an_error_like_any_other(
     fake_driver.fail(symbol, 1234)
     assert ask(driver) == 1234
     assert driver.name(1234) == "error 1234"
+
+
+def test_an_error_of_the_bindings_without_a_code_ends_device_times_as_an_unknown_error_does(
+    fake_driver: FakeDriver,
+) -> None:
+    def fail() -> tuple[int]:
+        raise ValueError("not a valid CUresult")
+
+    assert CudaDriver()._call_driver(fail) == (UNKNOWN, None)
+    assert UNKNOWN in FATAL
 
 
 def test_a_stream_of_another_context_drops_the_time(bench: Bench) -> None:

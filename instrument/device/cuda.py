@@ -37,7 +37,7 @@ UNKNOWN = 999
 NO_CONTEXT = 201
 BAD_HANDLE = 400
 LEGACY, PER_THREAD = 1, 2
-"""The other handles of the legacy default stream, and of the calling thread's own default stream."""
+"""CUDA's constant handles of the legacy default stream, and of the calling thread's own default stream."""
 
 CAPTURE_ERRORS = frozenset(range(900, 909))
 """The driver's errors about a capture. The device still works afterwards."""
@@ -325,7 +325,7 @@ Current = Callable[..., "Stream | None"]
 The result is None until the framework uses a device.
 """
 
-UNKNOWN = -1
+UNREPORTED = -1
 """The handle in place of that of a stream that its framework has not reported yet."""
 
 COPIES = ("host_to_device", "device_to_host", "device_to_device")
@@ -371,7 +371,7 @@ def find_current_of_numba(device: Callable[[], int], used: Callable[[], int | No
 
     def current(_: int | None = None) -> Stream | None:
         index, stream = device(), used()
-        return None if index < 0 else (index, UNKNOWN if stream is None else stream)
+        return None if index < 0 else (index, UNREPORTED if stream is None else stream)
 
     return current
 

@@ -1,8 +1,7 @@
 """Defines pairs of events that time spans on a device, and the contexts that own the pairs.
 
-`Placing` converts the times of pairs to the host's clock by anchors: events whose time is known on both clocks. A
-converted time has an uncertainty, but the order of events on a stream is certain. `Placing` corrects times that
-contradict this order. So intervals nest in a trace as on the device.
+`Placing` converts the times of pairs to the host's clock. The time of an event has an uncertainty, but the order of
+events on a stream is certain. `Placing` uses both, so that intervals nest in a trace as on the device.
 """
 
 from __future__ import annotations
@@ -161,12 +160,12 @@ class Context:
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.floors: dict[int, tuple[int, int, int]] = {}
-        """The times, by stream, of the last begin, of the last end's record on the host, and of the last end."""
+        """The host times, by stream, of the last begin, of the record of the last end's event, and of the last end."""
         self.numbers: dict[int, int] = {}
         """The numbers of streams by handle."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
-        """The host time in ns, by stream, of the last poll at which the oldest end in flight had not happened yet."""
+        """The host time in ns, by stream, of the last poll before the oldest end in flight happens."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
         """The time in ns of the next try for an anchor on a busy device, and the pause in ns before that try."""
         self.next_watch_ns = 0
@@ -223,14 +222,13 @@ class Context:
 
 
 STALE_NS = 10**6
-"""The uncertainty in ns above which an interval is `stale`, if it is also more than a tenth of the length."""
+"""An interval is `stale` if its uncertainty exceeds this many ns and a tenth of its length."""
 
 LAUNCH_NS = 20_000
 """The maximum ns from a span's end to the end of a launch-bound interval. A launch takes 3 to 10 us."""
 
 SHORT = 20
-"""The multiple of an empty interval's length below which an interval is launch-bound. Events take 5 % of this
-length."""
+"""An interval is launch-bound if it is shorter than this many empty intervals. The events take 5 % of this length."""
 
 RECENT = 256
 """The number of newest intervals per stream that are compared with other streams' intervals."""

@@ -83,7 +83,7 @@ Reading the list of a GPU's processes took 4.5 ms. Doing so every 25 ms delayed 
 """
 
 SHORTEST_NS = 100 * 10**6
-"""The minimum ns between a reading and the last one at the session's end. Shares and rates need such a time."""
+"""The minimum ns between the last two readings of a session. Shares and rates need such a time."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 

@@ -2,7 +2,7 @@
 
 A span that asks for device time records an event on the current stream at its begin and at its end. The resolver, a
 thread of ours, polls for these events, and adds the interval between them to the tally. The interval includes all work
-of the stream between the two events. `instrument.recording.slot_ring.LABELS` explains its label.
+of the stream between the two events.
 
 Nothing is recorded on a stream that is captured into a graph. After an error of the driver, the device time of one span
 is lost and counted. After a fatal error, that device is no longer timed.
@@ -88,7 +88,7 @@ class Timer:
 
     def _begin_at(self, place: Stream, span_id: int) -> Pair | Untimed | None:
         device, stream = place
-        if stream == cuda.UNKNOWN:
+        if stream == cuda.UNREPORTED:
             self.resolver.counts[NO_STREAM_YET] += 1
             return Untimed(self, (device, 0), "dropped", self._now())
         context = self._contexts.get(device)
