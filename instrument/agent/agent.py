@@ -33,7 +33,8 @@ class Questions:
         self._loop = loop
         self._runs = runs
         self._questions: dict[int, tuple[Connection, set[Process]]] = {}
-        """The connection of the command that asks, and the processes that have not answered, by number."""
+        """The unanswered requests of commands, by number: the command's connection, and the processes that have not
+        answered."""
         self._numbers = 0
 
     def forget_asker(self, asker: Connection) -> None:

@@ -1,4 +1,4 @@
-"""The captures of ended processes: recordings saved as files, with the cause of the end and the open spans.
+"""The captures of ended processes: recordings saved as files, with the open spans and the cause of the end.
 
 Captures are made by a command, or by a child process of the agent. The agent itself never imports the code that reads
 recordings.

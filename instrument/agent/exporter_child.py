@@ -143,7 +143,7 @@ class GaugeThread:
         self._watched: dict[int, _WatchedProcess] = {}
         self._busy_at = math.inf
         self._reports: dict[int, Mapping[str, Any]] = {}
-        """The last report on each process, by number, without the sentence on a hanging driver."""
+        """The last report on each process's gauges, by number, without a note on a hanging driver."""
         self._silences: Counter[int] = Counter()
         self._silent: set[int] = set()
         """The processes that were sent a note about the current hang of a driver."""

@@ -57,8 +57,8 @@ NONE_JOINED_S = 10.0
 
 
 ABANDONED_S = 60.0
-"""Seconds after which an agent without a run removes its predecessor's files for reports of runs that have not joined
-again."""
+"""Seconds after which an agent without a run of its own removes an earlier agent's report files. It keeps those of runs
+whose processes have joined again."""
 
 
 class Runs:
@@ -89,7 +89,7 @@ class Runs:
         self._saves = Saves(self._jobs, folder, self.note_saved)
         self.exports = Exports(loop.selector, folder, self._exports_changed, self.write_to_runs, self._send_message)
         self._takes_over = bool(processes.noted_processes(folder)[0])
-        """True if processes live that joined an earlier agent."""
+        """True if processes that joined an earlier agent are still alive."""
         self._connections = ConnectionWatch(
             loop, self._send_message, lambda: (process for run in self for process in run.living_processes())
         )

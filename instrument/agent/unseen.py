@@ -203,7 +203,8 @@ FIRST_CHECK_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Seconds until the first check of a process's connections, and maximum seconds between two checks."""
 
 AGE_DIVISOR, COST_FACTOR = 4, 100
-"""The pause between two checks of a process is a fourth of its age plus 100 times the duration of the last check."""
+"""The pause between two checks of a process is a fourth of the process's age plus 100 times the duration of the last
+check."""
 
 
 @dataclass(eq=False)

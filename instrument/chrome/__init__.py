@@ -5,7 +5,8 @@ To write a file, `lanes` assigns slices to lanes and selects arrows, and `writin
 `reading` uses all three. `track_events` writes the same slices in Perfetto's own format.
 
 Viewers need only the events. All other facts are under the top-level key `instrument`, which viewers ignore. From these
-facts, `load` restores the trace that `dump` wrote, exact to the nanosecond. Only unusual values of attributes change.
+facts, `load` restores the trace that `dump` wrote, exact to the nanosecond. An attribute value without a JSON form
+becomes text.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The lowest time in microseconds that counts from 1970, and the maximum number of slices at time 0 that wait for such
-a time."""
+"""The lowest time in microseconds that is taken for a time since 1970. Up to `MOST_AT_ZERO` slices at time 0 are kept
+back, because such a time makes them invalid."""
 
 
 class _Facts(NamedTuple):
@@ -277,7 +277,7 @@ class Rows(NamedTuple):
     around: Int32s
     clipped: Bools
     strays: int
-    """The number of ends without a begin."""
+    """The number of end events without a begin event."""
 
 
 class ForeignSlices:

@@ -26,7 +26,7 @@ class Meaning(NamedTuple):
 
 
 _PART = Meaning("phase", (("phase", False),))
-"""The meaning of an event for a part of an operator, which is not a phase of training."""
+"""The meaning of events for parts of an operator. These parts are no phases of training."""
 
 _MEANINGS: Mapping[str, Meaning] = {
     "Backward": Meaning("phase", (("phase", "backward"),)),

@@ -22,10 +22,10 @@ from instrument.proposal.observation import Observation, all_patterns, await_rep
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
-"""The seconds that the command has to end after SIGTERM. After them it is killed."""
+"""Seconds after SIGTERM after which a command that still runs is killed."""
 
 OTHERS_S = 5.0
-"""The seconds that the command's other processes have after its end to report their observations."""
+"""Seconds to wait, after the command's end, for observations from its other processes."""
 
 OBSERVING = """\
 service: init

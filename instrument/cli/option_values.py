@@ -26,7 +26,7 @@ def read_count(text: str) -> int:
 
 
 ALL = 0
-"""The value of an option that means all rows."""
+"""The value of an option for all rows."""
 
 
 def count_or_all(text: str) -> int:

@@ -177,7 +177,7 @@ def _refuse_missing_grpc(profile: Profile) -> None:
 
 
 AGENT_WAIT_S = 5.0
-"""The seconds that the agent has to write its last output after the service has ended."""
+"""Seconds to wait, after the service's end, for the agent's last output."""
 
 AGENTS = 10
 """The maximum number of agents that a run starts one after another."""

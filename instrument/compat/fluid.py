@@ -39,7 +39,7 @@ class _Run:
     tracer_option: str
     since_ns: int
     counts_all: bool
-    """True if the session began with this run, so that its tally counts exactly the calls of the run."""
+    """True while the session's tally counts exactly the calls since `since_ns`."""
     torch: TorchProfiler | None
 
 

@@ -1,4 +1,4 @@
-"""Record the calls of entry points, by which a service uses machine learning frameworks, such as Keras's `predict`.
+"""Record the calls of the entry points of machine learning frameworks, such as Keras's `predict`.
 
 A method is replaced in the class that defines it, after the import of its module. An entry point that returns before
 its work is done, such as ONNX Runtime's `run_async`, has only the call in its span.
@@ -107,8 +107,8 @@ ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
         True,
     ),
 }
-"""The entry points of each framework, the function that describes the object of a call, and a flag. The flag is True if
-all objects of a class share one description."""
+"""The entry points of each framework, and the function that describes an object. The last item is True if all objects
+of a class share one description."""
 
 OBSERVERS: Mapping[str, str] = {"jax": "JaxFunctions", "keras": "KerasLayers", "sklearn": "SklearnEstimators"}
 """The class in `jax_keras_sklearn` that instruments a framework beyond its `ENTRIES`."""
@@ -249,7 +249,7 @@ class Frameworks(Instrumentor):
     ) -> None:
         super().__init__(rules, recorder)
         self.observers: list[Observer] = []
-        """The instrumentors of the single frameworks, in the order of the profile."""
+        """The instrumentors in the order of the profile, one per framework."""
         for rule in rules:
             if rule.name in ENTRIES:
                 self.observers.append(Entries(rule, recorder))

@@ -354,7 +354,7 @@ SKLEARN_METHODS = ("predict", "predict_proba", "decision_function", "transform")
 
 SKLEARN_BASE = ("sklearn.base", "BaseEstimator")
 SKLEARN_WRAPPING = "_SetOutputMixin"
-"""The class of scikit-learn that wraps `transform` in new subclasses. Its `__init_subclass__` runs last."""
+"""The class of scikit-learn that wraps `transform` in new subclasses."""
 
 
 class SklearnEstimators(Observer):

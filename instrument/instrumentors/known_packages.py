@@ -1,4 +1,4 @@
-"""List the packages that each key of a profile concerns.
+"""List the packages that the rules under each key of a profile can instrument.
 
 The rules under one key of a profile are a family. The code for a family is loaded when the service imports one of its
 packages.
@@ -35,7 +35,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 """The import names of known packages, by role.
 
 `web` frameworks give requests routes, `unrouted` ones do not. A `server` runs apps of other packages, and an `engine`
-is a whole model server. Requests of `unmet` servers and jobs of `queue` packages are not recorded.
+is a whole model server. Servers in `unmet` and job queues in `queue` are not recorded.
 """
 
 

@@ -63,7 +63,7 @@ SUBCLASSES = "+"
 """The suffix of a pattern that also selects a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The maximum number of objects that are searched for a function inside a decorator's object."""
+"""The maximum number of objects to examine in the search for the function inside a decorator's object."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Find the CUDA devices on which a call works, so that its device time is measured there.
 
-A layer works on the devices of its parameters. For another call, a torch model is searched for in the method's object,
-the arguments, and the names in the function's code. Without a model, the devices of tensor arguments count, and without
-these the current device.
+A layer works on the devices of its parameters. Any other call works on the devices of a torch model. The model is
+searched for in the method's object, the arguments, and the names in the function's code. Without a model, the devices
+of tensor arguments count. Without these, the current device counts.
 
 Calls are examined only while device time is recorded, and if torch uses CUDA and has several devices.
 """
@@ -34,7 +34,7 @@ KEPT = 1024
 """The maximum number of objects whose devices are cached. At the limit the cache is emptied."""
 
 SELDOM = 1024
-"""The maximum number of calls between two searches of an object without a model. It doubles from 1 with each search."""
+"""The number of calls between two searches of an object without a model doubles from 1 up to this maximum."""
 
 ITEMS = 64
 """The maximum number of items to examine in a container among a call's arguments."""

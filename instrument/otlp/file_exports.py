@@ -1,5 +1,5 @@
-"""Writes requests of running processes into files: settled requests into Parquet files, and those that tail sampling
-keeps into recordings.
+"""Writes requests of running processes into files: all settled requests into Parquet files, and the kept requests into
+recordings.
 
 Parquet files are written on this machine and closed after a while. For an object store, a thread uploads the closed
 files. If this exporter is killed, the next exporter counts the rows in unfinished files as lost.

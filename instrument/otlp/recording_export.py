@@ -442,7 +442,7 @@ class _Reading:
         self.interruptions = Interruptions()
         self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self.facts.resource)
         self.derived = replace(self.source, counts=Counter())
-        """The source of spans that are made from this process's rows, namely of stages."""
+        """The source of the spans of stages, which are made from this process's rows."""
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source, progress.fates, sends)
 
     def change(self, facts: ExportFacts) -> None:

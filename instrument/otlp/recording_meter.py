@@ -45,13 +45,13 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""The time in ns until the next snapshot if the last snapshot lacks spans that had ended before its request."""
+"""The time in ns until the next snapshot if the last one lacks spans that had ended when it was requested."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """The age in ns above which a gauge's sample is left out of a scrape."""
 
 RELEASE_S = 0.5
-"""The maximum number of seconds to wait for a running request of metrics before another exporter may continue."""
+"""The maximum number of seconds to wait for the answer to sent metrics before another exporter may continue."""
 
 
 GROUPS: dict[tuple[str, str], set[str]] = {}

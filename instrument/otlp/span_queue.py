@@ -1,4 +1,4 @@
-"""Queues packed requests for a collector, and counts how many of their spans are delivered or lost."""
+"""Queues packed export requests for a collector, and counts how many of their spans are delivered or lost."""
 
 from __future__ import annotations
 

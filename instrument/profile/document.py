@@ -477,7 +477,8 @@ def whole_number(least: int) -> Read:
 
 
 SMALL = 1024
-"""The number from which a message suggests bytes for a number without a unit. Below, it suggests the example's unit."""
+"""From this number on, a message about a number without a unit suggests bytes. Below, it suggests the example's
+unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")

@@ -42,10 +42,10 @@ DISTINCT = 0.8
 """The minimum share of distinct values with which an argument may be a key of requests."""
 
 SHARED = 0.5
-"""The minimum share of an argument's values that must be keys of requests for a rule outside of requests."""
+"""An argument outside of requests gets a rule only if at least this share of its values are keys of requests."""
 
 LEAST_BATCH = 0.05
-"""The minimum share of the work outside of requests that a function with batches must take to get a rule."""
+"""A function with batches gets a rule only with at least this share of the work outside of requests."""
 
 PASSED = 0.95
 """A function may name the requests only if it has at least this share of the most called candidate's calls."""

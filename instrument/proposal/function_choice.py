@@ -47,8 +47,8 @@ LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 doubles for a function with a leading underscore."""
 
 LEAST_SPLIT = 0.1
-"""The minimum share of the time of requests or units of work with which a function gets a rule because its callees
-divide its time."""
+"""A function whose callees divide its time gets a rule only with at least this share of the time of requests or units
+of work."""
 
 LEAST_PART = 0.02
 """The minimum share of a callee in its caller's time to count as dividing that time."""
@@ -63,7 +63,7 @@ REPEATED = 3
 """The minimum number of calls per process with which a function counts as repeated."""
 
 LOADING_NS = 50_000_000
-"""The minimum total time in ns per process of a loading function that gets a rule."""
+"""The minimum total time in ns per process with which a loading function gets a rule."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
 """A function with at least the first share of its request's time, and less self time than the second, gets no rule. Its

@@ -92,7 +92,7 @@ ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an o
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
 
 CHECKSUM_CHARACTERS = 4096
-"""The number of characters at each end of a long key that its checksum covers, to limit its time."""
+"""The number of characters at each end of a long key from which its checksum is computed."""
 
 
 Complain = Callable[..., None]

@@ -1,6 +1,6 @@
 """The core of the recorder: the C module or, if that is missing, a substitute that records nothing.
 
-Functions that are not on the hot path are in Python: to mute sites, and to read rows and totals.
+Functions off the hot path, which mute sites or read rows and totals, are in Python.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ it mutes sites with many short calls. The calls of a muted site are counted but 
 once the budget has room.
 
 If merely counting calls exceeds the budget, the governor detaches the site's probe, and calls go to the bare function.
-Requests and steps of a schedule are never muted.
+Requests and steps are never muted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ LAST_WAIT_NS = 3600 * 10**9
 """The first and the longest wait in ns before a detached probe is tried again. Each failed trial doubles the wait."""
 
 WAIT_MULTIPLE = 10
-"""The multiple of a site's last wait, after its return, within which a new muting or detaching doubles the wait."""
+"""A site that is muted or detached again soon after its return waits twice as long. Soon means within this multiple of
+its last wait."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
 """A function that detaches a site's probe. It returns the function that undoes this, None on failure."""

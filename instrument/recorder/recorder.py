@@ -148,7 +148,7 @@ class Recorder(Readback):
         self._memory_of: tuple[str, int] | None = None  # the directory, and the process that has a file there
         self._memory_bytes = self._disk_bytes = 0
         self.facts: Mapping[str, Any] = {}
-        """The facts of the last session in the memory."""
+        """The facts of the last session, as written into the memory."""
         self.session_ns = 0
         self._is_off = False
 

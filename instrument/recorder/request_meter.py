@@ -97,7 +97,7 @@ class Meter:
         self._start_ns = start_ns
         self._histograms = Histograms()
         self._met: dict[str, Counter[int]] = {}
-        """The counts of the counted requests per bucket, by name."""
+        """The number of counted requests per histogram bucket, by span name."""
         self._endpoints: dict[Labels, None] = {}
         self._active: dict[Labels, int] = {}
         self._asked_for: set[str] = set()

@@ -23,7 +23,7 @@ _WAIT_LINE = "%020d\n"
 """The format of a board's first line: the monotonic time in ns of the last wait for a collector that did not answer."""
 
 RECORDED = "recorded"
-"""The mark that a process of the run has recorded calls. That process reports the calls itself."""
+"""The mark on the board if a process of the run has recorded calls. That process reports the calls itself."""
 
 
 def make_board() -> Callable[[], None]:

@@ -51,8 +51,8 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests, each with the counter of losses to which a killed exporter's count is
-added."""
+"""The counters of undecided spans and requests, each with a counter of losses. If the exporter is killed, undecided
+ones count as these losses."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric data points that a collector did not accept."""

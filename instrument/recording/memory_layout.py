@@ -335,8 +335,7 @@ INTERVAL_SHARE = 8
 MOST_SAMPLES = 131_072
 """The maximum number of gauge readings in a recording. With one GPU, they cover an hour in 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
-"""The number of slots for former values of the service's own metrics, which form a ring, and the number of slots for
-their newest values."""
+"""The number of slots for the service's own metrics: for the ring of former values, and for the newest values."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """Bytes of the checkpoint of spans, at the end of a recording. Only its exporter writes it, see
 `instrument.recording.export_checkpoint`."""

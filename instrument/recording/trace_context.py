@@ -1,7 +1,6 @@
 """References from our spans to spans of other tracers, which called our spans or are linked to them.
 
-A recording has each reference as text. Traces are sampled by their ids, and `tracestate` has the sampling ratio (W3C
-Trace Context).
+A recording has each reference as text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The comparison of recordings before and after a change: the effect of the code, separated from that of the load.
 
 For each call path, the comparison covers the self time without waits, and the device time of work that the calls
-launch. Only calls with like work and like load are compared. Work is measured by the size of the batch around a call
-and by attributes that give a size (see `SIZE`). Load is the number of requests in flight when the call begins. The
+launch. Only calls with similar work and similar load are compared. Work is measured by the size of the batch around a
+call and by attributes that give a size (see `SIZE`). Load is the number of requests in flight when the call begins. The
 difference that remains is the effect of the code (see `instrument.report.effects`). If nothing has changed, the
 probability of any wrong verdict is at most `FAMILY`.
 
@@ -64,7 +64,7 @@ NOTEWORTHY = 0.05
 """The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The minimum share of the time in like calls with which the report states whether the load caused a change."""
+"""The least share of the time in similar calls with which the report states whether the load caused a change."""
 
 CLEAR = 1.0
 """The largest `detectable_ratio` with which a call path may count as unchanged."""

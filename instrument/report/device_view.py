@@ -39,7 +39,7 @@ NAME_WIDTH = 20
 WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
-"""The printed unit of a gauge's unit, and its size in the gauge's unit. Other units are not converted."""
+"""The printed unit for each unit of a gauge, with the factor between the two. Other units are not converted."""
 
 _LABELS = dict.fromkeys(
     ("cores", "process_cpu", "process_memory", "process_memory_peak", "cpu_wait", "memory_pressure"), "CPU(Process)"

@@ -25,7 +25,7 @@ from instrument.trace.indices import number_combinations, rank_distinct
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The minimum number of like calls in each sample to compare blocks of calls. Smaller blocks would be correlated."""
+"""The minimum number of similar calls in each sample to compare blocks of calls. Smaller blocks would be correlated."""
 
 LEAST_OF_STRATUM = 5
 """The minimum number of calls that a stratum must have in each sample to be used."""

@@ -1,9 +1,8 @@
 """The explanation of a slow request or window: the causes of its excess (the time that similar requests do not need).
 
-Requests are similar if they have the same endpoint and need similar amounts of work. Amounts of work are the number of
-engine steps, the weight in batches, and attributes that name a size, such as tokens. The typical time is the mean over
-the middle half of up to `NEAREST` similar requests, sorted by wall time. A cause accounts for its time beyond its own
-typical time. Any excess beyond all causes is unexplained.
+Requests are similar if they have the same endpoint and similar work: engine steps, weight in batches, and sizes among
+their attributes. The typical time is the mean over the middle half of up to `NEAREST` similar requests, sorted by wall
+time. A cause accounts for the time that it took beyond its typical time. Any excess beyond all causes is unexplained.
 
 For a window, the mean of its requests is explained.
 
@@ -58,8 +57,7 @@ MORE_STEPS = "more steps"
 """The text in place of a cause's call path if the request had more engine steps than typical ones."""
 
 NEARLY = 0.75
-"""The minimum share of a slowdown that waits for a processor or for memory must explain to count as the cause of all of
-it."""
+"""The least share of a slowdown with which waits for a processor or for memory count as its whole cause."""
 
 NOTABLE = 0.01
 """The minimum share of the excess that a cause needs for a row in the table of causes."""

@@ -50,7 +50,7 @@ SLOW = 1.2
 """The minimum ratio of p99 to p50 for a headline."""
 
 FULL = 0.8
-"""The minimum mean size of full batches, as a share of the largest size."""
+"""Batches count as full if their mean size is at least this share of the largest size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,16 +39,16 @@ from instrument.trace.layout import KernelColumns
 from instrument.trace.self_times import find_innermost
 
 UNKNOWN = "(not known)"
-"""The place of an event whose launching call is not in the file."""
+"""The text in place of a span if the launching call of an event is not in the file."""
 
 NOWHERE = "(no span was open)"
-"""The place of an event outside of all spans of its thread."""
+"""The text in place of a span if no span of the thread was open."""
 
 SHARED = "(several tasks were open)"
-"""The place of an event while several tasks of its thread had open spans."""
+"""The text in place of a span if several tasks of the thread had open spans."""
 
 UNKNOWN_NUMBER = 0
-"""The index of `UNKNOWN` among the names of places."""
+"""The number of `UNKNOWN` in `NumberedPlaces`."""
 
 
 class NumberedPlaces(NamedTuple):

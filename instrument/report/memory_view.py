@@ -47,7 +47,7 @@ class PlaceMemory:
 
 
 BEFORE = "(before it began)"
-"""The place of a peak that was reached before the record began."""
+"""The text in place of a span if the peak was reached before the record began."""
 
 PEAK_OF: Mapping[str, str] = {
     "process_memory": "process_memory_peak",

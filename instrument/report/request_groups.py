@@ -1,4 +1,4 @@
-"""Join the requests of a recording with the batches that served them, group them, and find similar ones.
+"""Join the requests of a recording with their batches, group the requests, and find similar requests.
 
 `instrument.trace.ledger` divides the time of a shared batch among its requests by their weights.
 """

@@ -40,10 +40,10 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, list_moments
 
 FEW = 40
-"""The maximum number of turns of a request for which each turn has its own line."""
+"""The maximum number of a request's waits and batches for which each has its own line."""
 
 SMALL = 200
-"""A turn of a long list has its own line if it is longer than the request's wall time divided by this number."""
+"""In a long list, a part other than a batch or stall has its own line if it exceeds 1/`SMALL` of the wall time."""
 
 OUTSTANDING = 4
 """A batch of a long list has its own line if it takes this many times as long as the median batch of its name."""

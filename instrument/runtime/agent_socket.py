@@ -35,8 +35,8 @@ SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
 UNSEEN_SUFFIX = ".unseen"
-"""The suffix that makes the socket's name that of a file, with notes on unrecorded processes. `sitecustomize` has a
-copy."""
+"""The suffix that is added to the socket's path for the file with notes on unrecorded processes. `sitecustomize` has a
+copy of the suffix."""
 
 ADDRESS_BYTES = 107
 """The maximum length in bytes of a Unix socket's path."""

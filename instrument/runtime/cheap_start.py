@@ -1,4 +1,4 @@
-"""Substitutes for modules, patterns and dataclasses that keep the start of a process short.
+"""Cheap substitutes for modules, patterns and dataclasses. They keep the start of a process short.
 
 A substitute does its costly part only at first use.
 """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Undo = Callable[[], None]
 
 STACK_WORDS = 40_000
-"""The stack size in words of a loader's frame, for which CPython maps 512 KiB at once for all frames of an import.
+"""The stack size in words that a loader's frame declares, so that CPython maps 512 KiB at once for a whole import.
 
 Otherwise the import of pydantic maps and unmaps 16 KiB 1,200 times.
 """

@@ -108,7 +108,7 @@ class Exporting:
         recorded = self._recorded
         self._exporter, self.handover = recorded.exporter, recorded.handover
         self.lock = SessionLock()
-        """The lock that guards the reader of the recording and the profile in force."""
+        """The lock that guards the profile in force, and the reader of the recording."""
         self._scraped_here: metrics_queue.Metered | None = None
         """The metrics that the last scrape returned for this process alone."""
         self._scraped: dict[bool, str] = {}

@@ -1,7 +1,7 @@
 """The reload of a running session's profile, requested by the service's code, by the agent, or by a change of the file.
 
-Each loaded profile has a number, its generation. If the profile sets `control.watch`, the thread checks the profile's
-file for changes every `FILE_CHECK_S`.
+Each loaded profile has a number, its generation. If the profile sets `control.watch`, the control thread checks the
+profile's file for changes every `FILE_CHECK_S`.
 """
 
 from __future__ import annotations

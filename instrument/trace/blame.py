@@ -281,7 +281,8 @@ UNEVEN = 1.2
 """The ratio of padded to real weight above which a step is uneven. Only uneven steps show whether an engine pads."""
 
 PADS = 0.7
-"""An engine pads if the padded fit's error over uneven steps is below this fraction of the real fit's error."""
+"""Uneven steps are fitted by padded and by real weight. An engine pads if the first error is below this fraction of the
+second."""
 
 HEAVY = 4.0
 """The multiple of the usual weight above which a member of a step is heavy. The usual weight is the median of the

@@ -1,7 +1,7 @@
 """Joins each span to the request that it serves, by keys, across threads, tasks and processes.
 
-A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. A span outside
-of the tree with such a key serves that request, as do the spans below that span. A batch may serve several requests.
+A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. A span with such
+a key outside of the tree serves that request, as do the spans below that span. A batch may serve several requests.
 
 If several requests in succession use the same key, a span with the key serves the request that began last before it. A
 request within the time of another request with the same key is a part of the other request.

@@ -1,8 +1,8 @@
 """Merges saved recordings into one recording on a common clock, with unique ids and each span once.
 
-Spans are renumbered in the order of their start times. Sites with the same key become one. Threads, streams and devices
-of different processes stay distinct, except devices with the same UUID. If several files have the same span, the
-longest version is kept.
+Spans are renumbered in the order of their start times. Equal sites become one. Threads, streams and devices of
+different processes stay distinct, except devices with the same UUID. If several files have the same span, the longest
+version is kept.
 
 `fold_recordings` makes one recording of processes that have ended, with all totals and the newest spans.
 """

@@ -1,6 +1,6 @@
 """Merges the facts of several saved recordings, such as tallies, losses, notes, costs and gauges.
 
-The threads, streams and devices of merged processes get distinct numbers, and sites with the same key become one.
+The threads, streams and devices of merged processes get distinct numbers, and equal sites become one.
 """
 
 from __future__ import annotations

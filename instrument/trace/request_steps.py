@@ -108,7 +108,7 @@ class StepKinds:
         self._alike, self._unlike = set[tuple[str, str]](), set[tuple[str, str]]()
         self._spent_ns, self._weighed = Counter[str](), set[str]()
         self.least = dict[str, int]()
-        """The smallest weight in any batch of a name, by name, for batches with weights."""
+        """The smallest weight in any batch with weights, by the batch's name."""
 
     def learn(self, parts: Parts) -> None:
         names, series, per_name = parts.names, parts.series, parts.named
@@ -169,7 +169,7 @@ APART = 8
 """The minimum ratio of the weight of a batch with a prompt to the weight of the lightest batch."""
 
 LEAST_CHUNKS = 2
-"""The number of chunks above which batches of equal weight and a lighter last one count as one prompt."""
+"""Batches of equal weight with a lighter last one are the chunks of one prompt if there are more than this many."""
 
 CLEARLY = 2
 """The ratio of two batches' weights above which one batch is clearly heavier than the other."""

@@ -4,7 +4,7 @@ A self time is the part of a span's time in which no child ran on the same threa
 coroutines counts for the innermost coroutine only.
 
 The innermost span is found per thread, and per task if several tasks alternate on the thread. If intervals overlap,
-each instant is assigned to one of them (a turn).
+each instant is assigned to one of them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ class Clock(NamedTuple):
     least_ns: int
     width: int
     distinct_ns: Int64s | None
-    """The sorted distinct times, if the number of a time is its index among them, else None."""
+    """The sorted distinct times, in which the number of a time is its index. None if the number is the distance from
+    `least_ns`."""
 
     @classmethod
     def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:

@@ -41,7 +41,7 @@ FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
 """The names of the two stages of a request that generates no tokens."""
 
 STALLED_BY = "instrument.stalled_by"
-"""The attribute of a stall that names the batches of other requests which took most of it."""
+"""The attribute of a stall with the name of the batches that took most of it."""
 
 STEPS = "instrument.decode.steps"
 """The attribute of a decode span for its number of steps. A step makes one or more tokens."""

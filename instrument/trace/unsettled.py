@@ -140,7 +140,7 @@ class UnsettledRows:
         self.passed = 0
         """The number of rows that were dropped because no decision kept them."""
         self.early: set[int] = set()
-        """The roots of requests that waited for the usual time of their endpoint."""
+        """The roots of requests whose decision waits until the usual time of their endpoint is known."""
         self.has_keys = False
         self.lingers = False
         """True if undecided rows are waiting."""

@@ -138,7 +138,8 @@ class Exchanges:
         self.jobs: dict[tuple[str, str, str], Site] = {}
         """The sites of jobs, by queue system, task and queue."""
         self.next: Exchanges | None = None
-        """The settings of the rule that has replaced this one. Apps that a server still holds use them."""
+        """The settings that have replaced these at a reload. Apps that a server keeps from before the reload use the
+        new settings."""
 
     def get_arrivals(self, protocol: str, *reads: Any) -> Arrivals:
         """Return the `Arrivals` of a protocol, which all apps share. `reads` are functions that read a request."""

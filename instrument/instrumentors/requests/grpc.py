@@ -36,8 +36,8 @@ SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INT
 """The statuses that are errors of the server. A span with any other status has no error."""
 
 DEADLINE_SLACK_S = 0.05
-"""Seconds to a call's deadline under which a cancelled call counts as timed out. The clocks of client and server may
-differ."""
+"""A call that is cancelled within this many seconds of its deadline counts as timed out. The clocks of client and
+server may differ."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"

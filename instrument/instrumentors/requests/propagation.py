@@ -3,7 +3,7 @@
 The caller's span is read by W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
 
 During a request, OpenTelemetry's `trace.get_current_span()` returns the current span of `instrument`, unless
-OpenTelemetry has an open span. So clients that OpenTelemetry instruments pass on that span.
+OpenTelemetry has an open span. So clients that OpenTelemetry instruments continue the trace.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ KINDS: Mapping[str, tuple[str, Any]] = {
     **{name: (name, model_servers) for name in ("litserve", "mosec", "bentoml")},
     **{name: (name, queue_jobs) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
-"""The kind of server of a package or module, and the adapter with this kind in its `SEAMS`."""
+"""The kind of server for each package or module, with the adapter that has this kind in its `SEAMS`."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.ASYNCIO: blocked.attach_asyncio,
