@@ -341,24 +341,24 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (319, 4),
-    "agent": (4_384, 15),
-    "chrome": (3_239, 9),
+    "agent": (4_386, 15),
+    "chrome": (3_240, 9),
     "cli": (2_975, 16),
     "compat": (1_170, 6),
-    "device": (3_577, 11),
+    "device": (3_575, 11),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (12_370, 40),
+    "instrumentors": (12_372, 40),
     "native": (9_144, 26),
     "otlp": (5_298, 17),
-    "profile": (2_625, 8),
+    "profile": (2_626, 8),
     "proposal": (1_259, 4),
-    "recorder": (2_536, 10),
-    "recording": (4_112, 15),
-    "report": (13_496, 37),
+    "recorder": (2_537, 10),
+    "recording": (4_110, 15),
+    "report": (13_494, 37),
     "runtime": (2_800, 13),
     "sessions": (6_344, 19),
-    "trace": (10_326, 29),
+    "trace": (10_328, 29),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
