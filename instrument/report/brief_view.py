@@ -190,9 +190,6 @@ def _limit_rows(rows: int, options: Options) -> Options:
     return replace(options, rows=min(options.rows or rows, rows))
 
 
-# The text.
-
-
 class WorkRow(NamedTuple):
     """A row of the table: at `depth` 0 an endpoint or a loop, at `depth` 1 one of its parts."""
 

@@ -19,8 +19,8 @@ from instrument.report.request_groups import joined_requests, request_turns, siz
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
 from instrument.trace.blame import Floats, StepCosts, compute_step_costs, name_request, select_loads
-from instrument.trace.columns import Int64s
-from instrument.trace.indices import NONE, Members, mask_of, nearest
+from instrument.trace.columns import Bools, Int64s
+from instrument.trace.indices import NONE, Members, mask_of, nearest, number_combinations
 from instrument.trace.intervals import union, union_by_group
 from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, phase_of, waits_for_lock
@@ -93,9 +93,9 @@ class CauseTimes:
         self.trace, self.joined = trace, joined = recording.columns, recording.once(joined_requests)
         self.facts = recording.trace
         self.costs = recording.once(_recorded_step_costs)
-        turns = recording.once(request_turns)
-        self.names = (*turns.names, UNKNOWN_REST)
-        self._turns = {place: self._fill_gaps(turns, place) for place in places.tolist()}
+        part_names, *columns = recording.once(request_turns)
+        self.names, all_turns = (*part_names, UNKNOWN_REST), np.array(columns)
+        self._turns = {place: self._fill_gaps(all_turns, place) for place in places.tolist()}
         self._process_of = {
             thread: number for number, process in enumerate(self.facts.processes) for thread in process.threads
         }
@@ -112,9 +112,12 @@ class CauseTimes:
         ]
         self._reach = np.maximum.accumulate(self.costs.end_ns) if len(self.costs.rows) else self.costs.end_ns
         self._rows_of_requests = np.bincount(joined.of[joined.of != NONE], minlength=len(joined.rows))
+        self._is_first_call = np.zeros(len(trace), dtype=np.bool_)
+        if self.knows_first_calls:
+            order = np.argsort(trace.start_ns, kind="stable")
+            self._is_first_call[order[number_combinations(trace.site[order])[1]]] = True
         self._separate_causes()
         self._own_rows = Members(self._requests_of_own_work(), len(joined.rows))
-        self.first_rows = frozenset(self._rows_of_first_calls().tolist())
 
     def _number_processes(self, threads: Int64s) -> Int64s:
         if not self._process_of:
@@ -124,28 +127,17 @@ class CauseTimes:
     def _processes_of_rows(self, rows: Int64s) -> Int64s:
         return self._number_processes(self.trace.thread_id[rows])
 
-    def _fill_gaps(self, turns: Turns, place: int) -> Turns:
+    def _fill_gaps(self, all_turns: Int64s, place: int) -> Turns:
         """Return the turns of a request (see `Turns`), with turns of unknown time in the gaps."""
-        root = self.joined.rows[place]
-        first, last = np.searchsorted(turns.request, [place, place + 1])
-        _, _, part, row, pair, starts, lengths = turns
-        since = np.append(self.trace.start_ns[root], (starts + lengths)[first:last])
-        until = np.append(starts[first:last], self.trace.end_ns[root])
-        since, until = since[since < until], until[since < until]
-        none = np.full(len(since), NONE)
-        columns = [
-            np.append(column[first:last], more)
-            for column, more in (
-                (turns.request, np.full(len(since), place)),
-                (part, np.full(len(since), len(self.names) - 1)),
-                (row, none),
-                (pair, none),
-                (starts, since),
-                (lengths, until - since),
-            )
-        ]
-        order = np.argsort(columns[4], kind="stable")
-        return Turns(self.names, *(column[order] for column in columns))
+        first, last = np.searchsorted(all_turns[0], [place, place + 1])
+        columns, root = all_turns[:, first:last], self.joined.rows[place]
+        since = np.append(self.trace.start_ns[root], columns[4] + columns[5])
+        until = np.append(columns[4], self.trace.end_ns[root])
+        gaps = np.full((len(columns), int((since < until).sum())), NONE)
+        gaps[0], gaps[1], gaps[4] = place, len(self.names) - 1, since[since < until]
+        gaps[5] = (until - since)[since < until]
+        columns = np.concatenate([columns, gaps], axis=1)
+        return Turns(self.names, *columns[:, np.argsort(columns[4], kind="stable")])
 
     def _find_blocks(self) -> Int64s:
         """Return the rows of blocked event loops, except those that an engine step blocked."""
@@ -190,13 +182,6 @@ class CauseTimes:
         """True if the recording begins with the process and lost no row."""
         return self.facts.startup is not None and not self.facts.held_from_ns
 
-    def _rows_of_first_calls(self) -> Int64s:
-        trace = self.trace
-        if not self.knows_first_calls:
-            return np.zeros(0, dtype=np.int64)
-        order = np.argsort(trace.start_ns, kind="stable")
-        return np.asarray(order[np.unique(trace.site[order], return_index=True)[1]])
-
     def _requests_of_own_work(self) -> Int64s:
         """Return, for each row, its request if the row is a call outside of phases and steps, else `NONE`."""
         trace, joined = self.trace, self.joined
@@ -204,8 +189,6 @@ class CauseTimes:
         is_phase[joined.rows] = False
         is_own = (self.costs.step_of[:-1] == NONE) & ~trace.are_of_kind("request")
         return np.where(is_own & (nearest(trace.parent, is_phase) == NONE), joined.of, NONE)
-
-    # ------------------------------------------------------------ one request
 
     def engine_thread(self, place: int) -> int | None:
         """Return the thread whose engine steps serve a request, None if no step does."""
@@ -281,26 +264,22 @@ class CauseTimes:
         times[UNKNOWN_REST, ""] += int(trace.total_ns[root]) - sum(times.values())
         return times
 
+    def _wait_for_engine(self, turns: Turns) -> Bools:
+        """Return True for each turn between spans in which a request is queued or stalled."""
+        parts = [self.names.index(QUEUE), self.names.index(STALL)]
+        return np.asarray((turns.row == NONE) & np.isin(turns.part, parts))
+
     def _threads_of_turns(self, place: int, turns: Turns) -> Int64s:
         """Return the thread that a request waits for in each turn."""
-        trace = self.trace
-        root_thread = int(trace.thread_id[self.joined.rows[place]])
-        engine = self.engine_thread(place)
-        threads = np.where(turns.row == NONE, root_thread, trace.thread_id[turns.row])
-        for name in (QUEUE, STALL):
-            if name in self.names and engine is not None:
-                threads[(turns.part == self.names.index(name)) & (turns.row == NONE)] = engine
-        return np.asarray(threads)
+        root_thread, engine = self.trace.thread_id[self.joined.rows[place]], self.engine_thread(place)
+        threads = np.where(turns.row == NONE, root_thread, self.trace.thread_id[turns.row])
+        return threads if engine is None else np.where(self._wait_for_engine(turns), engine, threads)
 
     def _measure_blocked(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
         """Return, for each turn, the time for which a blocked event loop delayed the request, at most `most_ns`."""
         trace = self.trace
-        if not len(self.blocks):
-            return np.zeros(len(turns.part), dtype=np.int64)
         suspends = trace.are_of_sites([site.suspends for site in trace.sites])
-        waits = (turns.pair == NONE) & ((turns.row == NONE) | suspends[turns.row])
-        for name in (QUEUE, STALL):
-            waits &= (turns.part != self.names.index(name)) | (turns.row != NONE)
+        waits = (turns.pair == NONE) & ((turns.row == NONE) | suspends[turns.row]) & ~self._wait_for_engine(turns)
         loop = np.full(len(turns.part), trace.thread_id[root])
         blocked = self._blocked.length_within(loop, turns.start_ns, turns.start_ns + turns.length_ns)
         return np.where(waits, np.minimum(blocked, most_ns), 0)
@@ -330,7 +309,7 @@ class CauseTimes:
             site = trace.sites[trace.site[row]]
             cause = self._cause_of_work(site, OWN)
             row = self._outermost_lock(row) if cause == LOCK else row
-            if cause == OWN and not is_sub and row in self.first_rows:
+            if cause == OWN and not is_sub and self._is_first_call[row]:
                 times[FIRST, ""] += ns
             else:
                 times[cause, self._names_of_sites[trace.site[row]]] += ns
@@ -352,8 +331,6 @@ class CauseTimes:
         waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
         ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
         return rows, ran_ns * min(1.0, most_ns / max(float(ran_ns.sum()), 1.0))
-
-    # ------------------------------------------------------------ proofs
 
     def proofs(self, place: int, cause: str, path: str) -> list[Proof]:
         """Return the spans of a request in which a cause took the most time, up to `MOST_PROOFS` spans."""

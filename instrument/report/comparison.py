@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -304,8 +305,7 @@ class Comparison(View):
         ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Side:
+class _Side(NamedTuple):
     """The runs before or after the change. `calls` has the calls of each path."""
 
     work: Mapping[tuple[str, ...], CallSample]
@@ -325,21 +325,15 @@ def compare(before: Sequence[Recording], after: Sequence[Recording], options: Op
     ]
     level = FAMILY / max(len(paths), 1)
     changes = [_compare_path(path, sides, level) for path in paths]
-    changes.sort(
-        key=lambda change: (
-            change.verdict not in (SLOWER, FASTER),
-            -abs(change.cost_ns or 0) * (change.verdict in (SLOWER, FASTER)),
-            -change.share_ratio,
-            change.path,
-        )
-    )
-    members = [_mean_batch_size(side) for side in (before, after)]
+    changes.sort(key=lambda change: (-change.share_ratio, change.path))
+    changed = [change for change in changes if change.verdict in (SLOWER, FASTER)]
+    unchanged = [change for change in changes if change.verdict not in (SLOWER, FASTER)]
     return Comparison(
-        tuple(changes),
+        (*sorted(changed, key=lambda change: -abs(change.cost_ns or 0)), *unchanged),
         tuple(_load_changes(before, after, options)),
         tuple(_slowest_requests(before, after, options)),
-        members[0],
-        members[1],
+        _mean_batch_size(before),
+        _mean_batch_size(after),
         sides[1].requests > 0,
         _options=options,
     )
@@ -439,14 +433,13 @@ def _load_changes(before: Sequence[Recording], after: Sequence[Recording], optio
     """Return a row for each group of requests, followed by its parts that depend on load."""
     sides = _times_by_group(before, options), _times_by_group(after, options)
     seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
-    names = dict.fromkeys(name for side in sides for name in side)
-    walls_ns = {name: sum(times.wall_ns for side in sides for times in side.get(name, ())) for name in names}
+    runs_of = {name: [side.get(name, []) for side in sides] for name in {**sides[0], **sides[1]}}
     rows = []
-    for name in sorted(names, key=lambda name: -walls_ns[name]):
-        counts = [sum(times.requests for times in side.get(name, ())) for side in sides]
+    for name in sorted(runs_of, key=lambda name: -sum(times.wall_ns for runs in runs_of[name] for times in runs)):
+        counts = [sum(times.requests for times in runs) for runs in runs_of[name]]
         rates = [count / max(length, 1e-9) for count, length in zip(counts, seconds, strict=True)]
         for part in ("", *PARTS_OF_LOAD):
-            times = [_sum_and_p99(side.get(name, ()), part) for side in sides]
+            times = [_sum_and_p99(runs, part) for runs in runs_of[name]]
             if not any(summed_ns for summed_ns, _ in times):
                 continue
             means = [summed_ns / max(count, 1) for (summed_ns, _), count in zip(times, counts, strict=True)]
@@ -490,11 +483,9 @@ def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, li
 
 def _sum_and_p99(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
     """Return the sum of an endpoint's wall times or of one part, and the 99th percentile (None for several runs)."""
-    times = [(times.wall_ns, times.p99_ns) for times in runs]
-    if part:
-        phases = [phase for times in runs for phase in times.phases if phase.name == part]
-        return sum(phase.summed_ns for phase in phases), phases[0].p99_ns if len(phases) == 1 == len(runs) else None
-    return sum(wall_ns for wall_ns, _ in times), times[0][1] if len(times) == 1 else None
+    phases = [(phase.summed_ns, phase.p99_ns) for times in runs for phase in times.phases if phase.name == part]
+    sums = phases if part else [(times.wall_ns, times.p99_ns) for times in runs]
+    return sum(summed_ns for summed_ns, _ in sums), sums[0][1] if len(sums) == 1 == len(runs) else None
 
 
 COLOURS = {SLOWER: "#e5776b", FASTER: "#6fa3d8", NEW: "#e5b567", GONE: "#b5bdc8"}

@@ -232,9 +232,6 @@ def _muted_sites(stats: InstrumentationStats) -> tuple[MutedSite, ...]:
     )
 
 
-# The text.
-
-
 def _kept_lines(view: InstrumentationCost) -> list[str]:
     lines = []
     if view.rings is not None:

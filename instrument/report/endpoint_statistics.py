@@ -240,11 +240,10 @@ class CompleteRequests:
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
         request = index_rows(places, len(joined.rows))[ledger.request]
-        is_known = np.array([name != UNKNOWN for name in ledger.names], dtype=np.bool_)[ledger.part]
-        unknown_ns, is_unknown = np.zeros(len(rows), dtype=np.int64), (request != NONE) & ~is_known
-        unknown_ns[request[is_unknown]] = ledger.time_ns[is_unknown]
-        of_known = np.flatnonzero((request != NONE) & is_known)
-        of_known = of_known[np.argsort(request[of_known], kind="stable")]
+        is_chosen = request != NONE
+        request, part, time_ns = request[is_chosen], ledger.part[is_chosen], ledger.time_ns[is_chosen]
+        unknown_ns, is_unknown = np.zeros(len(rows), dtype=np.int64), part == ledger.names.index(UNKNOWN)
+        unknown_ns[request[is_unknown]] = time_ns[is_unknown]
         return cls(
             names=tuple(names),
             rows=rows,
@@ -256,9 +255,9 @@ class CompleteRequests:
             unknown_ns=unknown_ns,
             answers=Answers.of(trace.attributes, rows),
             parts=ledger.names,
-            request=request[of_known],
-            part=ledger.part[of_known],
-            time_ns=ledger.time_ns[of_known],
+            request=request,
+            part=part,
+            time_ns=time_ns,
         )
 
     def times_of_endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
@@ -325,7 +324,8 @@ class CompleteRequests:
     def _times_of_parts(self, pairs: Int64s) -> dict[str, list[int]]:
         """Return the sorted times of each part, from the rows with the indices `pairs`."""
         times = Members(self.part[pairs], len(self.parts), self.time_ns[pairs])
-        return {name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts) if len(times[part])}
+        parts = {name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts) if name != UNKNOWN}
+        return {name: part_times for name, part_times in parts.items() if part_times}
 
 
 TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50, 90)

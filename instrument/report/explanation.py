@@ -39,7 +39,7 @@ from instrument.report.request_groups import (
 from instrument.report.request_life import find_request
 from instrument.report.requests_view import A_REQUEST
 from instrument.report.section import Section, View
-from instrument.report.table import in_unit, safe, shorten, tenths, wrap_text
+from instrument.report.table import in_unit, safe, share, shorten, tenths, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
@@ -176,10 +176,12 @@ class Explanation(View):
             return f"{usual} Most of its excess is {safe(lead.title())} ({tenths(lead.ratio, 1)})."
         part = max(self.parts, key=lambda part: part.excess_ns, default=None)
         more = f": {in_unit(part.excess_ns, unit)} {unit} more in {safe(part.name)}" if part else ""
-        because = "" if lead is None else f" {_cause_sentence(lead, unit)}"
-        if self.verdict == INCONCLUSIVE:
-            return f"{typical}{more}. Inconclusive: {self.doubt}.{because}"
-        return f"{typical}{more}.{because}"
+        doubt, because = f" Inconclusive: {self.doubt}." * (self.verdict == INCONCLUSIVE), ""
+        if lead is not None:
+            path = f" ({safe(lead.path)})" if lead.path else ""
+            accounted = f"{in_unit(lead.accounted_ns, unit)} {unit}, {tenths(lead.ratio, 1)}"
+            because = f" {lead.name.capitalize()}{path} accounts for {accounted}: {lead.note}."
+        return f"{typical}{more}.{doubt}{because}"
 
     def headline(self) -> str:
         """Return the explanation in one sentence. The verdict must be `explained`."""
@@ -201,17 +203,12 @@ class Explanation(View):
         return [*lines, f"Time unit: {unit}"]
 
     def sections(self) -> list[Section]:
-        rows = [
-            *self.causes,
-            CauseShare(
-                "unexplained", "", 0, 0, self.unexplained_ns,
-                self.unexplained_ns / self.excess_ns if self.excess_ns > 0 else None,
-            ),
-        ]  # fmt: skip
+        ratio = share(self.unexplained_ns, self.excess_ns)
+        unexplained = CauseShare("unexplained", "", 0, 0, self.unexplained_ns, ratio)
         proofs = [(cause.title(), proof) for cause in self.causes for proof in cause.proofs]
         return [
             Section(
-                "Causes", rows if self.excess_ns > 0 else (),
+                "Causes", (*self.causes, unexplained) if self.excess_ns > 0 else (),
                 "title=Cause|time_ns=In it|typical_ns=Typical|accounted_ns=Accounts for|ratio=Of excess",
                 ("Of excess: share of the time beyond the typical time. Causes and unexplained add up to it.",),
             ),
@@ -292,9 +289,6 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     deviation = 1.4826 * float(np.median(np.abs(means - median)))  # the standard one if they are normal
     most_ns = median + DEVIATIONS * deviation
     return evidence.explain(evidence.describe_requests(len(places)), len(outside), most_ns)
-
-
-# Causes
 
 
 class _Evidence:
@@ -517,14 +511,6 @@ def _account_for_excess(
         else:
             rivals.append(replace(claim, note=f"{claim.time_ns / 1e6:.4g} ms, typical {claim.typical_ns / 1e6:.4g}"))
     return shares, tuple(rivals), remaining_ns
-
-
-def _cause_sentence(lead: CauseShare, unit: str) -> str:
-    ratio = tenths(lead.ratio, 1)
-    path = f" ({safe(lead.path)})" if lead.path else ""
-    return (
-        f"{lead.name.capitalize()}{path} accounts for {in_unit(lead.accounted_ns, unit)} {unit}, {ratio}: {lead.note}."
-    )
 
 
 def _list_unassessed(recording: Recording, times: CauseTimes) -> list[str]:

@@ -204,8 +204,7 @@ def _describe_p99(recording: Recording, options: Options, endpoint: EndpointTime
     for requests in (slowest, of_endpoint):
         is_counted = np.isin(table.request, requests)
         sums = np.bincount(table.part[is_counted], table.time_ns[is_counted], len(table.parts)) / len(requests)
-        of_part = dict(zip(table.parts, sums.tolist(), strict=True))
-        means.append({**of_part, UNKNOWN: float(table.unknown_ns[requests].mean())})
+        means.append(dict(zip(table.parts, sums.tolist(), strict=True)))
     of_slowest, of_all = means
     part = max(of_slowest, key=lambda name: of_slowest[name] - of_all[name])
     excess_ns = float(table.wall_ns[slowest].mean()) - endpoint.mean_ns

@@ -91,8 +91,6 @@ class KeptSpans:
         self._sites, self._errors = find_distinct(trace.site[named_rows]), find_distinct(trace.error[named_rows])
         """The sites and the errors of the page, in the order of their numbers in the page."""
 
-    # Which spans
-
     def _iterate_by_importance(self) -> Iterator[int]:
         """Yield the indices of requests, the most important first. An index may occur twice."""
         if self.first != NONE:
@@ -134,8 +132,6 @@ class KeptSpans:
         rows, number = np.unique(served.batch, return_inverse=True)
         batch_of = index_rows(rows, len(trace))[nearest(trace.parent, mask_of(rows, len(trace)))]
         return Members(served.request, len(self.listed.rows), number), Members(batch_of, len(rows))
-
-    # The document of the page
 
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
         """Return the JSON of the page's list and spans. `slowest` has the causes of slow requests."""
@@ -311,7 +307,9 @@ class KeptSpans:
         self._attributes_left = 0
         for place, row in enumerate(having[np.argsort(~is_listed[having], kind="stable")].tolist()):
             texts = {
-                shorten(safe(str(name)), VALUE): shorten(safe(_value_text(value)), VALUE)
+                shorten(safe(str(name)), VALUE): shorten(
+                    safe(str(value[:VALUE] if isinstance(value, (str, tuple, list)) else value)), VALUE
+                )
                 for name, value in trace.attributes[row].items()
                 if name not in (BATCH_KEYS, BATCH_WEIGHTS)
             }
@@ -330,8 +328,3 @@ def sort_parts(parts: Iterable[str]) -> list[str]:
     """Return the names of parts in their usual order, the unknown part last."""
     places = {name: place for place, name in enumerate(IN_ORDER)}
     return sorted(parts, key=lambda name: (name == UNKNOWN, places.get(name, places[SHARE]), name))
-
-
-def _value_text(value: object) -> str:
-    """Return an attribute's value as text. Only the shown part of a long value is converted."""
-    return str(value[:VALUE]) if isinstance(value, (str, tuple, list)) else str(value)

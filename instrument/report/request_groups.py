@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +56,7 @@ def request_device_ledger(recording: Recording) -> DeviceLedger:
     return compute_device_ledger(recording.columns, recording.once(joined_requests))
 
 
-@dataclass(frozen=True)
-class RequestGroups:
+class RequestGroups(NamedTuple):
     """The names of the groups of requests. `group` is the number of each request's group."""
 
     names: tuple[str, ...]
@@ -286,8 +286,7 @@ def slow_from_ns(walls: Int64s, requests: int) -> float:
 def size_names(trace: Columns) -> set[str]:
     """Return the names of the attributes that give an amount of work."""
     rows = trace.attributes.rows()
-    some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), SEARCHED_ROWS)).astype(np.int64))]
-    names = set(chain.from_iterable(trace.attributes.distinct_sets(some)[1]))
+    names = set(chain.from_iterable(trace.attributes.distinct_sets(choose_evenly(rows, SEARCHED_ROWS))[1]))
     return {name for name in names if SIZE.search(name)}
 
 

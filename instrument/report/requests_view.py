@@ -333,9 +333,6 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     )
 
 
-# From spans to times.
-
-
 def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
     """Return the numbers of calls and errors of topmost requests by name, from the tally. Names of requests that are
     part of another request are left out."""
@@ -459,9 +456,6 @@ def _make_slow_request(recording: Recording, place: int, cause: Blame | None, op
         unknown_ratio=share(unknown_ns, wall_ns),
         blame=cause,
     )
-
-
-# The text.
 
 
 PARTS_NOTE = (

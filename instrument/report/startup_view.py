@@ -44,10 +44,6 @@ NOT_WATCHED = [
     "Imports were not timed: `startup: auto` in the profile times them, and records what loads and",
     "compiles.",
 ]
-NO_IMPORT = ["Nothing was imported since the session began."]
-NO_PREPARATION = ["Nothing was seen to load or compile a model."]
-NO_WARM_UP = ["No first call took longer than those after it."]
-COLUMN_WIDTH = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +170,18 @@ class StartupView(View):
             Section(
                 "Imports", self.imports or (),
                 "package=Package|entries=Imported|total_ns=Total|self_ns=Self|ratio=Of imports|+late_ns=Late",
-                (f"All imports: {in_unit(self.imports_ns, unit)} {unit}{of_it}",), widths=COLUMN_WIDTH,
-                empty=NOT_WATCHED if self.imports is None else NO_IMPORT,
+                (f"All imports: {in_unit(self.imports_ns, unit)} {unit}{of_it}",), widths=12,
+                empty=NOT_WATCHED if self.imports is None else ["Nothing was imported since the session began."],
             ),
             Section(
                 "Load and compile", self.preparations,
                 "name=Name|phase=Phase|calls=Calls|total_ns=Total|self_ns=Self|max_ns=Longest|"
-                "in_requests_ns=In requests", empty=NO_PREPARATION,
+                "in_requests_ns=In requests", empty=["Nothing was seen to load or compile a model."],
             ),
             Section(
                 "First calls", self.warm_ups,
                 "name=Name|kind=Kind|calls=Calls|first_ns=First|median_ns=Median after|times=Ratio|extra_ns=Extra",
-                empty=NO_WARM_UP,
+                empty=["No first call took longer than those after it."],
             ),
         ]  # fmt: skip
 
