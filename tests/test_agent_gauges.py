@@ -192,6 +192,16 @@ def test_a_run_whose_gauges_alone_are_read_has_an_exporter_without_numpy() -> No
     end(service)
 
 
+def test_an_exporter_that_sends_over_plain_http_loads_no_tls() -> None:
+    with collecting(take) as collector:
+        service = serve(f"{FUNCTIONS}{OTLP % collector.server_port}")
+        do(service, "engine.step(1); assert instrument.flush(100).settled")
+        (agent,) = agents()
+        (exporter,) = children_of(agent, EXPORTER_NAME)
+        assert "libssl" not in Path(f"/proc/{exporter}/maps").read_text()
+        end(service)
+
+
 class Answers:
     """The messages of a gauge thread about its processes."""
 
