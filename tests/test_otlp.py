@@ -52,9 +52,12 @@ from otlp_receiver import Receiver, free_port, receiver
 from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes, offer, span, tree
 
 from instrument.errors import ExportError
-from instrument.otlp import Delivery, Exporter, Ids, current_parent, packed_spans, senders
+from instrument.otlp import packed_spans, senders
+from instrument.otlp.export_facts import Ids
+from instrument.otlp.exporter import Delivery, Exporter
 from instrument.otlp.packing import REQUEST_BYTES, Body, make_own_attributes
 from instrument.otlp.senders import Response
+from instrument.otlp.service_sdk import current_parent
 from instrument.otlp.span_forms import REQUEST_SPANS
 from instrument.otlp.span_queue import RequestQueue, Source
 from instrument.profile.model import Otlp
@@ -257,13 +260,13 @@ def test_never_two_server_spans_for_one_request(collector: Receiver) -> None:
 def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:
     script = """
         import sys
-        from instrument import otlp
+        from instrument.otlp import exporter as sending, service_sdk
         from instrument.profile.model import Otlp
         from instrument.otlp.packing import Body, make_own_attributes
         from instrument.recording.spans import Origin
-        exporter = otlp.Exporter(Otlp("http://127.0.0.1:1/v1/traces"), Origin(1, "s", 0, 0), dict)
+        exporter = sending.Exporter(Otlp("http://127.0.0.1:1/v1/traces"), Origin(1, "s", 0, 0), dict)
         exporter.submit([Body(b"any", 1)])
-        assert otlp.current_parent() is None
+        assert service_sdk.current_parent() is None
         assert exporter.stop(0).dropped == 1
         found = [name for name in sys.modules if name.startswith(("opentelemetry", "http.client", "ssl", "grpc"))]
         assert not found, found
@@ -1006,7 +1009,7 @@ def test_files_that_are_empty_for_a_moment_do_not_end_the_process_that_exports_b
 FORK = """
     import json, os, sys, time
     import numpy as np
-    from instrument import otlp
+    from instrument.otlp import exporter as sending
     from instrument.profile.model import Otlp
     from instrument.recording.spans import Origin, Site, Span
     from instrument.trace.trace import columns_of_spans
@@ -1014,7 +1017,7 @@ FORK = """
     def tree(name, number):
         return [Span(Site(name), number, 0, number, 1, 0, 1, 2, 1, 1)]
 
-    exporter = otlp.Exporter(Otlp(sys.argv[1], sys.argv[2]), Origin(1, "s", 0, time.time_ns()), dict)
+    exporter = sending.Exporter(Otlp(sys.argv[1], sys.argv[2]), Origin(1, "s", 0, time.time_ns()), dict)
     os.register_at_fork(after_in_child=exporter.after_fork_in_child)
     exporter.start()
     def offer(spans):

@@ -18,8 +18,10 @@ from otlp_receiver import Receiver, free_port, receiver
 from otlp_spans import ORIGIN, SECOND, offer, span
 
 import instrument
-from instrument.otlp import Exporter, Ids, metrics_queue
 from instrument.otlp import exporter as exporter_module
+from instrument.otlp import metrics_queue
+from instrument.otlp.export_facts import Ids
+from instrument.otlp.exporter import Exporter
 from instrument.otlp.metrics_queue import Metrics
 from instrument.otlp.senders import Response, make_metrics_url
 from instrument.otlp.span_queue import Source

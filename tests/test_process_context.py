@@ -144,7 +144,7 @@ def test_a_process_context_of_another_sdk_stays_untouched() -> None:
 def test_a_reader_never_sees_half_of_an_update() -> None:
     if process_context._is_published():
         pytest.skip("this process has one")
-    from instrument.otlp import pack_resource
+    from instrument.otlp.packing import pack_resource
 
     stopping, before = threading.Event(), contexts()
 

@@ -17,9 +17,9 @@ from otlp_collectors import collecting, take
 from otlp_spans import ORIGIN, SECOND, offer, tree
 from requests.utils import get_environ_proxies, select_proxy
 
-from instrument.otlp import Exporter, senders
+from instrument.otlp import senders
 from instrument.otlp.connection import find_proxy
-from instrument.otlp.exporter import Delivery
+from instrument.otlp.exporter import Delivery, Exporter
 from instrument.profile.model import Otlp
 
 

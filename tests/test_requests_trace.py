@@ -155,9 +155,9 @@ def test_clients_and_spans_of_opentelemetry_continue_the_request(session: instru
 def test_a_request_below_a_span_of_opentelemetry_is_its_child(session: instrument.Session) -> None:
     from opentelemetry.sdk.trace import TracerProvider
 
-    from instrument import otlp
+    from instrument.otlp import service_sdk
 
-    RECORDER.remote_parent = lambda: encode_remote(otlp.current_parent())
+    RECORDER.remote_parent = lambda: encode_remote(service_sdk.current_parent())
     with TracerProvider().get_tracer("service").start_as_current_span("theirs") as around:
         serve(answer, {"traceparent": CALLER})
     remote = request_of(session).remote
@@ -309,9 +309,9 @@ def test_the_state_goes_on_with_what_the_service_sends(session: instrument.Sessi
 def test_a_request_below_a_span_of_opentelemetry_has_its_state(session: instrument.Session) -> None:
     from opentelemetry import propagate, trace
 
-    from instrument import otlp
+    from instrument.otlp import service_sdk
 
-    RECORDER.remote_parent = lambda: encode_remote(otlp.current_parent())
+    RECORDER.remote_parent = lambda: encode_remote(service_sdk.current_parent())
     context = propagate.extract({"traceparent": CALLER, "tracestate": "a=1"})
     with trace.use_span(trace.get_current_span(context)):
         serve(answer, {})

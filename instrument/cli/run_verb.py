@@ -171,9 +171,9 @@ def _describe_files(profile: Profile) -> Iterator[str]:
 
 def _refuse_missing_grpc(profile: Profile) -> None:
     if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
-        from instrument import otlp
+        from instrument.otlp.senders import require_grpc
 
-        otlp.require_grpc()
+        require_grpc()
 
 
 AGENT_WAIT_S = 5.0

@@ -25,7 +25,7 @@ from instrument.sessions.handover import Handover
 from instrument.sessions.window import WindowReader
 
 if TYPE_CHECKING:
-    from instrument import otlp
+    from instrument.otlp.exporter import Exporter
     from instrument.report import view
 else:
     view = LazyModule("instrument.report.view")
@@ -59,7 +59,7 @@ class SessionDiagnostics:
     ranges: Ranges
     imports: ImportTimes
     timing: Timing | None
-    exporter: otlp.Exporter | None
+    exporter: Exporter | None
     handover: Handover
     has_waiting_notes: bool = True
     refused: tuple[str, ...] = ()

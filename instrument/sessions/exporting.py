@@ -30,12 +30,13 @@ from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
-    from instrument import otlp
-    from instrument.otlp import export_loop, metrics_queue, recording_reader
+    from instrument.otlp import export_loop, metrics_queue, recording_reader, service_sdk
+    from instrument.otlp import exporter as sending
     from instrument.otlp.export_loop import EndedExport, ExportLoop
     from instrument.otlp.recording_export import RecordingExport
 else:
-    otlp, recording_reader = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.recording_reader")
+    sending, service_sdk = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.service_sdk")
+    recording_reader = LazyModule("instrument.otlp.recording_reader")
     export_loop = LazyModule("instrument.otlp.export_loop")
     metrics_queue = LazyModule("instrument.otlp.metrics_queue")
 
@@ -117,7 +118,7 @@ class Exporting:
         self.loop: ExportLoop | None = None
         """The reader of this process's own recording, None if the agent reads it, nobody does, or its export has
         ended."""
-        self._read_by: otlp.Exporter | None = None
+        self._read_by: sending.Exporter | None = None
         """The exporter for the rows that `loop` reads, None if this process has not begun to read its recording."""
         self._problem: Exception | None = None
 
@@ -135,7 +136,7 @@ class Exporting:
         """Choose whether the agent or this process exports, and import the modules for it."""
         if self._exporter is not None:
             self._exporter.prepare()
-            RECORDER.remote_parent = lambda: encode_remote(otlp.current_parent())
+            RECORDER.remote_parent = lambda: encode_remote(service_sdk.current_parent())
         self._choose_reader()
 
     # ---------------------------------------------------------------- who exports
@@ -170,11 +171,11 @@ class Exporting:
     def _is_left_to_agent(self) -> bool:
         return self._recorded.profile.agent != "off" and self._membership.has_agent()
 
-    def _make_idle_exporter(self) -> otlp.Exporter:
+    def _make_idle_exporter(self) -> sending.Exporter:
         """Return an exporter that sends nothing, to read the recording for a dataset or for scrapes."""
-        return otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
+        return sending.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
 
-    def _begin_loop(self, sender: otlp.Exporter) -> None:
+    def _begin_loop(self, sender: sending.Exporter) -> None:
         """Import what reads the recording, while no fork can come. A forked child would inherit a half-done import."""
         self._read_by = sender
         self.loop = export_loop.ExportLoop(self._note_end, self._note_unstored)
@@ -202,7 +203,7 @@ class Exporting:
             FAULTS.note("export of the recording", problem)
         return result
 
-    def _open_recording(self, loop: ExportLoop, sender: otlp.Exporter) -> RecordingExport:
+    def _open_recording(self, loop: ExportLoop, sender: sending.Exporter) -> RecordingExport:
         """Begin to read this process's recording, at the row at which its last exporter stopped."""
         settings = self._recorded.dataset()
         export = loop.begin(0, RECORDER.memory_fd, sender, sends=sender is self._exporter)
@@ -350,7 +351,7 @@ class Exporting:
 
     # ---------------------------------------------------------------- what is still on its way
 
-    def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
+    def flush(self, timeout_s: float = 5.0) -> sending.Delivery | None:
         """Send all finished spans to the collector, and wait up to `timeout_s` seconds for its answers.
 
         Return the counts of delivered and undelivered spans, None if the profile exports to no collector.
@@ -377,11 +378,11 @@ class Exporting:
         is_done = False
         while not is_done:
             with self.lock.acquired(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as is_acquired:
-                is_done = not is_acquired or self._read_own(_send_now) or time.monotonic() > end
+                is_done = not is_acquired or self._read_own(export_loop.ExportLoop.send_now) or time.monotonic() > end
             if not is_done:
                 time.sleep(FLUSH_POLL_S)
 
-    def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
+    def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[sending.Delivery, int]:
         """Have the agent send all finished spans, and wait for that at most until the time `end`.
 
         Return the delivery, and the count of spans that are not sent yet. The wait ends early if the agent reads no new
@@ -408,7 +409,7 @@ class Exporting:
             if handover.is_abandoned():  # what it has read and not sent is lost, and counted so
                 end = pending = 0
             if settled or now >= end or (seen_rows < recorded and now - seen_at > patience_s):
-                delivery = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent_counts)  # type: ignore[arg-type]
+                delivery = sending.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent_counts)  # type: ignore[arg-type]
                 return delivery, max(recorded - seen_rows, 0) + pending
             time.sleep(FLUSH_POLL_S)
 
@@ -452,10 +453,6 @@ class Exporting:
             export.has_ended = True
         if loop is not None:
             FAULTS.attempt("end of the export", partial(loop.end, 0))
-
-
-def _send_now(loop: ExportLoop, export: RecordingExport) -> bool:
-    return loop.send_now(export)
 
 
 def rows_recorded() -> int:

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument import chrome, otlp
+from instrument import chrome
 from instrument.errors import ExportError, ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
@@ -24,7 +24,7 @@ from instrument.recording.spans import BATCH_KEYS, Sample, Span
 from instrument.report.section import View, make_views, refuse_unknown_views, summary
 from instrument.report.view import Options, Recording
 from instrument.runtime import environment, file_writing
-from instrument.runtime.cheap_start import dataclass, replace
+from instrument.runtime.cheap_start import LazyModule, dataclass, replace
 from instrument.runtime.faults import logger
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
@@ -34,9 +34,14 @@ from instrument.sessions.torch_profiler import TorchRecord
 from instrument.sessions.window import WINDOWS_THREAD, Step, Stretch
 
 if TYPE_CHECKING:
+    from instrument.otlp import exporter as sending
+    from instrument.otlp import senders
+    from instrument.otlp.packing import Body
     from instrument.recording.tally import Tally
     from instrument.trace.columns import Columns
     from instrument.trace.trace import Trace
+else:
+    sending, senders = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.senders")
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
@@ -234,7 +239,7 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
     if otlp_settings is None:
         logger.warning("export_otlp: %s", "; ".join(read_profile.remarks))
         return lambda window: None
-    for name in otlp.modules_of(otlp_settings):
+    for name in senders.modules_of(otlp_settings):
         import_module(name)  # not on the Profiler's thread: a fork in the middle would leave the child half a module
     return InBackground(_CollectorHandler(otlp_settings, frozenset(settings)))
 
@@ -250,7 +255,7 @@ class _CollectorHandler:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = Lock()
-        self._exporter: otlp.Exporter | None = None
+        self._exporter: sending.Exporter | None = None
         self._sending_by: Otlp | None = None
         self._threads: Mapping[int, str] = {}
         self._sent_open: set[int] = set()
@@ -275,7 +280,7 @@ class _CollectorHandler:
             return
         exporter = self._exporter
         if exporter is None or settings != self._sending_by:
-            exporter = self._exporter = otlp.Exporter(settings, trace.origin, lambda: self._threads)
+            exporter = self._exporter = sending.Exporter(settings, trace.origin, lambda: self._threads)
             self._sending_by = settings
         exporter.own.origin, exporter.own.ids, self._threads = trace.origin, session.recorded.ids(), trace.threads
         before = exporter.counts()["exported"]
@@ -297,7 +302,7 @@ class _CollectorHandler:
         return replace(of_profile, headers=self._settings.headers) if "headers" in self._argument_names else of_profile
 
 
-def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -> Iterator[otlp.Body]:
+def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: sending.Exporter) -> Iterator[Body]:
     import numpy as np
 
     from instrument.otlp.packed_spans import SpanIds

@@ -29,7 +29,7 @@ from instrument.runtime.faults import FAULTS
 from instrument.sessions.membership import Membership
 
 if TYPE_CHECKING:
-    from instrument import otlp
+    from instrument.otlp.exporter import Exporter
     from instrument.otlp.metrics_queue import Metrics
 
 Value = TypeVar("Value")
@@ -48,7 +48,7 @@ LOOK_S = 0.005
 class Handover:
     """The choice of the exporter, which is this process (`is_here`) or the agent, and the progress of the export."""
 
-    def __init__(self, exporter: otlp.Exporter | None) -> None:
+    def __init__(self, exporter: Exporter | None) -> None:
         self._exporter = exporter
         self.after_fork_in_child()
 

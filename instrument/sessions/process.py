@@ -39,7 +39,7 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.session import Session
 
 if TYPE_CHECKING:
-    from instrument import otlp
+    from instrument.otlp.exporter import Delivery
 
 SWITCHED_OFF = f"instrument is off ({OFF})"
 
@@ -200,7 +200,7 @@ def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
     return session().reload(profile)
 
 
-def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
+def flush(timeout_s: float = 5.0) -> Delivery | None:
     """Send all finished spans to the collector, and wait up to `timeout_s` for its answers. See `Session.flush`."""
     if OFF:
         log_switched_off()

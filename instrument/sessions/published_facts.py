@@ -23,15 +23,14 @@ from instrument.sessions.files import Saving, path_templates
 from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
-    from instrument import otlp
-    from instrument.otlp import export_facts
+    from instrument.otlp import export_facts, packing
     from instrument.otlp.export_facts import MeteredFacts
     from instrument.recorder import request_meter
     from instrument.recording import distributions
 else:
     distributions = LazyModule("instrument.recording.distributions")
     request_meter = LazyModule("instrument.recorder.request_meter")
-    otlp = LazyModule("instrument.otlp")
+    packing = LazyModule("instrument.otlp.packing")
     export_facts = LazyModule("instrument.otlp.export_facts")
 
 COUNTS_INTERVAL_NS = 10 * 10**9
@@ -115,7 +114,7 @@ class PublishedFacts:
 
     def publish_context(self) -> None:
         """Publish this process's resource attributes in its memory, where eBPF profilers find them (OTEP 4719)."""
-        problem = process_context.publish(otlp.pack_resource(self._recorded.resource()))
+        problem = process_context.publish(packing.pack_resource(self._recorded.resource()))
         if problem:
             why = f"process context: {problem}; profilers name this process on their own"
             self._recorded.account.complain(why, log=False)

@@ -51,15 +51,15 @@ from instrument.sessions.handover import Handover
 from instrument.sessions.window import WINDOWS_THREAD, Loop, Stretch, WindowReader
 
 if TYPE_CHECKING:
-    from instrument import otlp
-    from instrument.otlp import export_facts, metrics_queue
+    from instrument.otlp import export_facts, metrics_queue, service_sdk
+    from instrument.otlp import exporter as sending
     from instrument.recording.tally import Tally
     from instrument.report import section as report
     from instrument.report import view
     from instrument.report.section import View
     from instrument.trace.trace import Trace
 else:
-    otlp = LazyModule("instrument.otlp")
+    sending, service_sdk = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.service_sdk")
     export_facts, metrics_queue = (
         LazyModule("instrument.otlp.export_facts"),
         LazyModule("instrument.otlp.metrics_queue"),
@@ -90,7 +90,7 @@ class Recorded:
         self.generation = 1
         self.digest = profile.digest
         self.ticks = Ticks(RECORDER)
-        self._ids: otlp.Ids | None = None
+        self._ids: export_facts.Ids | None = None
         self._caller = _caller_in_environment()
         self._remote = remote_of(tuple(self._caller.split(" ", 1)))
         self.selection = Selection(profile)
@@ -103,9 +103,9 @@ class Recorded:
         if profile.device.cuda != "off" and profile.state != "CPU":
             interval_bytes = profile.limits.ring_bytes // INTERVAL_SHARE
             self.timing = Timing(interval_bytes, self.ranges, holds_gil=profile.device.gil == "hold")
-        self.exporter: otlp.Exporter | None = None
+        self.exporter: sending.Exporter | None = None
         if profile.export.otlp is not None:
-            self.exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
+            self.exporter = sending.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
         self.handover = Handover(self.exporter)
         self.costs = Costs(RECORDER)
         self.budget = Budget(RECORDER, self.costs.usual_ns, lambda: self.costs.passed_ns, self.selection.detach)
@@ -167,20 +167,20 @@ class Recorded:
             return settings
         return replace(settings, path=str(environment.working_folder() / settings.path))
 
-    def ids(self) -> otlp.Ids:
+    def ids(self) -> export_facts.Ids:
         """Return the generator of the trace ids and span ids that this session's spans have at collectors."""
         if self.exporter is not None:
             return self.exporter.own.ids
         if self._ids is None:
-            self._ids = otlp.Ids()
+            self._ids = export_facts.Ids()
         return self._ids
 
     def resource(self) -> dict[str, object]:
         """Return the OpenTelemetry attributes that identify this process for collectors and profilers."""
         if self.exporter is not None:
             return self.exporter.resource()
-        attributes, provider = environment.environment_attributes(), otlp.provider_attributes()
-        return otlp.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
+        attributes, provider = environment.environment_attributes(), service_sdk.provider_attributes()
+        return service_sdk.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
         """Return trace id, span id, flags and trace state of a span. The trace is that of the remote caller, if there

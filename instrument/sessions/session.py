@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from instrument.clock import Deadline
 from instrument.errors import InstrumentError
@@ -34,9 +33,6 @@ from instrument.sessions.membership import Membership
 from instrument.sessions.profile_reload import ControlThread, Generations, Reload
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
-
-if TYPE_CHECKING:
-    pass
 
 READ_INTERVAL_S = 0.2
 """Seconds between two reads of the recording. The ring of each thread must have space for the spans of that time."""
