@@ -86,10 +86,6 @@ class ShownProcesses:
             self.all.append(ShownProcess(pid, process.origin.service or f"process {own_pid}", label, process))
         self._number = {thread: number for number, process in enumerate(self._merged) for thread in process.threads}
 
-    @property
-    def first(self) -> ShownProcess:
-        return self.all[0]
-
     def number_of(self, thread_id: int) -> int:
         return self._number.get(thread_id, 0)
 

@@ -76,7 +76,6 @@ class _Packets:
         self._of_process = [PROCESS, *(next(self._uuids) for _ in self._processes.all[1:])]
         self._threads: dict[int, int] = {}
         self._devices: dict[int, int] = {}
-        self._has_requests = False
         self._numbers: dict[str, dict[Any, int]] = {}
         self._errors = [remove_surrogates(error) for error in trace.errors]
         self._part = pb.Trace()
@@ -125,6 +124,9 @@ class _Packets:
             notes = [f"not observed: {note}" for note in facts.notes]
             labels = filter(None, (process.label, *lost, *notes, facts.died))
             track.process.process_labels.extend(map(remove_surrogates, labels))
+        if self._spans.is_request.any():
+            track = self._add_packet().track_descriptor
+            track.uuid, track.name, track.child_ordering = REQUESTS, "requests", pb.TrackDescriptor.EXPLICIT
 
     def _intern(self, table: str, entry: Any, **facts: Any) -> int:
         """Return the number of an interned entry. An entry without a number gets one, and is defined in the current
@@ -180,13 +182,6 @@ class _Packets:
 
     def _find_process_track(self, thread_id: int) -> int:
         return self._of_process[self._processes.number_of(thread_id)]
-
-    def _find_requests_track(self) -> int:
-        if not self._has_requests:
-            self._has_requests = True
-            track = self._add_packet().track_descriptor
-            track.uuid, track.name, track.child_ordering = REQUESTS, "requests", self._pb.TrackDescriptor.EXPLICIT
-        return REQUESTS
 
     def _find_thread_name(self, thread_id: int) -> str:
         return remove_surrogates(self._processes.thread_name(thread_id))
@@ -280,7 +275,7 @@ class _Packets:
                 name = f"{sites[spans.site[place]]}{further}"
                 if of_requests[place]:
                     rank = int(not spans.is_request[place])
-                    return self._add_track(parent_uuid=self._find_requests_track(), name=name, sibling_order_rank=rank)
+                    return self._add_track(parent_uuid=REQUESTS, name=name, sibling_order_rank=rank)
                 return self._add_track(parent_uuid=process, name=name, sibling_order_rank=OTHER_TASKS)
             thread = self._find_thread_track(thread_id)
             if not further:

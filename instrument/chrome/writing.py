@@ -115,7 +115,7 @@ class Drawing:
         self._lane = np.zeros(len(groups), dtype=np.int64)
         self._lane[slices] = lanes
         are_requests = spans.is_request[openers]
-        first_pid = board.processes.first.pid
+        first_pid = board.processes.all[0].pid
         # The ids of async lanes: a local one in the process, and a global one for a request.
         ids = [
             {"local": f"{lane:#x}", **({"global": f"{first_pid << 32 | lane:#x}"} if is_request else {})}
@@ -199,12 +199,11 @@ class Drawing:
         row = spans.row[some]
         errors = np.array([*(remove_surrogates(error) for error in trace.errors), UNSET], dtype=object)
         numbers = [_select_values(has[some], column[some]) for has, column in self._facts]
-        remote: list[Any] = [UNSET] * len(row)
         attributes: list[Any] = [UNSET] * len(row)
+        remote: Iterable[Any] = NOT
         if trace.remote:
-            for index, span_row in enumerate(row.tolist()):
-                if span_row in trace.remote:
-                    remote[index] = Remote.of(trace.remote[span_row])
+            parents = map(trace.remote.get, row.tolist())
+            remote = [UNSET if parent is None else Remote.of(parent) for parent in parents]
         having = np.flatnonzero(self._has_attributes[row])
         texts = encode_rows(trace.attributes, row[having].tolist())
         for index, text in zip(having.tolist(), texts, strict=True):
@@ -383,7 +382,7 @@ def _write_document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     process_names = (_make_process_names(process.pid, process.name, 0, process.label) for process in processes.all)
     counted: set[int] = set()
     names = _make_lane_names(board, counted, trace, spans.find_batch_threads())
-    last_events = chain(_make_counters(trace.samples, base_ns, processes.first.pid, counted), names)
+    last_events = chain(_make_counters(trace.samples, base_ns, processes.all[0].pid, counted), names)
     last_batches = iter(lambda: list(islice(last_events, BATCH)), [])
     separator = b"\n"
     for events in chain([list(chain.from_iterable(process_names))], filter(None, drawing.events()), last_batches):

@@ -10,7 +10,7 @@ end of the field's name selects its format: `_ns` is a time, `_bytes` a size, `r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -149,7 +149,17 @@ class Section:
         if self.paragraph is not None:
             return f"<pre>{escape(chr(10).join(self.table(unit)))}</pre>"
         header, rows = self.cells(unit)
-        return html_table(header, rows, f"{self.title}. {' '.join(self.notes)}".strip(". "))
+
+        def html_row(cells: Sequence[str], tag: str) -> str:
+            name, *values = map(escape, cells)
+            name_cell = f'<{tag} style="text-align:left;white-space:pre">{name}</{tag}>'
+            return f"<tr>{name_cell}{''.join(f'<{tag}>{value}</{tag}>' for value in values)}</tr>"
+
+        caption = escape(f"{self.title}. {' '.join(self.notes)}".strip(". "))
+        return (
+            f'<table><caption style="text-align:left">{caption}</caption><thead>{html_row(header, "th")}</thead>'
+            f"<tbody>{''.join(html_row(cells, 'td') for cells in rows)}</tbody></table>"
+        )
 
     def parse_columns(self) -> Iterator[tuple[str, str, bool]]:
         """Yield each column's field, its heading, and True if only the HTML page shows it."""
@@ -207,19 +217,6 @@ class View:
         head = self.header_lines()
         lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
         return lines + (self.reasons_if_empty() or [*self.table_lines(), *self.footnotes()])
-
-
-def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """Return the cells as an HTML table. The first column is left-justified and keeps its indents."""
-
-    def html_row(cells: Sequence[str], tag: str) -> str:
-        name, *values = (escape(cell) for cell in cells)
-        name_cell = f'<{tag} style="text-align:left;white-space:pre">{name}</{tag}>'
-        return f"<tr>{name_cell}{''.join(f'<{tag}>{value}</{tag}>' for value in values)}</tr>"
-
-    body = "".join(html_row(cells, "td") for cells in rows)
-    label = f'<caption style="text-align:left">{escape(caption)}</caption>'
-    return f"<table>{label}<thead>{html_row(header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def special_name(row: Any, name: str) -> str:

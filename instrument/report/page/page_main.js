@@ -16,8 +16,8 @@ const siteKind = (site) => report.sites[site][1];
 
 const lanes = columnsOf(report.lanes, ["thread", "task"]);
 const laneLabel = (lane) => report.lanes.threads[lanes.thread[lane]] + (lanes.task[lane] ? `, task ${lanes.task[lane]}` : "");
-const errorOf = (row) => (row in report.listed.error ? report.errors[report.listed.error[row]] || "error" : "");
-const errorOfSpan = (span) => (span in report.spans.error ? report.errors[report.spans.error[span]] || "error" : "");
+const errorsOf = ({ error }) => (row) => (row in error ? report.errors[error[row]] || "error" : "");
+const errorOf = errorsOf(report.listed), errorOfSpan = errorsOf(report.spans);
 const selfOf = (span) => spans.length[span] - spans.children[span];
 
 const numbersOfSpans = d3.range(spans.start.length);
