@@ -226,8 +226,6 @@ class Spans:
         numbers."""
         threads, groups = rank_distinct(self.thread_id)
         slices = np.flatnonzero(self.is_async)
-        if not len(slices):
-            return groups
         trees, tasks = (rank_distinct(column[slices])[1] for column in (self.trace.root_id[self.row], self.task_id))
         groups[slices] = len(threads) + number_combinations(trees, self.process[slices], tasks)[0]
         return groups

@@ -109,20 +109,15 @@ class Overhead:
 
 def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     """Return the Total time of a state, split into computation, framework and waiting."""
-    kinds = tally.tree.map_sites(KIND)
-    # Most processes have no such site. Then no site is checked.
-    may_compute = any(site.attributes for site in tally.tree.sites) or "layer" in kinds or "phase" in kinds
-    has_operators = "op" in kinds and any(tally.tree.map_sites(is_operator))
-    computes = _is_operation if has_operators else _is_computation
-    is_known = has_operators or (may_compute and any(tally.tree.map_sites(computes)))
-    is_service = "request" in kinds or tally.has_values("waiting_ns") or any(site.suspends for site in tally.tree.sites)
+    kinds, sites = tally.tree.map_sites(KIND), tally.tree.sites
+    computes = _is_operation if any(tally.tree.map_sites(is_operator)) else _is_computation
+    is_known = any(tally.tree.map_sites(computes))
+    is_service = "request" in kinds or tally.has_values("waiting_ns") or any(site.suspends for site in sites)
     if state == "GPU" or not is_service:
         return Overhead(total_ns, getattr(sum_topmost(tally, computes), TIMES[state]) if is_known else None)
-    whole_ns, computation_ns, waiting_ns = _split_service_time(tally, state, computes)
-    if whole_ns != total_ns:  # a row of several paths has calls in some of them alone
-        computation_ns, waiting_ns = (
-            part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in (computation_ns, waiting_ns)
-        )
+    whole_ns, *parts_ns = _split_service_time(tally, state, computes)
+    # A row of several paths has calls in some of them alone, so the total time may differ from that of topmost calls.
+    computation_ns, waiting_ns = (part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in parts_ns)
     return Overhead(total_ns, computation_ns if is_known else None, waiting_ns)
 
 
@@ -281,13 +276,13 @@ def events(recording: Recording, options: Options) -> Events:
 
 def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """Return the sum of all copies except those within the host, then those of asynchronous and synchronous copies."""
-    copies: list[tuple[object, int, int]] = []
-    if "copy" in tally.tree.map_sites(KIND):
-        by_site = tally.sum_by_site()
-        columns = (by_site[name].tolist() for name in ("calls", TIMES[state]))
-        for site, calls, time_ns in zip(tally.tree.sites, *columns, strict=False):
-            if site.kind == "copy" and ("direction", "h2h") not in site.attributes:
-                copies.append((dict(site.attributes).get("sync"), calls, time_ns))
+    by_site = tally.sum_by_site()
+    columns = (by_site[name].tolist() for name in ("calls", TIMES[state]))
+    copies = [
+        (dict(site.attributes).get("sync"), calls, time_ns)
+        for site, calls, time_ns in zip(tally.tree.sites, *columns, strict=False)
+        if site.kind == "copy" and ("direction", "h2h") not in site.attributes
+    ]
     sums = []
     for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
         chosen = [(calls, time_ns) for way, calls, time_ns in copies if sync is None or way is sync]
