@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from fake_torch_device import NAME, use  # noqa: E402 - after the skip
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
-from instrument.instrumentors import torch_copies  # noqa: E402
+from instrument.instrumentors import array_copies  # noqa: E402
 from instrument.instrumentors.copies import ADAPTERS, Copies, PatchedFunctions  # noqa: E402
 from instrument.profile.model import DIRECTIONS, CopyRule  # noqa: E402
 from instrument.recorder.recorder import Recorder  # noqa: E402
@@ -45,7 +45,7 @@ def attached(recorder: Recorder) -> Iterator[Any]:
     def attach(*rules: CopyRule, ready: Any = None) -> Copies:
         patched = PatchedFunctions(Copies(rules, recorder), "torch")
         undos.append(patched.undo)
-        torch_copies.attach_torch(torch, patched, initialised=ready)
+        array_copies.attach_torch(torch, patched, initialised=ready)
         return patched.copies
 
     yield attach
@@ -80,7 +80,7 @@ def shown(recorder: Recorder) -> list[str]:
     ],
 )
 def test_direction_of_a_copy(source: str, target: str, way: str | None) -> None:
-    assert torch_copies.device_direction(torch.device(source), torch.device(target)) == way
+    assert array_copies.device_direction(torch.device(source), torch.device(target)) == way
 
 
 def test_every_way_of_moving_a_tensor_is_a_copy_with_its_bytes(recorder: Recorder, attached: Any) -> None:
@@ -292,7 +292,7 @@ def test_undo_leaves_torch_as_it_was(recorder: Recorder) -> None:
     owners = [torch.Tensor, torch.UntypedStorage, torch.TypedStorage]
     before = [dict(vars(owner)) for owner in owners]
     patched = PatchedFunctions(Copies([CopyRule()], recorder), "torch")
-    torch_copies.attach_torch(torch, patched)
+    array_copies.attach_torch(torch, patched)
     assert "to" in vars(torch.Tensor)
     patched.undo()
     assert [dict(vars(owner)) for owner in owners] == before
@@ -334,8 +334,8 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
         setattr(torch, driver, kind)
     if driver == "npu":
         torch._C = SimpleNamespace(_get_privateuse1_backend_name=lambda: "npu")
-    assert bool(torch_copies.why_absent(torch)) is (driver == "")
-    is_used = torch_copies._make_used_test(torch, Copies([CopyRule()]))
+    assert bool(array_copies.why_absent(torch)) is (driver == "")
+    is_used = array_copies._make_used_test(torch, Copies([CopyRule()]))
     assert is_used() is False
     kind.used = True
     assert is_used() is (driver != "")
@@ -344,7 +344,7 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
 def test_a_torch_without_a_device_is_left_as_it_is_unless_host_copies_are_asked_for(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_copies, "_device_tests", lambda torch: [])
+    monkeypatch.setattr(array_copies, "_device_tests", lambda torch: [])
     for rule, state in (
         (CopyRule(), "h2d d2h: waiting (this torch is built without a device: no copy to or from one can happen)"),
         (CopyRule(("h2h",)), "h2d d2h: waiting (no such copy was made)"),

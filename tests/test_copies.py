@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors import torch_copies
+from instrument.instrumentors import array_copies
 from instrument.instrumentors.copies import Copies, PatchedFunctions
 from instrument.profile.model import DIRECTIONS, CopyRule
 from instrument.recorder.recorder import Recorder
@@ -39,7 +39,7 @@ def test_copies_to_and_from_a_real_gpu(recorder: Recorder) -> None:
         pytest.skip("no GPU")
     torch.cuda.init()
     patched = PatchedFunctions(Copies([CopyRule(DIRECTIONS)], recorder), "torch")
-    torch_copies.attach_torch(torch, patched)
+    array_copies.attach_torch(torch, patched)
     try:
         there = torch.zeros(1024).cuda()
         pinned = torch.zeros(1024).pin_memory()
@@ -93,5 +93,5 @@ def test_a_copy_runs_on_the_device_that_it_comes_from_or_goes_to(
     source: str, args: Any, kwargs: Any, devices: tuple[int, ...] | None
 ) -> None:
     made = [arg() if callable(arg) else arg for arg in args]
-    work = torch_copies._find_device((Tensor(torch.device(source)), *made), kwargs)
+    work = array_copies._find_device((Tensor(torch.device(source)), *made), kwargs)
     assert work == (None if devices is None else Work("torch", devices))

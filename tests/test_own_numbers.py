@@ -19,7 +19,7 @@ from otlp_collectors import collecting, take
 from otlp_receiver import free_port, read_until
 
 import instrument
-from instrument.instrumentors.arguments import GaugeReader
+from instrument.instrumentors.request_keys import make_reader
 from instrument.profile.keys import loads
 from instrument.recorder import own_numbers as numbers
 from instrument.recorder.recorder import RECORDER
@@ -153,7 +153,7 @@ def test_a_gauge_by_rule_is_read_at_most_once_in_its_interval(session: None) -> 
     rule = "{argument: self.usage, name: r.usage, every: 1h}, {argument: items, record: size, name: r.items}"
     rule += ", {argument: return.hits, name: r.hits, kind: counter}, {argument: return.stats.n, name: r.none}"
     (parsed,) = loads(f'functions: [{{match: "m:f", gauges: [{rule}]}}]').functions
-    reader = GaugeReader(Cache.step, parsed)
+    reader = make_reader(Cache.step, parsed)
     assert reader.missing == []
     assert reader.of_call is not None
     assert reader.of_result is not None

@@ -20,7 +20,7 @@ from readback import spans_in
 from simulated_engine import Service
 
 from instrument.errors import ProfileError
-from instrument.instrumentors.request_keys import FactReader, KeyReader
+from instrument.instrumentors.request_keys import make_reader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
 from instrument.recording.distributions import percentiles_of
@@ -49,9 +49,8 @@ def of(**values: object) -> SimpleNamespace:
 def read(rule: str, function: Any, *args: object, **kwargs: object) -> dict[str, object]:
     """The attributes of a call that a rule with facts selects."""
     (parsed,) = loads(f'functions: [{{match: "m:f", {rule}}}]').functions
-    keys = KeyReader(function, parsed)
-    facts = FactReader(function, parsed, keys.of_call, keys.of_result)
-    assert keys.missing + facts.missing == []
+    facts = make_reader(function, parsed)
+    assert facts.missing == []
     recorder = Recorder()
     recorder.begin(1 << 20, {})
     recorder.on = True

@@ -30,7 +30,7 @@ from readback import rows_in
 
 import instrument
 from instrument.instrumentors import request_keys
-from instrument.instrumentors.request_keys import KeyReader
+from instrument.instrumentors.request_keys import make_reader
 from instrument.profile.keys import loads
 from instrument.recorder.attribute_checks import key_text
 from instrument.recorder.recorder import Recorder
@@ -258,7 +258,7 @@ def test_weights_that_a_call_has_not_are_missing(rule: str) -> None:
         return ids
 
     (parsed,) = loads(f'functions: [{{match: "m:f", batch: {{{rule}}}}}]').functions
-    [missing] = KeyReader(serve, parsed).missing
+    [missing] = make_reader(serve, parsed).missing
     assert missing.startswith("weights: ")
 
 
@@ -630,7 +630,7 @@ def read_by(rule: str, values: Sequence[Any]) -> list[Any]:
     readers = []
     for text in (rule, rule.replace("self.", "return.")):
         (parsed,) = loads(f'functions: [{{match: "m:Holder.step", {text}}}]').functions
-        readers.append(KeyReader(Holder.step, parsed))
+        readers.append(make_reader(Holder.step, parsed))
     found: list[Any] = []
     for value in values:
         FAULTS.clear()
@@ -711,7 +711,7 @@ def test_reading_may_run_code_of_the_service(what: str, path: str, whence: str) 
     recorder.on = True
     path = path if whence == "argument" else path.replace("held", "return", 1)
     (rule,) = loads(f'functions: [{{match: "m:work", {what}: "{path}"}}]').functions
-    keys = KeyReader(work, rule)
+    keys = make_reader(work, rule)
     keyed = recorder.wrap(work, Site("work"), keys.of_call, results=keys.of_result)
     held: list[Any] = []
     for holder in (held, [Interrupted()]):

@@ -19,7 +19,7 @@ from readback import spans_in
 
 import instrument
 from instrument import chrome
-from instrument.instrumentors.requests import asgi_apps, blocked
+from instrument.instrumentors.requests import blocked, served_apps
 from instrument.instrumentors.requests.blocked import LoopPlaces, attributes_of
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import Capture, FunctionRule, Limits, Profile, RequestsRule
@@ -106,7 +106,7 @@ def serve_by(run: Callable[..., object], paths: Sequence[str], handlers: dict[st
     Who waits for a processor for longer than that, within the same callback, blocks the loop for most of the time, and
     is named with good reason.
     """
-    app = asgi_apps.AsgiApp(
+    app = served_apps.AsgiApp(
         app_of({f"/{name}": handler for name, handler in handlers.items()}), Exchanges(RequestsRule())
     )
     planted = len(PLANTED)
@@ -181,7 +181,7 @@ def test_a_task_outside_of_every_span_is_named_by_its_coroutine(session: None) -
 
     async def main() -> None:
         is_done = asyncio.Event()
-        app = asgi_apps.AsgiApp(app_of({"/wait": is_done.wait}), Exchanges(RequestsRule()))
+        app = served_apps.AsgiApp(app_of({"/wait": is_done.wait}), Exchanges(RequestsRule()))
         request = asyncio.create_task(ask(app, "/wait"))
         await asyncio.sleep(0)
         await asyncio.create_task(chore())
@@ -475,15 +475,15 @@ def test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code(re
     places = LoopPlaces(recorder, 1_000_000)
     assert (places.take_places(0), places.is_on) == ((), True), "nobody has looked before the first slow one"
     begun_ns = recorder.now_ns()
-    places.begin(begun_ns)
+    places.begun[threading.get_ident()] = begun_ns
     audit(places)
     innermost, above, *_ = places.take_places(begun_ns)
     line = audit.__code__.co_firstlineno
     assert innermost in [f"test_requests_blocked.py:{line + more} audit" for more in (1, 2)]
     assert above.endswith(test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code.__name__)
     assert places.take_places(begun_ns) == ()
-    places.end()
-    places.stop()
+    places.begun[threading.get_ident()] = 0
+    places.is_on = False
     assert places._thread is not None
     places._thread.join(60)
     assert not places._thread.is_alive()

@@ -15,13 +15,15 @@ import time
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeGuard
 
 from instrument.instrumentors.arguments import RETURN
+from instrument.instrumentors.references import own_names, type_namespace
 from instrument.recorder.attribute_checks import key_text
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.runtime.faults import FAULTS
@@ -78,8 +80,7 @@ class SeenPath:
     digests: set[str] = field(default_factory=set)
 
     def facts(self) -> dict[str, Any]:
-        facts = {name: getattr(self, name) for name in ("many", "looks", "items", "largest", "weights", "of_class")}
-        return {**facts, "digests": sorted(self.digests)}
+        return {**asdict(self), "digests": sorted(self.digests)}
 
 
 class ArgumentWatch:
@@ -136,16 +137,37 @@ class ArgumentWatch:
                     if _is_identifier(name):
                         self._examine_value(paths, name, value)
 
-            arguments = _FirstCalls(examine_call, self)
+            arguments = self._examine_first(examine_call)
         if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
             return arguments, None
-        return arguments, _FirstCalls(lambda value: self._examine_result(paths, value), self)
 
-    def _examine_result(self, paths: dict[str, SeenPath], value: Any) -> None:
-        if type(value) is str:
-            self._note_keys(paths, RETURN, [value])
-        elif type(value) not in _PLAIN:
-            self._examine_value(paths, RETURN, value)
+        def examine_result(value: Any) -> None:
+            if type(value) is str:
+                self._note_keys(paths, RETURN, [value])
+            elif type(value) not in _PLAIN:
+                self._examine_value(paths, RETURN, value)
+
+        return arguments, self._examine_first(examine_result)
+
+    def _examine_first(self, look: Callable[..., None]) -> Callable[..., None]:
+        """Return an examiner of the first `LOOKS` calls of a function. Faults are counted, never raised."""
+        looks_left = LOOKS
+
+        def examine(*values: Any) -> None:
+            nonlocal looks_left
+            if not looks_left:
+                return
+            looks_left -= 1
+            begin_ns = time.perf_counter_ns()
+            try:
+                look(*values)
+            except RuntimeError:
+                pass  # another thread has changed the container meanwhile
+            except Exception as fault:
+                FAULTS.note("look at arguments", fault)
+            self.spent_ns += time.perf_counter_ns() - begin_ns
+
+        return examine
 
     def _examine_value(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
         """Store the keys of requests in the value at a path, and in the value's attributes."""
@@ -171,16 +193,15 @@ class ArgumentWatch:
                 self._examine_value(paths, f"{path}.{name}", attribute, inside=False)
 
     def _examine_mapping(self, paths: dict[str, SeenPath], path: str, value: dict[Any, Any]) -> None:
-        pairs = list(islice(value.items(), ITEMS))
-        for name, item in pairs:
+        names, items = list(islice(value, ITEMS)), list(islice(value.values(), ITEMS))
+        for name, item in zip(names, items, strict=False):
             if _is_id_key(name) and type(item) in (str, int):
                 self._note_keys(paths, f"{path}.{name}", [item])
-        kinds = {type(name) for name, _ in pairs}
-        is_of_numbers = {type(item) for _, item in pairs} <= {int, float}
+        kinds, is_of_numbers = set(map(type, names)), set(map(type, items)) <= {int, float}
         if kinds == {str} or (kinds == {int} and (_is_id(path) or is_of_numbers)):
-            self._note_keys(paths, path, [name for name, _ in pairs], many=True, size=len(value))
-        elif pairs and all(type(item) not in _PLAIN for _, item in pairs):
-            self._note_id(paths, path, [item for _, item in pairs], many=True, size=len(value))
+            self._note_keys(paths, path, names, many=True, size=len(value))
+        elif items and _PLAIN.isdisjoint(map(type, items)):
+            self._note_id(paths, path, items, many=True, size=len(value))
 
     def _examine_items(self, paths: dict[str, SeenPath], path: str, items: list[Any], *, size: int) -> None:
         kinds = {type(item) for item in items}
@@ -189,8 +210,7 @@ class ArgumentWatch:
         elif len(kinds) == 1 and (kinds.isdisjoint(_PLAIN) or kinds.issubset(_MAPPINGS)):
             kind = kinds.pop()
             if kind in _MAPPINGS:
-                names = list(filter(_is_id_key, islice(items[0], ITEMS)))
-                for name in sorted(names, key=_rank_name)[:1]:
+                for name in sorted(filter(_is_id_key, islice(items[0], ITEMS)), key=_rank_name)[:1]:
                     keys = [item[name] for item in items if type(item.get(name)) in (str, int)]
                     self._note_keys(paths, f"{path}[].{name}", keys, many=True, size=size)
             elif not self._note_id(paths, path, items, many=True, size=size) and self._is_own(kind.__module__):
@@ -241,32 +261,8 @@ class ArgumentWatch:
         kind = type(noted[0][0])
         values.of_class = "" if kind in (str, int) else f"{kind.__module__}:{kind.__qualname__}"
         if len(values.digests) < DIGESTS:
-            values.digests.update(
-                blake2b(text.encode("utf-8", "replace"), digest_size=6, key=self._salt).hexdigest() for _, text in noted
-            )
-
-
-class _FirstCalls:
-    """A function that examines the first `LOOKS` calls of another function. Its own faults are counted, never
-    raised."""
-
-    def __init__(self, look: Callable[..., None], watch: ArgumentWatch) -> None:
-        self._examine_value = look
-        self._watch = watch
-        self._left = LOOKS
-
-    def __call__(self, *values: Any) -> None:
-        if not self._left:
-            return
-        self._left -= 1
-        begin_ns = time.perf_counter_ns()
-        try:
-            self._examine_value(*values)
-        except RuntimeError:
-            pass  # another thread has changed the container meanwhile
-        except Exception as fault:
-            FAULTS.note("look at arguments", fault)
-        self._watch.spent_ns += time.perf_counter_ns() - begin_ns
+            texts = (text.encode("utf-8", "replace") for _, text in noted)
+            values.digests.update(blake2b(text, digest_size=6, key=self._salt).hexdigest() for text in texts)
 
 
 def _is_id(path: str) -> bool:
@@ -293,18 +289,12 @@ def _rank_name(name: str) -> tuple[bool, int, str]:
 
 def _read_attributes(thing: Any) -> Mapping[str, Any]:
     """Return the attributes of an object without running code of its class."""
-    try:
-        namespace = object.__getattribute__(thing, "__dict__")
-    except AttributeError:
-        namespace = None
-    attributes: dict[str, Any] = dict(islice(namespace.items(), ATTRIBUTES)) if type(namespace) is dict else {}
+    attributes = dict(islice((own_names(thing) or {}).items(), ATTRIBUTES))
     for base in type.__getattribute__(type(thing), "__mro__")[:-1]:
-        for name, slot in islice(type.__getattribute__(base, "__dict__").items(), ATTRIBUTES):
+        for name, slot in islice(type_namespace(base).items(), ATTRIBUTES):
             if type(slot) is MemberDescriptorType and name not in attributes:
-                try:
+                with suppress(AttributeError):  # a slot that is empty
                     attributes[name] = slot.__get__(thing)
-                except AttributeError:
-                    pass  # a slot that is empty
     return attributes
 
 

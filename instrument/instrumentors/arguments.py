@@ -17,9 +17,9 @@ from functools import lru_cache
 from typing import Any
 
 from instrument.instrumentors.references import isinstance_of
-from instrument.profile.model import Argument, FunctionRule, OwnGauge
+from instrument.profile.model import FunctionRule, OwnGauge
 from instrument.recorder.own_numbers import number_of
-from instrument.recorder.wrapping import Attributes
+from instrument.recorder.wrapping import Attributes, Results
 from instrument.recording.spans import VALUE_LIMIT, AttributeValue
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
@@ -59,56 +59,91 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
     return Parameter(name, position, LEFT_OUT if parameter.default is parameter.empty else parameter.default)
 
 
-class _AttributeRead(NamedTuple):
+class Result(Parameter):
+    """The result of a call, in place of a parameter."""
+
+    def of(self, result: Any) -> Any:  # type: ignore[override]
+        return result
+
+
+RESULT = Result(RETURN, -1, LEFT_OUT)
+
+
+class CallReader:
+    """The readers of the values that a rule names in calls of a function.
+
+    `of_call` reads a call's (args, kwargs), and `of_result` its result. Either is None if there is nothing to read.
+    `missing` has a message for each parameter that the function lacks.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.of_call: Attributes | None = None
+        self.of_result: Results | None = None
+        self.missing: list[str] = []
+
+    def find(self, path: str, *, in_result: bool = True) -> tuple[Parameter, ...]:
+        """Return the parameter with which a path begins, in a tuple. Note a missing one, and return an empty tuple."""
+        name = first_of(path)
+        parameter = RESULT if name == RETURN and in_result else parameter_of(self.function, name)
+        if isinstance(parameter, str):
+            self.missing += [parameter] * (parameter not in self.missing)
+            return ()
+        return (parameter,)
+
+    def add(self, parameter: Parameter, read: Callable[..., Any]) -> None:
+        """Add a reader of a call's arguments, or of its result if `parameter` is `RESULT`."""
+        if parameter is RESULT:
+            self.of_result = join_readers([self.of_result, read])
+        else:
+            self.of_call = join_readers([self.of_call, read])
+
+
+class AttributeRead(NamedTuple):
     """An attribute to read: its parameter, the path from there to the value, and `take`, which converts the value."""
 
     name: str
     parameter: Parameter
-    path: tuple[str, ...]
+    path: Sequence[str]
     take: Callable[[Any], AttributeValue]
     path_text: str
 
 
-class ArgumentReader:
+class ArgumentReader(NamedTuple):
     """A function that reads a call's arguments as attributes of the span. Unreadable arguments are left out and
     logged."""
 
-    def __init__(self, attributes: Sequence[_AttributeRead], place: str) -> None:
-        self._attributes = tuple(attributes)
-        self._place = place
+    attributes: Sequence[AttributeRead]
+    place: str
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
         attributes = {}
-        for attribute in self._attributes:
-            value = attribute.parameter.of(args, kwargs)
+        for name, parameter, path, take, path_text in self.attributes:
+            value = parameter.of(args, kwargs)
             if value is not LEFT_OUT:
                 part = ""
                 try:
-                    for part in attribute.path:
+                    for part in path:
                         value = read_part(value, part)
                     part = ""
-                    attributes[attribute.name] = attribute.take(value)
+                    attributes[name] = take(value)
                 except Exception as error:  # its text may contain values that no rule names
                     subject = f"{part!r} of a {type(value).__name__}" if part else f"that of a {type(value).__name__}"
                     words = f"reading {subject} raised {type(error).__name__}"
-                    FAULTS.note_of_rule(f"{self._place}: attribute {attribute.path_text}", words)
+                    FAULTS.note_of_rule(f"{self.place}: attribute {path_text}", words)
         return attributes
 
 
-def make_reader(
-    function: Callable[..., Any], arguments: Sequence[Argument], place: str = ""
-) -> tuple[Attributes | None, list[str]]:
-    """Return a reader of the arguments that a rule names, and a message for each argument that the function lacks."""
-    reads: list[_AttributeRead] = []
-    missing: dict[str, None] = {}  # without duplicates: a function of unknown parameters gives each the same message
-    for item in arguments:
-        name, *path = item.argument.split(".")
-        parameter = parameter_of(function, name)
-        if isinstance(parameter, str):
-            missing[parameter] = None
-        else:
-            reads.append(_AttributeRead(item.name, parameter, tuple(path), READERS[item.record], item.argument))
-    return (ArgumentReader(reads, place) if reads else None), list(missing)
+def add_attributes(reader: CallReader, rule: FunctionRule) -> None:
+    """Add a reader of the arguments that a rule records as attributes."""
+    reads = [
+        AttributeRead(item.name, parameter, split_steps(item.argument), READERS[item.record], item.argument)
+        for item in rule.attributes
+        for parameter in reader.find(item.argument, in_result=False)
+    ]
+    if reads:
+        read: Any = ArgumentReader(tuple(reads), rule.place or rule.text)
+        reader.add(reads[0].parameter, read)
 
 
 def read_part(value: Any, name: str) -> Any:
@@ -173,56 +208,47 @@ def is_mapping(value: Any) -> bool:
     return is_mapping_type(kind)
 
 
-class GaugeReader:
-    """A reader of a rule's gauges. `of_call` reads a call's arguments, `of_result` its result.
+def add_gauges(reader: CallReader, rule: FunctionRule) -> None:
+    """Add readers of a rule's gauges."""
+    of_call: list[_Gauge] = []
+    of_result: list[_Gauge] = []
+    for gauge in rule.gauges:
+        for parameter in reader.find(gauge.argument):
+            (of_result if parameter is RESULT else of_call).append(_Gauge(gauge, parameter, rule))
 
-    Either is None without a gauge to read. `missing` has a message for each parameter that the function lacks.
-    """
-
-    def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
-        self.missing: list[str] = []
-        self._of_call: list[_GaugeRead] = []
-        self._of_result: list[_GaugeRead] = []
-        for gauge in rule.gauges:
-            first, *steps = gauge.argument.split(".")
-            parameter = None if first == RETURN else parameter_of(function, first)
-            if isinstance(parameter, str):
-                self.missing.append(parameter)
-            elif parameter is None:
-                self._of_result.append(_GaugeRead(gauge, parameter, steps, rule))
-            else:
-                self._of_call.append(_GaugeRead(gauge, parameter, steps, rule))
-        self.of_call = self._read_call if self._of_call else None
-        self.of_result = self._read_result if self._of_result else None
-
-    def _read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now_ns = time.monotonic_ns()
-        for read in self._of_call:
-            if now_ns >= read.due_ns and read.parameter is not None:
-                read.read_gauge(read.parameter.of(args, kwargs), now_ns)
+        for gauge in of_call:
+            if now_ns >= gauge.due_ns:
+                gauge.read(gauge.parameter.of(args, kwargs), now_ns)
 
-    def _read_result(self, value: Any) -> None:
+    def read_result(value: Any) -> None:
         now_ns = time.monotonic_ns()
-        for read in self._of_result:
-            if now_ns >= read.due_ns:
-                read.read_gauge(value, now_ns)
+        for gauge in of_result:
+            if now_ns >= gauge.due_ns:
+                gauge.read(value, now_ns)
+
+    if of_call:
+        reader.add(of_call[0].parameter, read_call)
+    if of_result:
+        reader.add(RESULT, read_result)
 
 
-class _GaugeRead:
-    """A reader of one gauge along a path from a parameter, or from the result if `parameter` is None."""
+class _Gauge:
+    """A gauge of a rule, which is read along a path from a parameter or from the result."""
 
-    def __init__(self, gauge: OwnGauge, parameter: Parameter | None, steps: list[str], rule: FunctionRule) -> None:
-        self.parameter, self._steps_below, self._is_size = parameter, steps, gauge.record == "size"
+    def __init__(self, gauge: OwnGauge, parameter: Parameter, rule: FunctionRule) -> None:
+        self.parameter, self._steps, self._is_size = parameter, split_steps(gauge.argument), gauge.record == "size"
         self._place = f"{rule.place or rule.text}: gauge {gauge.name}"
         self._put = number_of(gauge.kind, gauge.name, gauge.unit, gauge.every_ns)
         self._every_ns = gauge.every_ns if gauge.kind == "gauge" else 0
         self.due_ns = 0
 
-    def read_gauge(self, value: Any, now_ns: int) -> None:
-        """Read the gauge from an argument or a result, and store the value unless it is None. Never raises."""
+    def read(self, value: Any, now_ns: int) -> None:
+        """Read the gauge from a value, and store it unless it is None. Never raises."""
         self.due_ns = now_ns + self._every_ns
         try:
-            for step in self._steps_below:
+            for step in self._steps:
                 value = read_part(value, step)
             if value is not None and value is not LEFT_OUT:
                 self._put(len(value) if self._is_size else value)

@@ -1,5 +1,7 @@
-"""Record the copies of arrays by numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python. The recorded calls are:
+"""Record copies of arrays by torch, numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python. The recorded calls are:
 
+- torch: the methods of tensors and storages that copy. Moving a model, loading a checkpoint or pinning a batch calls
+  them for each tensor. `torch.tensor` is not replaced, because torch.compile compares it by identity.
 - numpy: `numpy.copyto`, with which services fill batches.
 - JAX: `jax.device_put`, and the first read of a device array's values on the host. A call that moves several arrays is
   one span.
@@ -22,6 +24,8 @@ from math import prod
 from typing import Any
 
 from instrument.instrumentors.copies import (
+    NOWHERE,
+    Copies,
     Facts,
     PatchedFunctions,
     Stream,
@@ -30,6 +34,8 @@ from instrument.instrumentors.copies import (
     is_pinned,
     read_argument,
 )
+from instrument.instrumentors.execution import get_compiling_test
+from instrument.recording.spans import Work
 
 Reader = Callable[[Any, Any], Any]
 """A function that reads one argument from a call's `args` and `kwargs`."""
@@ -103,12 +109,8 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
     value_type = module.OrtValue
 
     def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        # On the host the value has the array's own memory.
-        return (
-            None
-            if _locate_value(out) is None
-            else Transfer("h2d", out.tensor_size_in_bytes(), True, is_pinned(args[1]))
-        )
+        is_on_host = _locate_value(out) is None  # the value has the array's own memory
+        return None if is_on_host else Transfer("h2d", out.tensor_size_in_bytes(), True, is_pinned(args[1]))
 
     def read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         value = args[0]
@@ -130,22 +132,18 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
         return None if _input_is_on_host(binding, name) else Transfer("h2d", array.nbytes, True, is_pinned(array))
 
     def read_fetched(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        read_on_device = [_locate_value(value) is not None for value in args[0].get_outputs()]
-        arrays = [getattr(array, "nbytes", 0) for array in out]
-        moved_bytes = sum(nbytes for nbytes, is_there in zip(arrays, read_on_device, strict=False) if is_there)
-        if moved_bytes:
-            return Transfer("d2h", moved_bytes, True, False)
-        return Transfer("h2h", sum(arrays), True, False)
+        values, sizes = args[0].get_outputs(), [getattr(array, "nbytes", 0) for array in out]
+        from_device = sum(size for value, size in zip(values, sizes, strict=False) if _locate_value(value) is not None)
+        return Transfer("d2h" if from_device else "h2h", from_device or sum(sizes), True, False)
 
     def read_sent(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         sources, targets = read_argument(args, kwargs, 0, "src"), read_argument(args, kwargs, 1, "dst")
-        if not sources:
-            return None
         moved_bytes = sum(value.tensor_size_in_bytes() for value in sources)
         sync = read_argument(args, kwargs, 2, "stream") is None
-        return Transfer(direction_between(_locate_value(sources[0]), _locate_value(targets[0])), moved_bytes, sync)
+        ends = [_locate_value(values[0]) for values in (sources, targets) if sources]
+        return Transfer(direction_between(*ends), moved_bytes, sync) if ends else None
 
-    patched.wrap_factory(value_type, "ortvalue_from_numpy", read_made)
+    patched.wrap_methods(value_type, ("ortvalue_from_numpy",), read_made)
     patched.wrap_methods(value_type, ("numpy",), read_values)
     patched.wrap_methods(value_type, ("update_inplace",), read_updated)
     patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), read_bound)
@@ -176,7 +174,7 @@ def _input_is_on_host(binding: Any, name: str) -> bool:
 
 
 CUPY_MAKING = ("array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray")
-CUPY_READING = ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__")
+READING = ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__")
 _CUDA_KINDS = {0: "h2h", 1: "h2d", 2: "d2h", 3: "d2d"}
 
 
@@ -210,7 +208,7 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
     patched.stream = lambda args, kwargs: None
     patched.wrap_methods(array_type, ("get",), read_get, _arg_reader(1, "stream"))
     patched.wrap_methods(array_type, ("set",), read_put, _arg_reader(2, "stream"))
-    patched.wrap_methods(array_type, CUPY_READING, read_values)
+    patched.wrap_methods(array_type, READING, read_values)
     patched.wrap_functions(cupy, CUPY_MAKING, read_made)
     patched.wrap_functions(cupy, ("copyto",), read_copied)
     runtime = cupy.cuda.runtime
@@ -242,21 +240,17 @@ def _is_host_data(source: Any, array_type: Any) -> bool:
 def attach_numba(module: Any, patched: PatchedFunctions) -> None:
     patched.stream = lambda args, kwargs: _read_arguments(args, kwargs)[3]
 
-    def read_to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
-        _, source, size, stream = _read_arguments(args, kwargs)
-        return Transfer("h2d", size, not stream, is_pinned(source))
+    def attach(name: str, direction: str) -> None:
+        def facts(out: Any, args: Any, kwargs: Any) -> Transfer:
+            target, source, size, stream = _read_arguments(args, kwargs)
+            host = {"h2d": source, "d2h": target}.get(direction)
+            way = direction or direction_between(_read_device(source), _read_device(target))
+            return Transfer(way, size, not stream, None if host is None else is_pinned(host))
 
-    def read_to_host(out: Any, args: Any, kwargs: Any) -> Transfer:
-        target, _, size, stream = _read_arguments(args, kwargs)
-        return Transfer("d2h", size, not stream, is_pinned(target))
+        patched.wrap_functions(module, (name,), facts)
 
-    def read_on_device(out: Any, args: Any, kwargs: Any) -> Transfer:
-        target, source, size, stream = _read_arguments(args, kwargs)
-        return Transfer(direction_between(_read_device(source), _read_device(target)), size, not stream)
-
-    patched.wrap_functions(module, ("host_to_device",), read_to_device)
-    patched.wrap_functions(module, ("device_to_host",), read_to_host)
-    patched.wrap_functions(module, ("device_to_device",), read_on_device)
+    for function in (("host_to_device", "h2d"), ("device_to_host", "d2h"), ("device_to_device", "")):
+        attach(*function)
 
 
 def _read_arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
@@ -284,7 +278,9 @@ def attach_cuda(module: Any, patched: PatchedFunctions) -> None:
             continue
         facts = _choose_reader(name, function)
         if facts is not None:
-            patched.wrap_functions(module, (name,), _skip_failures(facts), _stream_reader(function))
+            # A call that returns an error code counts as no transfer.
+            read: Facts = lambda out, *call, facts=facts: facts(out, *call) if int(out[0]) == 0 else None  # noqa: E731
+            patched.wrap_functions(module, (name,), read, _stream_reader(function))
 
 
 def _choose_reader(name: str, function: Any) -> Facts | None:
@@ -302,28 +298,7 @@ def _choose_reader(name: str, function: Any) -> Facts | None:
     factors = {"cudaMemcpy": ("count",), **dict.fromkeys(_WITH_ROWS, ("width", "height"))}.get(base)
     if factors is not None:
         return _kind_reader(_named_arg(function, "kind"), [_named_arg(function, factor) for factor in factors], sync)
-    if base in ("cuMemcpy2D", "cuMemcpy2DUnaligned", "cuMemcpy3D"):
-        return _descriptor_reader(sync)
-    return None
 
-
-def _peer_copy_reader(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
-    def read_peer_copy(out: Any, args: Any, kwargs: Any) -> Transfer:
-        direction = direction_between(int(source(args, kwargs)), int(target(args, kwargs)))
-        return Transfer(direction, int(amount(args, kwargs)), sync)
-
-    return read_peer_copy
-
-
-def _kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
-    def read_copy_by_kind(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        direction = _CUDA_KINDS.get(int(kind(args, kwargs)))
-        return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
-
-    return read_copy_by_kind
-
-
-def _descriptor_reader(sync: bool) -> Facts:
     def read_descriptor(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         copy = read_argument(args, kwargs, 0, "pCopy")
         source = _MEMORY_TYPES.get(int(copy.srcMemoryType))
@@ -332,7 +307,21 @@ def _descriptor_reader(sync: bool) -> Facts:
             return None
         return Transfer(f"{source}2{target}", copy.WidthInBytes * copy.Height * getattr(copy, "Depth", 1), sync)
 
-    return read_descriptor
+    return read_descriptor if base in ("cuMemcpy2D", "cuMemcpy2DUnaligned", "cuMemcpy3D") else None
+
+
+def _peer_copy_reader(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
+    return lambda out, *call: Transfer(
+        direction_between(int(source(*call)), int(target(*call))), int(amount(*call)), sync
+    )
+
+
+def _kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
+    def read_copy_by_kind(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+        direction = _CUDA_KINDS.get(int(kind(args, kwargs)))
+        return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
+
+    return read_copy_by_kind
 
 
 def _named_arg(function: Any, *names: str) -> Reader:
@@ -347,17 +336,171 @@ def _stream_reader(function: Any) -> Stream:
     default stream."""
     parameters = list(inspect.signature(function).parameters)
     name = next((name for name in ("hStream", "stream") if name in parameters), None)
-    if name is None:
-        return lambda args, kwargs: 0
-    stream_of = _arg_reader(parameters.index(name), name)
-
-    def read_stream(args: Any, kwargs: Any) -> Any:
-        handle = stream_of(args, kwargs)
-        return 0 if handle is None else int(handle)
-
-    return read_stream
+    stream_of: Reader = (lambda args, kwargs: 0) if name is None else _arg_reader(parameters.index(name), name)
+    return lambda args, kwargs: int(stream_of(args, kwargs) or 0)
 
 
-def _skip_failures(facts: Facts) -> Facts:
-    """Wrap a reader of transfers so that a call that returns an error code counts as no transfer."""
-    return lambda out, args, kwargs: facts(out, args, kwargs) if int(out[0]) == 0 else None
+CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
+
+
+def why_absent(torch: Any) -> str:
+    """Return the reason why this build of torch has no device, "" if it has one. Does not call the driver."""
+    return "" if _device_tests(torch) else "this torch is built without a device: no copy to or from one can happen"
+
+
+def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable[[], bool] | None = None) -> None:
+    """Replace the methods that copy. They record nothing until `initialised()` is true, as torch uses no device
+    before."""
+    used = _make_used_test(torch, patched.copies) if initialised is None else initialised
+    compiling = get_compiling_test(torch)
+
+    def ready() -> bool:
+        return not compiling() and used()
+
+    tensor = torch.Tensor
+    fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
+    private = _find_private_backend(torch)
+    patched.ready, patched.stream = ready, _find_device
+    patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _skip_same(_read_conversion, fake))
+    patched.wrap_methods(
+        tensor, ("copy_",), lambda out, *call: None if isinstance(out, fake) else _read_copy(out, *call)
+    )
+    pin = _skip_same(lambda out, *_: Transfer("h2h", _count_bytes(out), True, True), fake)
+    patched.wrap_methods(tensor, ("pin_memory",), pin, lambda args, kwargs: NOWHERE)
+    # Most calls read tensors that are on the host already.
+    stream_of: Stream = lambda args, kwargs: _find_device(args, kwargs) if args[0].is_cuda else NOWHERE  # noqa: E731
+    patched.wrap_methods(tensor, (*READING, "numpy", "__array__"), _read_values, stream_of)
+    pin = _skip_same(lambda out, *_: Transfer("h2h", out.nbytes(), True, True), ())
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        patched.wrap_methods(storage, ("to", "cuda", "cpu"), _skip_same(_read_storage_move, ()))
+        patched.wrap_methods(storage, ("copy_",), _read_storage_copy)
+        patched.wrap_methods(storage, ("pin_memory",), pin, lambda args, kwargs: NOWHERE)
+
+
+def _find_device(args: Any, kwargs: Any) -> Any:
+    """Return the device on which a method call such as `tensor.to` is timed, None for the current one.
+
+    It is the source's device or, if the source is on the host, the target's.
+    """
+    source = args[0]
+    if source.is_cuda:
+        return Work("torch", (source.device.index,))
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    if isinstance(target, int) and not isinstance(target, bool):
+        return Work("torch", (target,))
+    if isinstance(target, str):
+        kind, _, index = target.partition(":")
+        return Work("torch", (int(index),)) if kind in ("cuda", "hip") and index.isdigit() else None
+    target = getattr(target, "device", target)  # of a tensor
+    if getattr(target, "type", None) == "cuda" and target.index is not None:
+        return Work("torch", (target.index,))
+    return None
+
+
+def device_direction(source: Any, target: Any) -> str | None:
+    """Return the direction of a copy between two torch devices, None for `meta`, which has no data."""
+    if "meta" in (source.type, target.type):
+        return None
+    return direction_between(*(None if device.type == "cpu" else device for device in (source, target)))
+
+
+def _read_conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    if not hasattr(out, "device"):  # `type()` names the class
+        return None
+    return _moved_tensor(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
+
+
+def _read_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    source = read_argument(args, kwargs, 1, "src", kwargs.get("other"))
+    if not hasattr(source, "device") or source is out:
+        return None
+    return _moved_tensor(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
+
+
+def _moved_tensor(source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False) -> Transfer | None:
+    direction = device_direction(source.device, target)
+    if direction is None or (direction == "h2h" and not overwrites and _shares_memory(source, out)):
+        return None
+    pinned = None
+    if direction == "h2d":
+        pinned = bool(source.is_pinned())
+    elif direction == "d2h":
+        # A call that waits makes pageable memory on the host.
+        pinned = bool(out.is_pinned()) if asynchronous or overwrites else False
+    return Transfer(direction, _count_bytes(source), not asynchronous, pinned)
+
+
+def _read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    source = args[0]
+    if source.device.type in ("cpu", "meta"):
+        return None
+    return Transfer("d2h", _count_bytes(source), True, False)
+
+
+def _read_storage_move(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    direction = device_direction(args[0].device, out.device)
+    if direction is None or direction == "h2h":
+        return None
+    return Transfer(direction, args[0].nbytes(), not _is_asynchronous(args[1:], kwargs))
+
+
+def _read_storage_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    source = read_argument(args, kwargs, 1, "source")
+    direction = device_direction(source.device, out.device)
+    return None if direction is None else Transfer(direction, source.nbytes(), not _is_asynchronous(args[1:], kwargs))
+
+
+def _skip_same(facts: Facts, fake: Any) -> Facts:
+    """Make a reader of transfers ignore calls that return their input tensor or a fake tensor."""
+    return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
+
+
+def _count_bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _shares_memory(source: Any, out: Any) -> bool:
+    try:
+        return bool(source.device == out.device and source.data_ptr() == out.data_ptr())
+    except RuntimeError:  # a tensor without memory of its own
+        return True
+
+
+def _is_asynchronous(args: Any, kwargs: Any) -> bool:
+    """Return True if `non_blocking` is true in a call, by name or as the first boolean argument."""
+    return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
+
+
+def _device_tests(torch: Any) -> list[Callable[[], bool]]:
+    """Return a test for each kind of device of this torch build. A test returns True once the process uses such a
+    device, for MPS if one exists.
+
+    The tests call no driver, because that would break forked children.
+    """
+    version = getattr(torch, "version", None)
+    tests: list[Any] = []
+    if getattr(version, "cuda", None) or getattr(version, "hip", None):
+        tests.append(torch.cuda.is_initialized)
+    if getattr(version, "xpu", None):
+        tests.append(torch.xpu.is_initialized)
+    mps = getattr(getattr(torch, "backends", None), "mps", None)
+    if mps is not None and mps.is_built():
+        tests.append(mps.is_available)
+    private = _find_private_backend(torch)
+    if private:
+        tests.append(getattr(getattr(torch, private), "is_initialized", lambda: True))
+    return tests
+
+
+def _find_private_backend(torch: Any) -> str:
+    """Return the kind of device that another package has added to torch, such as `npu`, "" without one."""
+    read_name = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
+    name = read_name() if read_name is not None else ""
+    return name if name and hasattr(torch, name) else ""
+
+
+def _make_used_test(torch: Any, copies: Copies) -> Callable[[], bool]:
+    if copies.selects("torch", ("h2h",)):
+        return lambda: True
+    devices = _device_tests(torch)
+    return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)

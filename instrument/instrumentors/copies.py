@@ -42,7 +42,6 @@ Facts = Callable[[Any, Any, Any], Transfer | None]
 """A function that returns the transfer of a call, None if nothing was copied. It gets the call's result, `args` and
 `kwargs`."""
 
-
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
@@ -63,14 +62,13 @@ _STATE = _ThreadState()
 
 
 class FrameworkAdapter(NamedTuple):
-    """An adapter that replaces the copying functions of a framework. `framework` is the framework's name in rules.
+    """The adapter of a framework, whose functions that copy it replaces. `framework` is the name in rules.
 
-    At the import of one of `modules`, the function `attach_FRAMEWORK` of the module `home` is called. `unseen`
+    At the import of one of `modules`, the function `attach_FRAMEWORK` of `array_copies` is called. `unseen`
     describes the copies that cannot be recorded.
     """
 
     framework: str
-    home: str
     modules: Sequence[str]
     directions: Sequence[str]
     unseen: str
@@ -78,33 +76,33 @@ class FrameworkAdapter(NamedTuple):
 
 ADAPTERS = (
     FrameworkAdapter(
-        "torch", "torch_copies", ("torch",), DIRECTIONS,
+        "torch", ("torch",), DIRECTIONS,
         "torch.tensor, as_tensor and asarray with a device, indexing and masks between host and device, clone() and "
         "contiguous(), scatter and gather between devices, and what compiled regions, CUDA graphs and C++ code copy",
     ),
     FrameworkAdapter(
-        "cupy", "array_copies", ("cupy",), DIRECTIONS,
+        "cupy", ("cupy",), DIRECTIONS,
         "assignments to slices, copy() and astype(), memory pointers' own copies, and what cupy's C code copies",
     ),
     FrameworkAdapter(
-        "numba", "array_copies", ("numba.cuda.cudadrv.driver",), DEVICE_DIRECTIONS,
+        "numba", ("numba.cuda.cudadrv.driver",), DEVICE_DIRECTIONS,
         "arrays in mapped or managed memory, which the device reads in place",
     ),
     FrameworkAdapter(
-        "cuda", "array_copies", ("cuda.bindings.driver", "cuda.bindings.runtime"), DIRECTIONS,
+        "cuda", ("cuda.bindings.driver", "cuda.bindings.runtime"), DIRECTIONS,
         "calls whose direction only the driver knows (cuMemcpy, cudaMemcpyDefault, batches), "
         "3D copies of the runtime, and cuda.core, which calls the driver in C",
     ),
     FrameworkAdapter(
-        "onnxruntime", "array_copies", ("onnxruntime.capi.onnxruntime_inference_collection",), DIRECTIONS,
+        "onnxruntime", ("onnxruntime.capi.onnxruntime_inference_collection",), DIRECTIONS,
         "what InferenceSession.run copies by itself; use an IOBinding to see it",
     ),
     FrameworkAdapter(
-        "jax", "array_copies", ("jax",), DIRECTIONS,
+        "jax", ("jax",), DIRECTIONS,
         "arguments of the host that a compiled function takes, and what happens inside of one",
     ),
     FrameworkAdapter(
-        "numpy", "array_copies", ("numpy",), ("h2h",),
+        "numpy", ("numpy",), ("h2h",),
         "numpy.copy, which compilers know by identity, methods of arrays and assignments to slices",
     ),
 )  # fmt: skip
@@ -116,7 +114,7 @@ class Copies(Instrumentor):
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
         super().__init__(rules, recorder)
         self.hits = [0] * len(rules)
-        self._sites: dict[tuple[str, str, Transfer], Site] = {}
+        self._sites: dict[tuple[str, str, str, bool, bool | None], Site] = {}
         adapters = [adapter for adapter in ADAPTERS if self.selects(adapter.framework, adapter.directions)]
         self._adapters = {name: adapter for adapter in adapters for name in adapter.modules}
         self._patched: dict[str, PatchedFunctions] = {}
@@ -137,7 +135,7 @@ class Copies(Instrumentor):
         if name in self._patched:
             return
         adapter = self._adapters[name]
-        framework, home = adapter.framework, import_module(f"instrument.instrumentors.{adapter.home}")
+        framework, home = adapter.framework, import_module("instrument.instrumentors.array_copies")
         why = home.why_absent(module) if framework == "torch" else ""
         if why and not self.selects(framework, ("h2h",)):
             self._absent[framework] = why
@@ -159,21 +157,18 @@ class Copies(Instrumentor):
     def find_site(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
         """Return the site of a copy, and count the copy for the first rule that selects it. Without such a rule, return
         None."""
-        direction, moved_bytes = transfer.direction, transfer.moved_bytes
+        direction, moved_bytes, sync, pinned = transfer
         for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):
             if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
                 self.hits[index] += 1
-                return self._make_site(framework, qualname, transfer)
-        return None
-
-    def _make_site(self, framework: str, qualname: str, transfer: Transfer) -> Site:
-        key = (framework, qualname, transfer._replace(moved_bytes=0))
+                break
+        else:
+            return None
+        key = (framework, qualname, direction, sync, pinned)
         site = self._sites.get(key)
         if site is None:
-            direction, _, sync, pinned = transfer
             facts: tuple[tuple[str, str | bool], ...] = (("direction", direction), ("sync", sync))
-            if pinned is not None:
-                facts += (("pinned", pinned),)
+            facts += () if pinned is None else (("pinned", pinned),)
             # Copies of one call that wait and that do not have two sites, or the tally would add them up.
             modes = ["sync" if sync else "async", *([] if pinned is None else ["pinned" if pinned else "pageable"])]
             name, device = f"memcpy {direction}", direction != "h2h"
@@ -216,20 +211,15 @@ class PatchedFunctions:
         self._bound: list[tuple[Any, Any]] = []
 
     def wrap_methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace those of the named methods that a class has."""
+        """Replace methods of a class, if they exist. The first argument that `facts` gets for a classmethod is the
+        class. `stream` defaults to that of the framework."""
         for name in names:
-            method = getattr(owner, name, None)
+            raw, method = vars(owner).get(name), getattr(owner, name, None)
+            function = raw.__func__ if isinstance(raw, classmethod) else method
             if method is not None:
-                self._undos.append(
-                    replace_attribute(owner, name, self._wrap(method, f"{owner.__name__}.{name}", facts, stream))
-                )
-
-    def wrap_factory(self, owner: Any, name: str, facts: Facts) -> None:
-        """Replace a classmethod. `facts` gets the class as the first argument."""
-        raw = vars(owner).get(name)
-        if isinstance(raw, classmethod):
-            watched = self._wrap(raw.__func__, f"{owner.__name__}.{name}", facts)
-            self._undos.append(replace_attribute(owner, name, classmethod(watched)))
+                watched = self._wrap(function, f"{owner.__name__}.{name}", facts, stream)
+                new = classmethod(watched) if function is not method else watched
+                self._undos.append(replace_attribute(owner, name, new))
 
     def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
         """Replace a property. A read counts as a copy only if `is_fresh(object)` was true before it."""

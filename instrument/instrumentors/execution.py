@@ -32,54 +32,20 @@ from instrument.recorder.wrapping import FORMS
 from instrument.recording.spans import EXECUTOR_QUEUE, Site
 from instrument.runtime import imports
 
+LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
+"""The module and class of each event loop that reports its tasks to the recorder."""
+
 
 def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
     """Report each copy of a `contextvars` context to the recorder. Return the function that stops this."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
-    recorder.tells_of_tasks = _TaskReports(recorder, undos).reports_tasks
-    rebind([(original, copy_context)])
+    publish, share = recorder.publish, recorder.share
+    contexts: WeakValueDictionary[int, Context] = WeakValueDictionary()
+    wrappers: dict[Any, Any] = {}  # the informing `create_task` by class of loop
 
-    def undo() -> None:
-        rebind([(copy_context, original)])
-        recorder.tells_of_tasks = None
-        undo_all(undos)
-
-    return undo
-
-
-LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
-"""The module and class of each event loop that reports its tasks to the recorder."""
-
-
-class _TaskReports:
-    """A wrapper of the `create_task` of event loops, which reports new tasks to the recorder."""
-
-    def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
-        self._publish, self._share = recorder.publish, recorder.share
-        self._shared: WeakValueDictionary[int, Context] = WeakValueDictionary()
-        self._undos = undos
-        self._wrappers: dict[Any, Any] = {}  # the informing `create_task` by class of loop
-        self._wrap_loops()
-
-    def reports_tasks(self) -> bool:
-        loop = sys.modules["asyncio.events"]._get_running_loop()
-        # A class or an instance with another `create_task` does not.
-        return self._copies_contexts(type(loop)) and "create_task" not in vars(loop)
-
-    def _copies_contexts(self, kind: Any) -> bool:
-        if kind.create_task not in self._wrappers.values():
-            self._wrap_loops()
-        return kind.create_task in self._wrappers.values()
-
-    def _wrap_loops(self) -> None:
-        for module, name in LOOPS:
-            kind = getattr(sys.modules.get(module), name, None)
-            if kind is not None and kind not in self._wrappers:
-                self._wrappers[kind] = self._wrap_create_task(kind)
-
-    def _wrap_create_task(self, kind: Any) -> Any:
-        original, publish, share, contexts = kind.create_task, self._publish, self._share, self._shared
+    def wrap_create_task(kind: Any) -> Any:
+        original = kind.create_task
 
         @functools.wraps(original)
         def create_task(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +56,33 @@ class _TaskReports:
                 contexts[id(context)] = context
             return original(self, *args, **kwargs)
 
-        self._undos.append(replace_attribute(kind, "create_task", create_task))
+        undos.append(replace_attribute(kind, "create_task", create_task))
         return create_task
+
+    def wrap_loops() -> None:
+        for module, name in LOOPS:
+            kind = getattr(sys.modules.get(module), name, None)
+            if kind is not None and kind not in wrappers:
+                wrappers[kind] = wrap_create_task(kind)
+
+    def reports_tasks() -> bool:
+        loop = sys.modules["asyncio.events"]._get_running_loop()
+        method = type(loop).create_task
+        if method not in wrappers.values():
+            wrap_loops()
+            method = type(loop).create_task
+        # A class or an instance with another `create_task` does not.
+        return method in wrappers.values() and "create_task" not in vars(loop)
+
+    def undo() -> None:
+        rebind([(copy_context, original)])
+        recorder.tells_of_tasks = None
+        undo_all(undos)
+
+    wrap_loops()
+    recorder.tells_of_tasks = reports_tasks
+    rebind([(original, copy_context)])
+    return undo
 
 
 POOL_MODULE = "concurrent.futures.thread"

@@ -24,6 +24,7 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import AttributeValue, Site
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
 """The `instance` and the attributes of an object's site."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """An entry point: a method of the class `owner`, or of its base class. Its spans have the `name`.
 
     `modules` are the modules of the class in different versions of the framework.
@@ -52,12 +52,13 @@ class Entry:
 
 ONNXRUNTIME = "onnxruntime.capi.onnxruntime_inference_collection"
 ONNXRUNTIME_METHODS = ("run", "run_with_ort_values", "run_with_iobinding", "run_with_ortvaluevector", "run_async")
+_KERAS_MODEL, _ST = "keras.src.models.model", "sentence_transformers.{}"
 _ENCODERS = (
-    ("sentence_transformer", "SentenceTransformer", "SentenceTransformer", "encode"),
-    ("sparse_encoder", "sparse_encoder.SparseEncoder", "SparseEncoder", "encode"),
-    ("cross_encoder", "cross_encoder.CrossEncoder", "CrossEncoder", "predict"),
+    (("sentence_transformer.model", "SentenceTransformer"), "SentenceTransformer", "encode"),
+    (("sparse_encoder.model", "sparse_encoder.SparseEncoder"), "SparseEncoder", "encode"),
+    (("cross_encoder.model", "cross_encoder.CrossEncoder"), "CrossEncoder", "predict"),
 )
-"""The classes of sentence-transformers: subpackage, module in older versions, class and recorded method."""
+"""The classes of sentence-transformers: module in newer and in older versions, class and recorded method."""
 
 
 def _describe_session(session: Any) -> Facts:
@@ -78,10 +79,7 @@ ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
         False,
     ),
     "keras": (
-        [
-            Entry(("keras.src.models.model",), "Model", method, f"keras.{method}")
-            for method in ("predict", "predict_on_batch")
-        ],
+        [Entry((_KERAS_MODEL,), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")],
         lambda model: (str(model.name), ()),
         False,
     ),
@@ -94,15 +92,7 @@ ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
         False,
     ),
     "sentence_transformers": (
-        [
-            Entry(
-                (f"sentence_transformers.{package}.model", f"sentence_transformers.{older}"),
-                owner,
-                method,
-                f"sentence_transformers.{method}",
-            )
-            for package, older, owner, method in _ENCODERS
-        ],
+        [Entry(tuple(map(_ST.format, names)), cls, method, _ST.format(method)) for names, cls, method in _ENCODERS],
         _describe_model,
         True,
     ),
@@ -262,11 +252,9 @@ class Frameworks(Instrumentor):
         return any(observer.may_match(module_name) for observer in self.observers)
 
     def attach_to(self, module: ModuleType) -> bool:
-        copied = False
-        for observer in self.observers:
-            if observer.may_match(module.__name__):
-                copied = observer.attach_to(module) or copied
-        return copied
+        observers = [observer for observer in self.observers if observer.may_match(module.__name__)]
+        copied = [observer.attach_to(module) for observer in observers]
+        return any(copied)
 
     def undo(self) -> None:
         for observer in reversed(self.observers):

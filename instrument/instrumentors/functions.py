@@ -30,11 +30,12 @@ from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import Attributes, Passes, Results, bare_function
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
 """The lowest reference count of an immortal object (PEP 683), which does not count references."""
+
+_MISSING = object()
 
 Undo = Callable[[], None]
 T = TypeVar("T")
@@ -54,13 +55,11 @@ class Probe:
         passes: Passes | None = None,
         results: Results | None = None,
     ) -> None:
-        self.target = target
-        self.site = site
+        self.target, self.site, self.is_set = target, site, False
         works = CallWork.of(recorder, target.function) if site.device else None
         self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes, works, results)
         self._aliases: list[tuple[type, str]] = []
         self._places: list[Assignment] = []
-        self.is_set = False
 
     def set(self) -> None:
         """Replace the target's function. Raises the error of a module or class that cannot be changed."""
@@ -97,12 +96,11 @@ class Assignment:
     """A changed attribute of a module or class. `undo` restores the earlier value, unless other code has changed it
     since."""
 
-    __slots__ = ("_attribute", "_before", "_new", "_own", "_owner")
+    __slots__ = ("_attribute", "_before", "_new", "_owner")
 
     def __init__(self, owner: Any, attribute: str, new: Any) -> None:
         self._owner, self._attribute, self._new = owner, attribute, new
-        self._own = attribute in self._get_names()
-        self._before = self._get_names().get(attribute)
+        self._before = self._get_names().get(attribute, _MISSING)
         setattr(owner, attribute, new)
 
     def _get_names(self) -> Any:
@@ -111,10 +109,10 @@ class Assignment:
     def undo(self) -> None:
         if self._get_names().get(self._attribute) is not self._new:
             return
-        if self._own:
-            setattr(self._owner, self._attribute, self._before)
-        else:
+        if self._before is _MISSING:
             delattr(self._owner, self._attribute)
+        else:
+            setattr(self._owner, self._attribute, self._before)
 
 
 def replace_attribute(owner: Any, attribute: str, new: Any) -> Undo:
@@ -170,10 +168,7 @@ def change_argument(
 def undo_all(undos: list[Undo]) -> None:
     """Call all functions of the list, the last one first, and empty the list. Failures are counted, not raised."""
     while undos:
-        try:
-            undos.pop()()
-        except Exception as fault:
-            FAULTS.note("way back of a probe", fault)
+        FAULTS.attempt("way back of a probe", undos.pop())
 
 
 def count_other_refs(target: Target) -> int:
@@ -182,17 +177,9 @@ def count_other_refs(target: Target) -> int:
     The number is 0 for an inherited method and for functions of a `singledispatchmethod`.
     """
     names = type_namespace(target.owner) if isinstance_of(target.owner, type) else own_names(target.owner)
-    if (
-        isinstance_of(target.raw, (NoneType, singledispatchmethod))
-        or (names or {}).get(target.attribute) is not target.raw
-    ):
-        return 0
-    return _count_all(target) - _count_usual()
-
-
-def count_refs(target: Target) -> int:
-    """Return how many objects refer to a target's function, including its own module or class."""
-    return count_other_refs(target) + 1 + (target.raw is target.function)
+    is_other = isinstance_of(target.raw, (NoneType, singledispatchmethod))
+    is_inherited = (names or {}).get(target.attribute) is not target.raw
+    return 0 if is_other or is_inherited else _count_all(target) - _count_usual()
 
 
 def _count_all(target: Target) -> int:
@@ -255,7 +242,8 @@ def _profile_target(target: Any, name: str | None, kind: str | None, device: boo
         span_name = name + suffix if name else qualname_of(function) + suffix if suffix else None
         site = site_of(function, name=span_name, kind=kind, device=device, phase=phase)
         wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
-        _note_decorated(site, wrapped)
+        _register_hint()
+        _decorated[site] = wrapped
         if function is target:
             return wrapped
         target = put(wrapped)
@@ -268,12 +256,7 @@ def _profile_target(target: Any, name: str | None, kind: str | None, device: boo
 
 
 _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary()
-
-
-def _note_decorated(site: Site, wrapper: Any) -> None:
-    """Store a decorated function under its site. Print a hint at exit if no session starts."""
-    _register_hint()
-    _decorated[site] = wrapper
+"""The decorated functions, by site."""
 
 
 @functools.cache
@@ -306,7 +289,10 @@ def detach_decorated(site: Site) -> Callable[[], object] | None:
     bare = None if wrapper is None else bare_function(wrapper)
     if type(bare) is not FunctionType:
         return None
-    twin = _copy_bare(bare, wrapper)
+    twin = FunctionType(bare.__code__, bare.__globals__, bare.__name__, bare.__defaults__, bare.__closure__)
+    twin.__kwdefaults__ = bare.__kwdefaults__
+    functools.update_wrapper(twin, bare)
+    twin.__dict__ = vars(wrapper)
     return partial(_rebind_names, twin, wrapper) if _rebind_names(wrapper, twin) else None
 
 
@@ -321,14 +307,6 @@ def _rebind_names(first: Any, second: Any) -> bool:
     if part is not None and (value := part.put(second)) is not names[last]:
         setattr(owner, last, value)
     return rebind([(first, second)]) or part is not None
-
-
-def _copy_bare(bare: FunctionType, wrapper: Any) -> FunctionType:
-    twin = FunctionType(bare.__code__, bare.__globals__, bare.__name__, bare.__defaults__, bare.__closure__)
-    twin.__kwdefaults__ = bare.__kwdefaults__
-    functools.update_wrapper(twin, bare)
-    twin.__dict__ = vars(wrapper)
-    return twin
 
 
 class Instrumentor(ABC):
@@ -402,53 +380,37 @@ class Switch(Instrumentor):
         self._attached = False
 
 
-class Seam(NamedTuple):
-    """A framework's method that registers a handler: the argument with the name `argument` or at `position`."""
-
-    owner: str
-    method: str
-    argument: str
-    position: int
-
-
-SEAMS: Mapping[str, tuple[Seam, ...]] = {
-    "starlette.routing": (
-        Seam("Route", "__init__", "endpoint", 2),
-        Seam("WebSocketRoute", "__init__", "endpoint", 2),
-    ),
-    "fastapi.routing": (
-        Seam("APIRoute", "__init__", "endpoint", 2),
-        Seam("APIWebSocketRoute", "__init__", "endpoint", 2),
-    ),
-    "fastapi.params": (Seam("Depends", "__init__", "dependency", 1),),
-    "flask.sansio.app": (Seam("App", "add_url_rule", "view_func", 3),),  # of Quart, too
-    "flask.sansio.blueprints": (Seam("Blueprint", "add_url_rule", "view_func", 3),),
-    "aiohttp.web_routedef": (Seam("RouteDef", "__init__", "handler", 3),),
-    "aiohttp.web_urldispatcher": (Seam("AbstractRoute", "__init__", "handler", 2),),
-    "django.urls.resolvers": (Seam("URLPattern", "__init__", "callback", 2),),
-    "litestar.handlers.base": (Seam("BaseRouteHandler", "__call__", "fn", 1),),
-    "bottle": (Seam("Route", "__init__", "callback", 4),),
-    "celery.app.base": (Seam("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
+SEAMS: Mapping[str, tuple[tuple[str, str, str, int], ...]] = {
+    "starlette.routing": (("Route", "__init__", "endpoint", 2), ("WebSocketRoute", "__init__", "endpoint", 2)),
+    "fastapi.routing": (("APIRoute", "__init__", "endpoint", 2), ("APIWebSocketRoute", "__init__", "endpoint", 2)),
+    "fastapi.params": (("Depends", "__init__", "dependency", 1),),
+    "flask.sansio.app": (("App", "add_url_rule", "view_func", 3),),  # of Quart, too
+    "flask.sansio.blueprints": (("Blueprint", "add_url_rule", "view_func", 3),),
+    "aiohttp.web_routedef": (("RouteDef", "__init__", "handler", 3),),
+    "aiohttp.web_urldispatcher": (("AbstractRoute", "__init__", "handler", 2),),
+    "django.urls.resolvers": (("URLPattern", "__init__", "callback", 2),),
+    "litestar.handlers.base": (("BaseRouteHandler", "__call__", "fn", 1),),
+    "bottle": (("Route", "__init__", "callback", 4),),
+    "celery.app.base": (("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
 }
-"""The methods that register handlers, by module."""
+"""The methods that register handlers, by the framework's module: the class and method, and the name and position of the
+argument for the handler."""
 
 
 def probe_registered(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
     """Make a framework register `registered(handler)` in place of each handler. Return the functions that undo this."""
-    undos = []
-    for seam in SEAMS[module.__name__]:
-        owner = getattr(module, seam.owner, None)
-        if isinstance(getattr(owner, seam.method, None), FunctionType):
-            probe = partial(_probe_handler, registered=registered)
-            undos.append(change_argument(owner, seam.method, seam.position, probe, seam.argument))
-    return undos
 
+    def probe_handler(handler: Any) -> Any:
+        if type(handler) is MethodType and type(handler.__func__) is FunctionType:
+            probe = registered(handler.__func__)
+            return handler if probe is handler.__func__ else MethodType(probe, handler.__self__)
+        return registered(handler) if type(handler) is FunctionType else handler
 
-def _probe_handler(handler: Any, registered: Callable[[FunctionType], Any]) -> Any:
-    if type(handler) is MethodType and type(handler.__func__) is FunctionType:
-        probe = registered(handler.__func__)
-        return handler if probe is handler.__func__ else MethodType(probe, handler.__self__)
-    return registered(handler) if type(handler) is FunctionType else handler
+    return [
+        change_argument(getattr(module, class_name), method, position, probe_handler, argument)
+        for class_name, method, argument, position in SEAMS[module.__name__]
+        if isinstance(getattr(getattr(module, class_name, None), method, None), FunctionType)
+    ]
 
 
 def keep_picklable() -> Undo:
@@ -457,15 +419,15 @@ def keep_picklable() -> Undo:
 
     if hasattr(ForkingPickler, "reducer_override"):
         return lambda: None
-    return replace_attribute(ForkingPickler, "reducer_override", _reduce_function)
 
+    def reduce_function(_: Any, thing: Any) -> Any:
+        if isinstance(thing, FunctionType):
+            value: Any = sys.modules.get(thing.__module__)
+            path: str = thing.__qualname__
+            for name in path.split("."):
+                value = getattr(value, name, None)
+            if getattr(value, "__instrument_function__", None) is thing:
+                return resolve_name, (f"{thing.__module__}:{path}",)
+        return NotImplemented
 
-def _reduce_function(_: Any, thing: Any) -> Any:
-    if isinstance(thing, FunctionType):
-        value: Any = sys.modules.get(thing.__module__)
-        path: str = thing.__qualname__
-        for name in path.split("."):
-            value = getattr(value, name, None)
-        if getattr(value, "__instrument_function__", None) is thing:
-            return resolve_name, (f"{thing.__module__}:{path}",)
-    return NotImplemented
+    return replace_attribute(ForkingPickler, "reducer_override", reduce_function)

@@ -19,7 +19,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -72,13 +72,13 @@ class JaxFunctions(Observer):
         self._attach_function("jit", self._wrap_jit)
         for name in JAX_FUNCTIONS:
             self._attach_function(name, functools.partial(self._wrap_call, name=f"jax.{name}"))
+        name = "block_until_ready"
         array = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)  # the class of arrays with values
         bases = array.__mro__ if isinstance(array, type) else ()
-        concrete = next((cls for cls in bases if "block_until_ready" in vars(cls)), None)
+        concrete = next((cls for cls in bases if name in vars(cls)), None)
         if concrete is None:
-            self._note_missing("Array.block_until_ready")
+            self._note_missing(f"Array.{name}")
         else:
-            name = "block_until_ready"
             wrapped = self._wrap_call(vars(concrete)[name], name=f"jax.{name}")
             self._replace_method(f"Array.{name}", concrete, name, wrapped)
         self._bound.extend(self._wrap_existing(module_namespace(module).get("jit")))
@@ -126,28 +126,20 @@ class JaxFunctions(Observer):
         return wrapper
 
     def _try_wrap(self, jitted: Any) -> Any:
-        if _is_of_jax(jitted):
-            return jitted
         try:
-            return self._wrap_jitted(jitted)
+            return jitted if _is_of_jax(jitted) else self._wrap_jitted(jitted)
         except Exception as fault:
             FAULTS.note("jitted function", fault)
             return jitted
 
     def _wrap_jitted(self, jitted: Any) -> Any:
-        site = self._find_site(jitted)
+        """Return a proxy of a jitted function. Functions with the same code share a site."""
+        names = f"{getattr(jitted, '__module__', '')}.{getattr(jitted, '__qualname__', '')}"
+        key = getattr(getattr(jitted, "__wrapped__", jitted), "__code__", None) or names
+        site = self._sites.get(key) or self._sites.setdefault(key, site_of(jitted))
         wrapped = _JittedFunction(jitted, self._make_recording(jitted, site), site)
         self._made.add(wrapped)
         return wrapped
-
-    def _find_site(self, jitted: Any) -> Site:
-        """Return the site of a jitted function. Functions with the same code share one."""
-        inner = getattr(jitted, "__wrapped__", jitted)
-        key = (
-            getattr(inner, "__code__", None)
-            or f"{getattr(jitted, '__module__', '')}.{getattr(jitted, '__qualname__', '')}"
-        )
-        return self._sites.get(key) or self._sites.setdefault(key, site_of(jitted))
 
     def _make_recording(self, function: Any, site: Site) -> Callable[..., Any]:
         recorder, is_clean = self._recorder, self._is_clean
@@ -186,15 +178,14 @@ class JaxFunctions(Observer):
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
-        visited: set[int] = set()
-        for name, module in loaded_modules():
-            if name.partition(".")[0] in JAX_PACKAGES:
-                continue
-            for value in list(module_namespace(module).values()):
-                if type(value) is jitted_type and id(value) not in visited and not _is_of_jax(value):
-                    visited.add(id(value))
-                    yield value, self._wrap_jitted(value)
-        missed = [f for f in gc.get_objects() if type(f) is jitted_type and id(f) not in visited and not _is_of_jax(f)]
+        modules = [module for name, module in loaded_modules() if name.partition(".")[0] not in JAX_PACKAGES]
+        values = [value for module in modules for value in list(module_namespace(module).values())]
+        jitted_by_id = {id(value): value for value in values if type(value) is jitted_type and not _is_of_jax(value)}
+        for value in jitted_by_id.values():
+            yield value, self._wrap_jitted(value)
+        missed = [
+            f for f in gc.get_objects() if type(f) is jitted_type and id(f) not in jitted_by_id and not _is_of_jax(f)
+        ]
         if missed:
             names = sorted({str(getattr(function, "__qualname__", "?")) for function in missed})
             why = f"{len(missed)} were created before, and no module has a name of them: {', '.join(names[:5])}"
@@ -245,7 +236,7 @@ class KerasLayers(Observer):
         self._layers = layers
         self._sites: dict[int, Site] = {}
         layers.known["keras"] = None
-        layers.left_out = _is_layer
+        layers.left_out = lambda cls: any(base.__module__ == KERAS_LAYER for base in cls.__mro__)
 
     def may_match(self, module_name: str) -> bool:
         return module_name == KERAS_LAYER
@@ -263,7 +254,7 @@ class KerasLayers(Observer):
             why = f"with the backend {backend} it is not known what runs and what is only traced"
             self._note("unreachable", "Layer.__call__", why)
             return
-        self._paths = Paths(layer, _list_children)
+        self._paths = Paths(layer, lambda parent: [(child.name, child) for child in vars(parent).get("_layers") or ()])
         self._symbolic_type = _value_in("keras.src.backend.common.keras_tensor", "KerasTensor", ())
         self._layers.known["keras"] = lambda: all_subclasses(layer)
         self._undos.append(replace_attribute(layer, "__call__", self._wrap_call(call)))
@@ -319,14 +310,6 @@ class KerasLayers(Observer):
         return site
 
 
-def _list_children(layer: Any) -> Iterable[tuple[str, Any]]:
-    return [(child.name, child) for child in vars(layer).get("_layers") or ()]
-
-
-def _is_layer(cls: type[Any]) -> bool:
-    return any(base.__module__ == KERAS_LAYER for base in cls.__mro__)
-
-
 def _value_in(module_name: str, name: str, default: Any) -> Any:
     """Return the value of a name in a module, or the default if the module or the name is missing."""
     module = sys.modules.get(module_name)
@@ -336,14 +319,10 @@ def _value_in(module_name: str, name: str, default: Any) -> Any:
 def _has_symbolic(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
     """Return True if an argument, or an item in one, is a symbolic tensor."""
     for argument in (*args, *kwargs.values()) if kwargs else args:
-        parts: Callable[[], Iterator[Any]] | None = None
+        items: Any = argument.values() if isinstance(argument, dict) else argument
         if isinstance(argument, symbolic_type):
             return True
-        if isinstance(argument, (list, tuple)):
-            parts = argument.__iter__
-        elif isinstance(argument, dict):
-            parts = argument.values().__iter__
-        if parts is not None and any(isinstance(part, symbolic_type) for part in parts()):
+        if isinstance(argument, (list, tuple, dict)) and any(isinstance(item, symbolic_type) for item in items):
             return True
     return False
 
@@ -417,14 +396,11 @@ class SklearnEstimators(Observer):
                     self._note_no_function(f"{owner.__qualname__}.{name}", raw)
                 continue
             if not hasattr(function, "__instrument_framework__"):
-                self._attach_method(owner, name, raw, self._wrap_method(name, function))
-
-    def _attach_method(self, owner: type[Any], name: str, raw: Any, wrapped: Any) -> None:
-        new = wrapped
-        if not isinstance(raw, FunctionType):
-            new = copy.copy(raw)
-            new.fn = wrapped
-        self._replace_method(f"{owner.__qualname__}.{name}", owner, name, new)
+                new = wrapped = self._wrap_method(name, function)
+                if function is not raw:
+                    new = copy.copy(raw)
+                    new.fn = wrapped
+                self._replace_method(f"{owner.__qualname__}.{name}", owner, name, new)
 
     def _wrap_method(self, name: str, method: FunctionType) -> Any:
         recorder, decide, inside = self._recorder, self._make_recording, self._inside

@@ -14,24 +14,17 @@ from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.runtime.cheap_start import NamedTuple, replace
 
-PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "web": (
-        *("starlette", "litestar", "flask", "quart", "django", "falcon", "bottle", "blacksheep", "aiohttp.web"),
-        *("tornado.web", "fastapi"),
-    ),
-    "server": (
-        *("uvicorn", "hypercorn", "daphne.server", "granian", "gunicorn", "waitress", "grpc", "grpclib.server"),
-        *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
-    ),
-    "unrouted": ("pyramid.router", "cherrypy"),
-    "unmet": ("robyn", "twisted.web.server"),
-    "queue": ("huey.bin.huey_consumer",),
-    "engine": (*ENGINES, "bentoml"),
-    "library": (
-        *("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba"),
-        *("sklearn", "sentence_transformers", "torch", "transformers"),
-    ),
+_PACKAGES = {
+    "web": "starlette litestar flask quart django falcon bottle blacksheep aiohttp.web tornado.web fastapi",
+    "server": "uvicorn hypercorn daphne.server granian gunicorn waitress grpc grpclib.server gevent.pywsgi "
+    "cheroot.wsgi bjoern",
+    "unrouted": "pyramid.router cherrypy",
+    "unmet": "robyn twisted.web.server",
+    "queue": "huey.bin.huey_consumer",
+    "engine": " ".join((*ENGINES, "bentoml")),
+    "library": "numpy jax tensorflow keras onnxruntime cupy numba sklearn sentence_transformers torch transformers",
 }
+PACKAGES: Mapping[str, tuple[str, ...]] = {role: tuple(names.split()) for role, names in _PACKAGES.items()}
 """The import names of known packages, by role.
 
 `web` frameworks give requests routes, `unrouted` ones do not. A `server` runs apps of other packages, and an `engine`
@@ -51,35 +44,29 @@ class Family(NamedTuple):
     packages: frozenset[str]
 
 
-def _list_served_packages() -> str:
-    """Return the packages that serve requests, or that the verdict on requests names, separated by blanks."""
-    roles = ("web", "server", "unrouted", "unmet", "queue")
-    return " ".join(name.partition(".")[0] for role in roles for name in PACKAGES[role])
+_SERVED = [name for role in ("web", "server", "unrouted", "unmet", "queue") for name in PACKAGES[role]]
+"""The packages that serve requests, or that the verdict on requests names."""
 
-
-def _make_family(module: str, name: str, packages: str) -> Family:
-    return Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
-
-
-FAMILIES: Mapping[str, Family] = {
-    "functions": _make_family("rules", "Functions", ""),  # its rules name their packages
+_FAMILIES = {
+    "functions": ("rules", "Functions", ""),  # its rules name their packages
     # After functions: the span of a rule for a server's own function is within the request.
-    "requests": _make_family(
-        "requests.server_hooks",
-        "Requests",
-        "http.server socketserver wsgiref werkzeug channels sanic websockets ray litserve mosec bentoml gradio"
-        f" celery rq dramatiq arq taskiq faststream {_list_served_packages()}",
+    "requests": (
+        *("requests.server_hooks", "Requests"),
+        "http.server socketserver wsgiref werkzeug channels sanic websockets ray litserve mosec bentoml gradio celery "
+        f"rq dramatiq arq taskiq faststream {' '.join(name.partition('.')[0] for name in _SERVED)}",
     ),
-    "layers": _make_family("layers", "Layers", "torch"),
-    "copies": _make_family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
-    "loaders": _make_family("loaders", "Loaders", "torch"),
-    "phases": _make_family("training", "Phases", "torch"),
-    "comm": _make_family("training", "Comm", "torch"),
-    "frameworks": _make_family(
-        "frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"
-    ),
-    "logs": _make_family("requests.propagation", "LogRecords", "logging structlog"),
-    "startup": _make_family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
+    "layers": ("layers", "Layers", "torch"),
+    "copies": ("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
+    "loaders": ("loaders", "Loaders", "torch"),
+    "phases": ("training", "Phases", "torch"),
+    "comm": ("training", "Comm", "torch"),
+    "frameworks": ("frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"),
+    "logs": ("requests.propagation", "LogRecords", "logging structlog"),
+    "startup": ("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
+}
+FAMILIES: Mapping[str, Family] = {
+    key: Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
+    for key, (module, name, packages) in _FAMILIES.items()
 }
 """The family of each key of a profile, in the order in which families attach to a module."""
 

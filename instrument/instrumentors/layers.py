@@ -77,7 +77,7 @@ class Layers(Instrumentor):
             return
         decided = set(self._sites)
         self._sites.clear()
-        self._regions.forget()
+        self._regions.sites.clear()
         for cls in all_subclasses(self._module_type):
             self._patch_new_class(cls)
         for name, child in self._paths.walk_heap():
@@ -95,10 +95,9 @@ class Layers(Instrumentor):
 
     def attach_to(self, module: ModuleType) -> None:
         """Attach to torch, or to the module of its compiler."""
-        if module.__name__ == DYNAMO:
-            if self._torch is not None:
-                self._regions.attach_dynamo(module)
-        elif self._torch is None:
+        if module.__name__ == DYNAMO and self._torch is not None:
+            self._regions.replace_call(module.OptimizedModule)
+        elif module.__name__ != DYNAMO and self._torch is None:
             self._torch = module
             self.attach(module)
 
@@ -181,8 +180,9 @@ class Layers(Instrumentor):
         at_work = self._at_work
         try:
             path = self._paths.path_of(module)
-            site = None if self._regions.is_region(module) else self.select(type(module), path or "", module=module)
-            if path is None and site is None and not self._regions.is_region(module):
+            is_region = id(module) in self._regions.roots
+            site = None if is_region else self.select(type(module), path or "", module=module)
+            if path is None and site is None and not is_region:
                 return None
         except Exception as fault:
             FAULTS.note("layer selection", fault)
@@ -200,13 +200,10 @@ class Layers(Instrumentor):
         """Stop recording the layers of a site, and counting their calls. Return the function that undoes this, None
         without layers."""
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
-        for key in layers:
-            self._sites[key] = None
+        self._sites.update(dict.fromkeys(layers))
 
         def attach() -> None:
-            for key in layers:
-                if key in self._sites and self._sites[key] is None:
-                    self._sites[key] = site
+            self._sites.update({key: site for key in layers if self._sites.get(key, site) is None})
 
         return attach if layers else None
 
@@ -223,22 +220,20 @@ class Layers(Instrumentor):
         if selection is None:
             return None
         rule = selection[0]
-        tensors = self._find_tensors(module) if rule.device and module is not None else []
-        return self._shared.select(selection, (cls, path), tensors, lambda: self._make_site(rule, cls, path, method))
+        tensors: Sequence[Any] = []
+        if rule.device and module is not None:
+            # The devices of the layer's own tensors count or, without any, that of a neighbour's tensor.
+            tensors = list_tensors(module) or search_near(
+                module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
+            )
 
-    def _find_tensors(self, module: Any) -> Sequence[Any]:
-        """Return the tensors that identify a layer's devices: its own, or else one tensor of a neighbour."""
-        return list_tensors(module) or search_near(
-            module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
-        )
+        def make() -> Site:
+            name = rule.name or name_for_rules(cls)
+            site, qualname = site_of(getattr(cls, method), name=name, kind="layer"), f"{cls.__qualname__}.{method}"
+            facts: dict[str, Any] = {"instance": path, "device": rule.device, "suspends": False}
+            return replace_fields(site, module=cls.__module__, qualname=qualname, **facts)
 
-    @staticmethod
-    def _make_site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
-        function = site_of(
-            getattr(cls, method), name=rule.name or name_for_rules(cls), kind="layer", device=rule.device
-        )
-        qualname = f"{cls.__qualname__}.{method}"
-        return replace_fields(function, module=cls.__module__, qualname=qualname, instance=path, suspends=False)
+        return self._shared.select(selection, (cls, path), tensors, make)
 
     def verdicts(self) -> list[Verdict]:
         imported = [classes for classes in self.known.values() if classes is not None]
@@ -251,16 +246,13 @@ class Layers(Instrumentor):
             unseen = self._regions.verdicts_on_unseen() if self._torch is not None else []
         verdicts: list[Verdict] = []
         for rule, selected in self._at_work:
-            verdicts_of_rule = [
-                Verdict(
-                    rule.text,
-                    "attached",
-                    site.instance or f"{site.qualname.rpartition('.')[0] or site.name} (root)",
-                    site=site,
-                )
+            targets = {
+                site: site.instance or f"{site.qualname.rpartition('.')[0] or site.name} (root)"
                 for site in list(selected)
-            ] + [verdict for verdict in unseen if verdict.rule == rule.text]
-            verdicts += verdicts_of_rule or [self._explain_missed(rule, class_names)]
+            }
+            attached = [Verdict(rule.text, "attached", target, site=site) for site, target in targets.items()]
+            of_rule = attached + [verdict for verdict in unseen if verdict.rule == rule.text]
+            verdicts += of_rule or [self._explain_missed(rule, class_names)]
         return verdicts
 
     def _explain_missed(self, rule: LayerRule, class_names: Sequence[str]) -> Verdict:

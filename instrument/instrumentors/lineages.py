@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -32,11 +33,8 @@ class Lineage:
 
     def contains_method(self, owner: Any, attribute: str) -> bool:
         """Return True if the attribute of the class is the lineage's method or an override."""
-        return (
-            attribute == self.attribute
-            and isinstance_of(owner, type)
-            and self.base in type.__dict__["__mro__"].__get__(owner)
-        )
+        is_class = attribute == self.attribute and isinstance_of(owner, type)
+        return is_class and self.base in type.__dict__["__mro__"].__get__(owner)
 
     def overrides(self) -> Iterator[type[Any]]:
         return (cls for cls in all_subclasses(self.base) if self.attribute in type_namespace(cls))
@@ -84,11 +82,7 @@ class LineageMember:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Pickle as a test that is never true. Functions may be pickled by value to other processes."""
-        return functools.partial, (_return_false,)
-
-
-def _return_false(args: tuple[Any, ...]) -> bool:
-    return False
+        return functools.partial, (operator.contains, ())
 
 
 def is_recorded(cls: type[Any], attribute: str) -> bool:
@@ -126,10 +120,7 @@ def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], de
             super(base, cls).__init_subclass__(*args, **kwargs)
         else:
             original.__get__(None, cls)(*args, **kwargs)
-        try:
-            defined(cls)
-        except Exception as fault:
-            FAULTS.note(f"definition of {description}", fault)
+        FAULTS.attempt(f"definition of {description}", lambda: defined(cls))
 
     if isinstance(original, classmethod):
         functools.update_wrapper(__init_subclass__, original.__func__)

@@ -40,9 +40,8 @@ def loader(iterable: T, name: str | None = None) -> T:
     if OFF:
         return iterable
     kind = type(iterable)
-    if not any(
-        _defines_method(kind, method) for method in ("__iter__", "__next__", "__getitem__", "__aiter__", "__anext__")
-    ):
+    iterating = "__iter__", "__next__", "__getitem__", "__aiter__", "__anext__"
+    if not any(_defines_method(kind, method) for method in iterating):
         raise TargetError(
             f"loader needs an iterable, not {iterable!r:.80} of type {kind.__name__}. Give the object of the for "
             "loop, or use profiled for a function."
@@ -59,11 +58,6 @@ def loader(iterable: T, name: str | None = None) -> T:
 def _make_proxy(source: Any, site: Site) -> Any:
     kind: Any = type(source)
     return _make_proxy_class(kind)(source, site)
-
-
-def _copy_proxy(source: Any, name: str) -> Any:
-    """Make a proxy for the iterable of a copied or unpickled proxy."""
-    return loader(source, name)
 
 
 class StandIn:
@@ -107,19 +101,7 @@ class StandIn:
         return hash(self._instrument_source)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _copy_proxy, (self._instrument_source, self._instrument_site.name)
-
-
-def _make_iterator(self: Any) -> Any:
-    return _make_proxy(iter(self._instrument_source), self._instrument_site)
-
-
-def _make_async_iterator(self: Any) -> Any:
-    return _make_proxy(self._instrument_source.__aiter__(), self._instrument_site)
-
-
-def _return_self(self: Any) -> Any:
-    return self
+        return loader, (self._instrument_source, self._instrument_site.name)
 
 
 def _make_method(name: str) -> Callable[..., Any]:
@@ -135,7 +117,7 @@ def _make_method(name: str) -> Callable[..., Any]:
     return resume
 
 
-def _wrap_async(name: str) -> Callable[..., Any]:
+def _make_async_method(name: str) -> Callable[..., Any]:
     async def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
@@ -245,24 +227,22 @@ def _defines_method(kind: Any, method: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def _make_proxy_class(kind: Any) -> type[StandIn]:
     """Make the proxy class for objects of a class. It defines only the special methods of that class."""
-    methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if _defines_method(kind, name)}
-    if _defines_method(kind, "__next__"):
-        methods["__iter__"] = _return_self
-        methods.update(
-            {name: _make_method(name) for name in ("__next__", "send", "throw") if _defines_method(kind, name)}
-        )
-    elif _defines_method(kind, "__iter__") or (
-        _defines_method(kind, "__getitem__") and not _defines_method(kind, "__aiter__")
+    has = functools.partial(_defines_method, kind)
+    methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if has(name)}
+    for begin, resuming, make, iterate in (
+        ("__iter__", ("__next__", "send", "throw"), _make_method, iter),
+        ("__aiter__", ("__anext__", "asend", "athrow"), _make_async_method, aiter),
     ):
-        methods["__iter__"] = _make_iterator
-    if _defines_method(kind, "__anext__"):
-        methods["__aiter__"] = _return_self
-        methods.update(
-            {name: _wrap_async(name) for name in ("__anext__", "asend", "athrow") if _defines_method(kind, name)}
-        )
-    elif _defines_method(kind, "__aiter__"):
-        methods["__aiter__"] = _make_async_iterator
+        if has(resuming[0]):
+            methods[begin] = lambda self: self
+            methods |= {name: make(name) for name in resuming if has(name)}
+        elif has(begin) or (begin == "__iter__" and has("__getitem__") and not has("__aiter__")):
+            methods[begin] = functools.partialmethod(_iterate, iterate)
     return type(kind.__name__, (StandIn,), {"__slots__": (), **methods})
+
+
+def _iterate(self: Any, iterate: Callable[[Any], Any]) -> Any:
+    return _make_proxy(iterate(self._instrument_source), self._instrument_site)
 
 
 class Loaders(Switch):
@@ -293,15 +273,14 @@ class Loaders(Switch):
             with _NextItem(recorder, sites.get(dataset) or make(dataset)):
                 return method(self)
 
-        make = self._make_site
-        return __next__
+        def make(dataset: type[Any]) -> Site:
+            new = Site("DataLoader", "loader", _TORCH, "_BaseDataLoaderIter.__next__", instance=dataset.__name__)
+            # Two threads may be first: setdefault keeps one site per class, or the tally would split.
+            site = sites.setdefault(dataset, new)
+            recorder.allow_muting(site, shape="wrapper")
+            return site
 
-    def _make_site(self, dataset: type[Any]) -> Site:
-        new = Site("DataLoader", "loader", _TORCH, "_BaseDataLoaderIter.__next__", instance=dataset.__name__)
-        # Two threads may be first: setdefault keeps one site per class, or the tally would split.
-        site = self._sites.setdefault(dataset, new)
-        self._recorder.allow_muting(site, shape="wrapper")
-        return site
+        return __next__
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdict, which names the dataset classes of the loaders that have run."""

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
+from operator import sub
 from typing import Any
 
 from instrument.profile.model import RequestsRule
@@ -41,14 +43,6 @@ class ProbeCost(NamedTuple):
     usual_ns: float
 
 
-class _Timed(NamedTuple):
-    """The shortest time in ns of a call with a probe and of one without, and the median difference."""
-
-    least_ns: float
-    bare_ns: float
-    usual_ns: float
-
-
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     """Measure the cost of a span for each shape of probe, in 4 ms.
 
@@ -70,21 +64,12 @@ def _make_recorder(with_ticks: bool) -> Recorder:
     return recorder
 
 
-Run = Callable[[Any], None]
+Run = Callable[[Any, int], None]
 
-SCOPE: dict[str, Any] = {
-    "type": "http",
-    "method": "GET",
-    "path": "/",
-    "scheme": "http",
-    "server": ("127.0.0.1", 80),
-    "headers": [
-        (b"host", b"localhost"),
-        (b"accept", b"*/*"),
-        (b"content-length", b"20"),
-        (b"traceparent", b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
-    ],
-}
+TRACEPARENT = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+HEADERS = [(b"host", b"localhost"), (b"accept", b"*/*"), (b"content-length", b"20"), (b"traceparent", TRACEPARENT)]
+ADDRESS: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "scheme": "http", "server": ("127.0.0.1", 80)}
+SCOPE = {**ADDRESS, "headers": HEADERS}
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 BODY = {"type": "http.response.body", "body": b"{}"}
 """The messages that a measured ASGI app sends to its server."""
@@ -94,7 +79,7 @@ class _Probes:
     """Empty functions to measure. Each shape of probe has a function with the probe and one without."""
 
     def __init__(self, recorder: Recorder) -> None:
-        from instrument.instrumentors.requests import asgi_apps
+        from instrument.instrumentors.requests import served_apps
         from instrument.instrumentors.requests.exchange import Exchanges
 
         def do_nothing() -> None:
@@ -107,21 +92,14 @@ class _Probes:
             for _ in range(steps):
                 yield
 
-        def call(function: Callable[[], Any]) -> None:
-            for _ in range(CALLS):
+        def call(function: Callable[[], Any], count: int) -> None:
+            for _ in range(count):
                 function()
 
-        def run_coroutines(function: Callable[[], Any]) -> None:
-            for _ in range(CALLS):
+        def run_coroutines(function: Callable[[], Any], count: int) -> None:
+            for _ in range(count):
                 try:
                     function().send(None)
-                except StopIteration:
-                    pass
-
-        def serve(function: Callable[..., Any]) -> None:
-            for _ in range(CALLS // CALLS_PER_REQUEST):
-                try:
-                    function(SCOPE, do_nothing_async, do_nothing_async).send(None)
                 except StopIteration:
                     pass
 
@@ -133,18 +111,18 @@ class _Probes:
             await send(START)
             await send(BODY)
 
-        def read_generators(function: Callable[[], Any]) -> None:
-            for _ in range(CALLS):
+        def read_generators(function: Callable[[], Any], count: int) -> None:
+            for _ in range(count):
                 for _ in function():
                     pass
 
-        def open_scopes(function: Callable[[], Any]) -> None:
-            for _ in range(CALLS):
+        def open_scopes(function: Callable[[], Any], count: int) -> None:
+            for _ in range(count):
                 with recorder.scope("scope"):
                     function()
 
-        def steps(function: Callable[[int], Any]) -> None:
-            for _ in function(CALLS):
+        def steps(function: Callable[[int], Any], count: int) -> None:
+            for _ in function(count):
                 pass
 
         def make_probe(function: Callable[..., Any], shape: str, kind: str = "op") -> Any:
@@ -155,6 +133,8 @@ class _Probes:
             pass
 
         self.sites: list[Site] = [recorder.scope_site("scope", "user")]
+        app = served_apps.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder))
+        messages: Any = (SCOPE, do_nothing_async, do_nothing_async)
         layer, site = object(), Site("method")
         method = wrapping.wrap_method(recorder, do_nothing_to, {id(layer): site}, lambda _: site)
         recorder.allow_muting(site)
@@ -166,30 +146,32 @@ class _Probes:
             "scope": (open_scopes, do_nothing, call, do_nothing),
             "method": (call, lambda: method(layer), call, lambda: do_nothing_to(layer)),
             "wrapper": (call, make_probe(do_nothing, "wrapper", "request"), call, do_nothing),
-            REQUEST: (serve, asgi_apps.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder)), serve, answer),
+            REQUEST: (run_coroutines, partial(app, *messages), run_coroutines, partial(answer, *messages)),
             "step": (steps, make_probe(generator, "step"), steps, generator),
         }
 
-    def measure_shapes(self, leave_out: str = "") -> dict[str, _Timed]:
-        by_shape = {shape: runs for shape, runs in self._by_shape.items() if shape != leave_out}
-        spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in by_shape}
+    def measure_shapes(self, leave_out: str = "") -> dict[str, tuple[float, float, float]]:
+        """Time the calls of all shapes of probes, except the shape `leave_out`, in ns.
+
+        Return the shortest times of a call with a probe and without one, and the median time that the probe adds.
+        """
+        spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in self._by_shape if shape != leave_out}
         for _ in range(ROUNDS):
-            for shape, (run, recorded, run_bare, bare) in by_shape.items():
-                began_ns = time.perf_counter_ns()
-                run(recorded)
-                between_ns = time.perf_counter_ns()
-                run_bare(bare)
-                ended_ns = time.perf_counter_ns()
+            for shape, pairs in spent.items():
+                run, recorded, run_bare, bare = self._by_shape[shape]
                 count = CALLS // CALLS_PER_REQUEST if shape == REQUEST else CALLS
-                spent[shape].append(((between_ns - began_ns) / count, (ended_ns - between_ns) / count))
-        return {
-            shape: _Timed(
-                min(recorded_ns for recorded_ns, _ in pairs),
-                min(bare_ns for _, bare_ns in pairs),
-                max(sorted(recorded_ns - bare_ns for recorded_ns, bare_ns in pairs)[len(pairs) // 2], 0.0),
-            )
-            for shape, pairs in spent.items()
-        }
+                began_ns = time.perf_counter_ns()
+                run(recorded, count)
+                between_ns = time.perf_counter_ns()
+                run_bare(bare, count)
+                ended_ns = time.perf_counter_ns()
+                pairs.append(((between_ns - began_ns) / count, (ended_ns - between_ns) / count))
+        timed: dict[str, tuple[float, float, float]] = {}
+        for shape, pairs in spent.items():
+            recorded_ns, bare_ns = zip(*pairs, strict=True)
+            added_ns = sorted(map(sub, recorded_ns, bare_ns))[ROUNDS // 2]
+            timed[shape] = min(recorded_ns), min(bare_ns), max(added_ns, 0.0)
+        return timed
 
 
 def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
@@ -216,7 +198,7 @@ def measure_passed_ns() -> dict[str, float]:
     probes = _Probes(recorder)
     for site in probes.sites:
         recorder.mute(site)
-    return {shape: timed.usual_ns for shape, timed in probes.measure_shapes(leave_out=REQUEST).items()}
+    return {shape: usual_ns for shape, (_, _, usual_ns) in probes.measure_shapes(leave_out=REQUEST).items()}
 
 
 SWEPT_BYTES = 2 << 20
@@ -303,10 +285,6 @@ class Costs:
                 file.write(json.dumps(measured).encode())
         return measured
 
-    def added_ns(self) -> dict[str, float]:
-        """Return the lowest cost of a span in ns, by shape of probe."""
-        return {shape: cost.added_ns for shape, cost in self.by_shape.items()}
-
     def usual_ns(self) -> dict[str, float]:
         """Return the median cost of a span in ns, by shape of probe. The budget uses this cost."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
@@ -315,9 +293,7 @@ class Costs:
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
     def added_by_site(self, sites: Sequence[Site]) -> list[float]:
-        added_ns = self.added_ns()
-        shape_of = self._recorder.shapes.get
-        return [added_ns[shape_of(site, "scope")] for site in sites]
+        return [self.cost_of(site).added_ns for site in sites]
 
     def sum_ns(self, calls: Mapping[Site, int]) -> float:
         return sum(count * self.cost_of(site).added_ns for site, count in calls.items())

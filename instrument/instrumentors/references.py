@@ -10,20 +10,13 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from linecache import getlines
 from pathlib import Path
 from traceback import walk_stack
-from types import (
-    AsyncGeneratorType,
-    CoroutineType,
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    GetSetDescriptorType,
-    ModuleType,
-)
+from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 from instrument.runtime.cheap_start import NamedTuple
@@ -101,19 +94,23 @@ class Search:
         roots = {id(thing): {id(thing)} for thing in things}
         kinds: dict[int, str] = {}
         visited, level = Kept(things), things
-        running = {None, *_list_running_codes()} if things else set()
+        # A running call refers to its function.
+        tops = list(sys._current_frames().values()) if things else []
+        running = {None, *(frame.f_code for top in tops for frame, _ in walk_stack(top))}
         unknown = {id(thing) for thing in things if getattr(thing, "__code__", None) in running}
         shown: Counter[int] = Counter()
         for depth in range(DEPTH + 1) if things else ():
             level_ids, above = set(map(id, level)), Kept()
             for holder in _find_referrers(level):
-                if type(holder) is Kept or _is_frame_of_ours(holder):
+                module = str(holder.f_globals.get("__name__")) if type(holder) is FrameType else ""
+                if type(holder) is Kept or module.partition(".")[0] in ("instrument", "importlib"):
                     continue
                 parts = Kept(part for part in gc.get_referents(holder) if id(part) in level_ids)
                 shown.update(map(id, parts if depth or not _is_namespace(holder) else ()))
                 if is_ours(holder) or not parts:
                     continue
-                if _is_namespace(holder) or (depth and _is_class_namespace(holder)):
+                is_of_class = type(holder) is dict and "__module__" in holder and "__doc__" in holder
+                if _is_namespace(holder) or (depth and is_of_class):
                     for part in parts if depth else ():
                         self._add_description(roots[id(part)], _describe_name(holder, part))
                     continue
@@ -151,19 +148,12 @@ def _find_referrers(things: Kept) -> list[Any]:
     if len(arguments) <= MANY:
         return [holder for holder in gc.get_referrers(*arguments) if holder is not arguments and holder is not things]
     ids = set(map(id, arguments))
-    return [
-        thing
-        for thing in gc.get_objects()
-        if thing is not arguments and not ids.isdisjoint(map(id, gc.get_referents(thing)))
-    ]
+    things_of_memory = (thing for thing in gc.get_objects() if thing is not arguments)
+    return [thing for thing in things_of_memory if not ids.isdisjoint(map(id, gc.get_referents(thing)))]
 
 
 def _is_namespace(holder: Any) -> bool:
     return type(holder) is dict and "__name__" in holder and "__spec__" in holder
-
-
-def _is_class_namespace(holder: Any) -> bool:
-    return type(holder) is dict and "__module__" in holder and "__doc__" in holder
 
 
 def _describe_name(names: dict[str, Any], part: Any) -> str:
@@ -191,12 +181,9 @@ def _describe_holder(holder: Any, parts: Kept) -> str | None:
         holder = next((frame for name in _FRAMES if (frame := getattr(holder, name, None)) is not None), None)
     if type(holder) is not FrameType:
         return "" if holder is None else None
-    is_own = any(getattr(part, "__code__", None) is holder.f_code for part in parts)  # a call of the function itself
-    return (
-        ""
-        if is_own
-        else f"a call of {holder.f_code.co_name} in {_format_place(holder.f_code.co_filename, holder.f_lineno)}"
-    )
+    if any(getattr(part, "__code__", None) is holder.f_code for part in parts):
+        return ""  # a call of the function itself
+    return f"a call of {holder.f_code.co_name} in {_format_place(holder.f_code.co_filename, holder.f_lineno)}"
 
 
 def _format_place(file: str, line: int) -> str:
@@ -208,16 +195,6 @@ def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
     indent = r"[ \t]+" if is_indented else ""
     begins = re.compile(rf"{indent}(?:async def |def |class |[\w, ]+, )?{re.escape(name)}\b")
     return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
-
-
-def _list_running_codes() -> set[Any]:
-    """Return the code objects of all running calls. A running call refers to its function."""
-    return {frame.f_code for top in sys._current_frames().values() for frame, _ in walk_stack(top)}
-
-
-def _is_frame_of_ours(holder: Any) -> bool:
-    name = str(holder.f_globals.get("__name__")) if type(holder) is FrameType else ""
-    return name.partition(".")[0] in ("instrument", "importlib")
 
 
 def is_of_package(holder: Any) -> bool:
@@ -238,7 +215,7 @@ def own_names(thing: Any) -> dict[str, Any] | None:
     if issubclass(type(thing), ModuleType):
         return module_namespace(thing)
     descriptor = type_attribute(type(thing), "__dict__")
-    names = descriptor.__get__(thing) if type(descriptor) is GetSetDescriptorType else None
+    names = descriptor.__get__(thing) if type(descriptor) is types.GetSetDescriptorType else None
     return names if type(names) is dict else None
 
 

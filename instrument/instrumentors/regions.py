@@ -20,7 +20,7 @@ from operator import itemgetter
 from typing import Any
 
 from instrument.instrumentors.execution import get_compiling_test
-from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
+from instrument.instrumentors.functions import Undo, replace_attribute, replaces, undo_all
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, list_tensors
@@ -43,7 +43,6 @@ _ATTENTION = "inside a MultiheadAttention, which computes with their weights and
 _ENCODER = "inside a TransformerEncoderLayer, which may run as one kernel in eval mode"
 _OWN_FORWARD = "with a forward of the instance's own"
 _UNREGISTERED = "put in place past torch's registration"
-
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
@@ -83,21 +82,24 @@ class Paths:
         """Return a module's dotted path in its model: "" for the model itself, None if unknown."""
         if self._is_lost(module):
             cls = type(module)
-            if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
+            if self._vain_walks[cls] < VAIN_WALKS or self.may_walk():
                 self.walk_heap()
                 self._vain_walks[cls] += self._is_lost(module)
             elif id(module) not in self._parents:
                 return None
         return self._path_from_root(id(module))
 
+    def may_walk(self) -> bool:
+        """Return False if the last walk over all objects was just now."""
+        return time.monotonic_ns() >= self._next_walk_ns
+
     def _path_from_root(self, key: int) -> str:
         names: list[str] = []
         while (place := self._places.get(key)) is not None and len(names) < 100:
-            parent = place[0]()
-            if parent is None:
+            if (parent := place[0]()) is None:
                 break
             wraps = place[1] in WRAPPING or (place[1] == "module" and type(parent).__name__ in _REPLICATING)
-            names.extend([] if wraps else [place[1]])
+            names += [] if wraps else [place[1]]
             key = id(parent)
         return ".".join(reversed(names))
 
@@ -112,24 +114,16 @@ class Paths:
     def _is_lost(self, module: Any) -> bool:
         """Return True if a module's parent is unknown, or if an ancestor has been deleted."""
         for depth in range(100):
-            place = self._places.get(id(module))
-            if place is None:
+            if (place := self._places.get(id(module))) is None:
                 return depth == 0
-            module = place[0]()
-            if module is None:
+            if (module := place[0]()) is None:
                 return True
         return False
-
-    def find_unregistered(self) -> None:
-        """Search all objects in memory for modules that no hook has seen, unless a search has just ended."""
-        if time.monotonic_ns() >= self._next_walk_ns:
-            self.walk_heap()
 
     def roots(self) -> Iterator[Any]:
         """Yield the modules that have children and no parent."""
         for key, reference in list(self._parents.items()):
-            module = reference()
-            if module is not None and key not in self._places:
+            if key not in self._places and (module := reference()) is not None:
                 yield module
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
@@ -137,15 +131,12 @@ class Paths:
         start_ns = time.monotonic_ns()
         # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
-        edges = []
-        for parent in modules:
-            for name, child in self._children(parent):
-                if child is not None:
-                    self.add_child(parent, name, child)
-                    edges.append((name, child))
+        pairs = [(parent, *pair) for parent in modules for pair in self._children(parent) if pair[1] is not None]
+        for pair in pairs:
+            self.add_child(*pair)
         end_ns = time.monotonic_ns()
         self._next_walk_ns = end_ns + WALK_SHARE * (end_ns - start_ns)
-        return iter(edges)
+        return ((name, child) for _, name, child in pairs)
 
 
 def torch_children(module: Any) -> Iterable[tuple[str, Any]]:
@@ -218,9 +209,10 @@ class Regions:
     ) -> None:
         self._first = first
         self._forget = forget
-        self._roots: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.roots: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """The compiled regions that are recorded, by id."""
         self._recorder = recorder
-        self._sites: dict[int, Site | None] = {}  # by identity of the module
+        self.sites: dict[int, Site | None] = {}  # by identity of the module
         self._shared = SharedSites(recorder)
         self._undos: list[Undo] = []
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
@@ -230,37 +222,28 @@ class Regions:
         self._torch, self._paths = torch, paths
         self._is_compiling = get_compiling_test(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
-        if scripted is not None:
-            self._replace_call(scripted)
-            self._replace_call(torch.jit.TopLevelTracedModule)
         wrapped_call = getattr(sys.modules.get("torch.fx.graph_module"), "_WrappedCall", None)
+        for cls in () if scripted is None else (scripted, torch.jit.TopLevelTracedModule):
+            self.replace_call(cls)
         if wrapped_call is not None:
-            self._replace_call(wrapped_call, place=1)
+            self.replace_call(wrapped_call, place=1)
         self._watch_compile(torch.nn.Module)
         if DYNAMO in sys.modules:
-            self.attach_dynamo(sys.modules[DYNAMO])
-
-    def attach_dynamo(self, module: Any) -> None:
-        self._replace_call(module.OptimizedModule)
+            self.replace_call(sys.modules[DYNAMO].OptimizedModule)
 
     def undo(self) -> None:
         undo_all(self._undos)
-        for reference in self._compiled:
-            module = reference()
-            call = None if module is None else vars(module).get("_compiled_call_impl")
+        for module in [module for reference in self._compiled if (module := reference()) is not None]:
+            call = vars(module).get("_compiled_call_impl")
             if hasattr(call, "__instrument_region__"):
-                module._compiled_call_impl = call.__wrapped__  # type: ignore[union-attr]
+                module._compiled_call_impl = call.__wrapped__
         self._compiled.clear()
-        self._sites.clear()
+        self.sites.clear()
         self._shared.clear()
-
-    def forget(self) -> None:
-        """Drop the decisions on all regions, because the rules have changed."""
-        self._sites.clear()
 
     # ---------------------------------------------------------------- calls
 
-    def _replace_call(self, cls: Any, place: int = 0) -> None:
+    def replace_call(self, cls: Any, place: int = 0) -> None:
         """Record the calls of a class's objects. `place` is the index of the argument that is the region."""
         self._undos.append(replace_attribute(cls, "__call__", self._wrap_call(cls.__call__, itemgetter(place))))
 
@@ -269,46 +252,37 @@ class Regions:
         def call_recorded(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
                 return call(*args, **kwargs)
-            return run(module_of(args), call, args, kwargs)
+            module = module_of(args)
+            site = sites[id(module)] if id(module) in sites else decide(module)
+            if site is None:
+                return call(*args, **kwargs)
+            with recorder.span_of(site)():
+                return call(*args, **kwargs)
 
-        is_compiling, recorder, run = self._is_compiling, self._recorder, self._run_region
+        is_compiling, recorder, sites, decide = self._is_compiling, self._recorder, self.sites, self._decide_site
         return call_recorded
 
     def _watch_compile(self, module_type: Any) -> None:
         """Wrap `Module.compile()`, which stores a compiled call in the instance."""
         compile_ = module_type.compile
-        take = self._wrap_compiled_call
 
-        @functools.wraps(compile_)
-        def compile(self_: Any, *args: Any, **kwargs: Any) -> Any:
+        def take(module: Any) -> None:
+            call = vars(module).get("_compiled_call_impl")
+            if call is not None and not hasattr(call, "__instrument_region__"):
+                reference = weakref.ref(module)
+                module._compiled_call_impl = self._wrap_call(call, lambda args: reference())
+                module._compiled_call_impl.__instrument_region__ = True
+                self._compiled.append(reference)
+
+        @replaces(module_type, "compile")
+        def undo(self_: Any, *args: Any, **kwargs: Any) -> Any:
             out = compile_(self_, *args, **kwargs)
-            try:
-                take(self_)
-            except Exception as fault:
-                FAULTS.note("compiled call of a module", fault)
+            FAULTS.attempt("compiled call of a module", lambda: take(self_))
             return out
 
-        self._undos.append(replace_attribute(module_type, "compile", compile))
+        self._undos.append(undo)
         for module, _, _ in self._walk_models():
             take(module)
-
-    def _wrap_compiled_call(self, module: Any) -> None:
-        call = vars(module).get("_compiled_call_impl")
-        if call is None or hasattr(call, "__instrument_region__"):
-            return
-        reference = weakref.ref(module)
-        compiled_call = self._wrap_call(call, lambda args: reference())
-        compiled_call.__instrument_region__ = True
-        module._compiled_call_impl = compiled_call
-        self._compiled.append(weakref.ref(module))
-
-    def _run_region(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        key = id(module)
-        site = self._sites[key] if key in self._sites else self._decide_site(module)
-        if site is None:
-            return call(*args, **kwargs)
-        with self._recorder.span_of(site)():
-            return call(*args, **kwargs)
 
     def _decide_site(self, module: Any) -> Site | None:
         try:
@@ -317,31 +291,25 @@ class Regions:
             FAULTS.note("region selection", fault)
             site = None
         key = id(module)
-        weakref.finalize(module, self._sites.pop, key, None)
-        self._sites[key] = site
+        weakref.finalize(module, self.sites.pop, key, None)
+        self.sites[key] = site
         if site is not None and self._describe(module)[1] == "compiled":
             inner = (vars(module).get("_modules") or {}).get("_orig_mod")
             root = module if inner is None else inner
-            self._roots[id(root)] = root
+            self.roots[id(root)] = root
             self._forget(id(root))
         return site
-
-    def is_region(self, module: Any) -> bool:
-        return id(module) in self._roots
 
     def _find_site(self, module: Any, path: str) -> Site | None:
         name, kind = self._describe(module)
         selection = self._first(name, path)
         if selection is None:
             return None
-        rule, facts = selection[0], (("region", kind),)
-
-        def make_site() -> Site:
-            return Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts)
-
-        return self._shared.select(
-            selection, (name, kind, path), list_tensors(module) if rule.device else [], make_site
-        )
+        rule = selection[0]
+        facts: dict[str, Any] = {"instance": path, "device": rule.device, "attributes": (("region", kind),)}
+        tensors = list_tensors(module) if rule.device else []
+        make = functools.partial(Site, rule.name or name, "layer", **facts)
+        return self._shared.select(selection, (name, kind, path), tensors, make)
 
     # ---------------------------------------------------------------- kinds of region
 
@@ -361,11 +329,8 @@ class Regions:
             return _SCRIPTED
         compiled = getattr(sys.modules.get(DYNAMO), "OptimizedModule", ())
         own_forward = vars(module).get("forward")
-        if (
-            isinstance(module, compiled)
-            or vars(module).get("_compiled_call_impl") is not None
-            or hasattr(own_forward, "_torchdynamo_orig_callable")
-        ):
+        is_called = vars(module).get("_compiled_call_impl") is not None
+        if is_called or isinstance(module, compiled) or hasattr(own_forward, "_torchdynamo_orig_callable"):
             return _COMPILED
         if kind is torch.nn.MultiheadAttention:
             return _ATTENTION
@@ -394,17 +359,17 @@ class Regions:
 
     def verdicts_on_unseen(self) -> list[Verdict]:
         """Return a verdict per rule and reason, with the number of layers that cannot be recorded."""
-        self._paths.find_unregistered()
+        if self._paths.may_walk():  # no hook has seen some modules
+            self._paths.walk_heap()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk_models():
             selection = self._first(self._describe(module)[0], path)
             if selection is not None:
                 why = reason or self._why_missed(module)
                 counts[selection[0].text, why] += bool(why)
+        states = {_COMPILED: "compiled"}
         return [
-            Verdict(
-                rule, "compiled" if why == _COMPILED else "unreachable", f"{count} layers", f"{why}: not observable"
-            )
+            Verdict(rule, states.get(why, "unreachable"), f"{count} layers", f"{why}: not observable")
             for (rule, why), count in sorted(counts.items())
             if count
         ]
@@ -414,8 +379,7 @@ class Regions:
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return ""
-        own_forward = vars(module).get("forward")
-        if own_forward is not None:
+        if (own_forward := vars(module).get("forward")) is not None:
             return "" if hasattr(own_forward, "_torchdynamo_orig_callable") else _OWN_FORWARD
         forward = getattr(kind, "forward", None)
         if forward is torch.nn.Module.forward:

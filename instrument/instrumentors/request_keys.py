@@ -15,18 +15,20 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from instrument import native
 from instrument.instrumentors.arguments import (
     LEFT_OUT,
     READERS,
-    RETURN,
+    RESULT,
+    CallReader,
     Parameter,
+    add_attributes,
+    add_gauges,
     first_of,
     is_mapping,
     is_mapping_type,
-    join_readers,
     parameter_of,
     read_part,
     read_value,
@@ -44,7 +46,6 @@ from instrument.recorder.attribute_checks import (
     refused_keys,
     weights_of,
 )
-from instrument.recorder.wrapping import Attributes
 from instrument.recording.spans import (
     BATCH_KEYS,
     BATCH_LIMIT,
@@ -67,75 +68,73 @@ TEXTS_KNOWN = 4096
 
 Values = dict[Any, Any]
 ReadResult = Callable[[Any], Values]
-_Read = TypeVar("_Read", bound=Callable[..., Values])
 _native = native.MODULE
 
 
-class KeyReader:
-    """A reader of a rule's key and batch. `of_call` reads a call's arguments, `of_result` its result.
+def make_reader(function: Callable[..., Any], rule: FunctionRule) -> CallReader:
+    """Return the readers of all values that a rule names: attributes, the key, the batch, facts and gauges."""
+    reader = CallReader(function)
+    add_attributes(reader, rule)
+    for name, keys in ((KEY, rule.key), (BATCH_KEYS, rule.batch)):
+        if keys:
+            _add_keys(reader, name, keys, f"{rule.place or rule.text}: {keys.argument}")
+    if rule.facts:
+        _add_facts(reader, rule)
+    add_gauges(reader, rule)
+    return reader
 
-    Either is None if it has nothing to read. `missing` has a message for each parameter that the function lacks.
-    """
 
-    def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
-        self.missing: list[str] = []
-        self._place = rule.place or rule.text
-        pairs = [(name, keys) for name, keys in ((KEY, rule.key), (BATCH_KEYS, rule.batch)) if keys]
-        readers = [(first_of(keys.argument) == RETURN, self._make_reader(function, name, keys)) for name, keys in pairs]
-        self.of_call: Attributes | None = join_readers([reader for is_of_result, reader in readers if not is_of_result])
-        self.of_result: ReadResult | None = join_readers([reader for is_of_result, reader in readers if is_of_result])
-
-    def _make_reader(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Callable[..., Values] | None:
-        """Return a reader of the key or the batch. It gets a call's (args, kwargs), or its result."""
-        first, weights = first_of(keys.argument), first_of(keys.weights)
-        parameter = None if first == RETURN else parameter_of(function, first)
-        if isinstance(parameter, str):
-            self.missing.append(parameter)
-            return None
+def _add_keys(reader: CallReader, name: str, keys: RequestKeys, place: str) -> None:
+    """Add a reader of the key or the batch, from a call's (args, kwargs) or from its result."""
+    first, weights = first_of(keys.argument), first_of(keys.weights)
+    for parameter in reader.find(keys.argument):
         weighed: Parameter | None = None
         if keys.weights and weights != first:
-            of_weights = "" if parameter is None else parameter_of(function, weights)
+            of_weights = "" if parameter is RESULT else parameter_of(reader.function, weights)
             if isinstance(of_weights, str):  # all members of the batch weigh the same
-                self.missing.append(f"weights: {of_weights or f'{weights} is not of what the call gives'}")
+                reader.missing.append(f"weights: {of_weights or f'{weights} is not of what the call gives'}")
                 keys = replace(keys, weights="")
             else:
                 weighed = of_weights
-        place = f"{self._place}: {keys.argument}"
-        read: Callable[..., Values] = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
-
-        def read_values(*call: Any) -> Values:
-            value = call[0] if parameter is None else parameter.of(*call)
-            try:
-                if value is LEFT_OUT:
-                    return {}
-                return read(value) if weighed is None else read(value, weighed.of(*call))
-            except Exception as error:  # its text may contain values
-                is_unread = type(error) is UnreadError
-                reason = error if is_unread else f"{type(error).__name__} below a {type(value).__name__}"
-                FAULTS.note_of_rule(place, f"the keys cannot be read: {reason}")
-                return {}
-
-        return _make_native_reader(parameter, name, keys, read_values, weighed)
+        reader.add(parameter, _make_keys_reader(parameter, name, keys, weighed, place))
 
 
-def _make_native_reader(
-    parameter: Parameter | None, name: str, keys: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
-) -> _Read:
-    """Return a reader in C for keys that are texts or numbers. It calls `otherwise` for any other key.
+def _make_keys_reader(
+    parameter: Parameter, name: str, keys: RequestKeys, weighed: Parameter | None, place: str
+) -> Callable[..., Values]:
+    """Return a reader in C for keys that are texts or numbers in attributes and built-in containers, as most keys are.
 
-    A reader in Python would take microseconds, because the service's work evicts its code from the processor's caches.
+    For any other value the reader calls `read_values`. A Python function would take microseconds, because the service's
+    work has evicted its code from the processor's caches.
     """
+    read: Callable[..., Values] = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
+
+    def read_values(*call: Any) -> Values:
+        value = parameter.of(*call)
+        try:
+            if value is LEFT_OUT:
+                return {}
+            return read(value) if weighed is None else read(value, weighed.of(*call))
+        except Exception as error:  # its text may contain values
+            is_unread = type(error) is UnreadError
+            reason = error if is_unread else f"{type(error).__name__} below a {type(value).__name__}"
+            FAULTS.note_of_rule(place, f"the keys cannot be read: {reason}")
+            return {}
+
     paths = [split_steps(path) for path in (keys.argument, keys.weights)]
     if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
-        return otherwise
+        return read_values
     steps, of_each = zip(*map(_split_at_container, paths), strict=True)
-    native_reader: _Read = _native.Keys(
-        sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, name != KEY,
-        steps[0], of_each[0], steps[1] if keys.weights else None, of_each[1],
-        sys.intern(weighed.name) if weighed else None, weighed.position if weighed else -1,
-        _ShortenedTexts(keys.cut) if keys.cut else None, otherwise,
+    native_reader: Callable[..., Values] = _native.Keys(
+        *_name_and_position(parameter), name != KEY,
+        steps[0], of_each[0], steps[1] if keys.weights else None, of_each[1], *_name_and_position(weighed or RESULT),
+        _ShortenedTexts(keys.cut) if keys.cut else None, read_values,
     )  # fmt: skip
     return native_reader
+
+
+def _name_and_position(parameter: Parameter) -> tuple[str | None, int]:
+    return None if parameter is RESULT else sys.intern(parameter.name), parameter.position
 
 
 def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
@@ -150,6 +149,7 @@ class _FactPath(NamedTuple):
 
     name: str
     place: str
+    parameter: Parameter
     steps: Sequence[str]
     take: Callable[[Any], AttributeValue]
 
@@ -169,24 +169,20 @@ class _FactsReader(NamedTuple):
     the call's arguments, and the parameter's default is read.
     """
 
-    parameter: Parameter | None
     facts: Sequence[_FactPath]
     names: Values
     before: Callable[..., Any] | None
 
     def __call__(self, value: Any, place: Any) -> Any:
         if type(place) is int:
-            return self._read(value, place)
+            return self._read(value, self.facts[place])
         attributes: Values = self.before(value, place) or {} if self.before else {}
-        default = LEFT_OUT if self.parameter is None else self.parameter.default
-        reads = (
-            [] if default is LEFT_OUT else [(fact.name, self._read(default, at)) for at, fact in enumerate(self.facts)]
-        )
+        default = self.facts[0].parameter.default
+        reads = [(fact.name, self._read(default, fact)) for fact in self.facts if default is not LEFT_OUT]
         facts = {name: fact for name, fact in reads if fact is not None}
         return {**attributes, **facts, **self.names} if facts else attributes
 
-    def _read(self, value: Any, place: int) -> AttributeValue | None:
-        fact = self.facts[place]
+    def _read(self, value: Any, fact: _FactPath) -> AttributeValue | None:
         try:
             return fact.read_below(value)
         except Exception as error:
@@ -198,7 +194,7 @@ class _FactsOfSeveral(NamedTuple):
     """A reader of one fact for several requests. The values are at one path, the requests' keys at another."""
 
     fact: _FactPath
-    parameters: Sequence[Parameter | None]
+    of_keys: Parameter
     values: Callable[[Any], Any]
     keys: Callable[[Any], Any]
     texts: Callable[[list[Any]], tuple[str, ...]]
@@ -206,9 +202,9 @@ class _FactsOfSeveral(NamedTuple):
 
     def read(self, *call: Any) -> Values:
         """Read the facts of several requests, and the requests' keys, from a call's (args, kwargs) or its result."""
-        of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
+        of_values = self.fact.parameter.of(*call)
         try:
-            texts = self.texts(_take_items(self.keys(of_keys), BATCH_LIMIT))
+            texts = self.texts(_take_items(self.keys(self.of_keys.of(*call)), BATCH_LIMIT))
             facts = map(self.fact.read_below, _take_items(self.values(of_values), BATCH_LIMIT))
             pairs = [(text, fact) for text, fact in zip(texts, facts, strict=False) if text and fact is not None]
         except Exception as error:
@@ -223,73 +219,40 @@ def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
     FAULTS.note_of_rule(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
 
 
-class FactReader:
-    """A reader of a rule's facts of requests. `of_call` reads a call's arguments, `of_result` its result. Either is
-    None if there is nothing to read.
-
-    Both first call the reader of the same name that the constructor gets, if any. `missing` has a message for each fact
-    that the function lacks.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        rule: FunctionRule,
-        of_call: Attributes | None = None,
-        of_result: ReadResult | None = None,
-    ) -> None:
-        self.missing: list[str] = []
-        self.of_call, self.of_result = of_call, of_result
-        names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
-        singles: dict[Parameter | None, list[_FactPath]] = {}
-        for fact in rule.facts:
-            steps, keys = split_steps(fact.argument), fact.key or rule.batch
-            paths = [fact.argument, keys.argument if keys and EACH in steps else fact.argument]
-            parameters = self._find_parameters(function, paths)
-            if not parameters:
-                continue
+def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
+    """Add readers of a rule's facts of requests. A value of None does not count as a fact."""
+    names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
+    singles: dict[str, list[_FactPath]] = {}
+    for fact in rule.facts:
+        steps, keys = split_steps(fact.argument), fact.key or rule.batch
+        paths = [fact.argument, keys.argument if keys and EACH in steps else fact.argument]
+        parameters = [parameter for path in paths for parameter in reader.find(path)]
+        if len(parameters) == 2 and (parameters[0] is RESULT) != (parameters[1] is RESULT):
+            reader.missing.append(f"{paths[0]} and {paths[1]} are not both of the call, or of its result")
+        elif len(parameters) == 2:
             take = fact_value if fact.record == "value" else READERS[fact.record]
             at = len(steps) - steps[::-1].index(EACH) if EACH in steps else 0
-            single = _FactPath(sys.intern(fact.name), f"{rule.place or rule.text}: fact {fact.name}", steps[at:], take)
-            if not at:
-                singles.setdefault(parameters[0], []).append(single)
-                continue
-            texts = _texts_maker(keys.cut if keys else "")
-            several = _FactsOfSeveral(
-                single, parameters, _values_reader(steps[:at]), _values_reader(split_steps(paths[1])), texts, names
-            )
-            if parameters[0] is None:
-                self.of_result = join_readers([self.of_result, several.read])
+            place = f"{rule.place or rule.text}: fact {fact.name}"
+            path = _FactPath(sys.intern(fact.name), place, parameters[0], steps[at:], take)
+            if at:
+                readers = _values_reader(steps[:at]), _values_reader(split_steps(paths[1]))
+                texts = _texts_maker(keys.cut if keys else "")
+                reader.add(path.parameter, _FactsOfSeveral(path, parameters[1], *readers, texts, names).read)
             else:
-                self.of_call = join_readers([self.of_call, several.read])
-        for parameter, facts in singles.items():
-            if parameter is None:
-                self.of_result = _make_facts_reader(parameter, facts, names, self.of_result)
-            else:
-                self.of_call = _make_facts_reader(parameter, facts, names, self.of_call)
-
-    def _find_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
-        """Return the parameter of a fact's values and that of its keys, each None for the result. Return None if one is
-        missing."""
-        parameters = [None if first_of(path) == RETURN else parameter_of(function, first_of(path)) for path in paths]
-        missing = [parameter for parameter in parameters if isinstance(parameter, str)]
-        if not missing and (parameters[0] is None) != (parameters[1] is None):
-            missing = [f"{paths[0]} and {paths[1]} are not both of the call, or of its result"]
-        self.missing += missing[:1]
-        return None if missing else [parameter for parameter in parameters if not isinstance(parameter, str)]
+                singles.setdefault(path.parameter.name, []).append(path)
+    for facts in singles.values():
+        if facts[0].parameter is RESULT:
+            reader.of_result = _make_facts_reader(facts, names, reader.of_result)
+        else:
+            reader.of_call = _make_facts_reader(facts, names, reader.of_call)
 
 
-def _make_facts_reader(
-    parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
-) -> Any:
-    """Return a reader of facts, in C if possible. It first calls the reader `before`."""
-    reader = _FactsReader(parameter, facts, names, before)
-    if _native is None:
-        return reader
-    steps = [tuple(map(sys.intern, fact.steps)) if fact.take is fact_value else None for fact in facts]
-    return _native.Keys(
-        sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, FACTS_OF_REQUEST,
-        tuple(steps), tuple(fact.name for fact in facts), None, None, before, -1, names, reader,
+def _make_facts_reader(facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None) -> Any:
+    """Return a reader in C of facts from a parameter or the result. It first calls another reader, `before`."""
+    steps = tuple(tuple(map(sys.intern, fact.steps)) if fact.take is fact_value else None for fact in facts)
+    return native.MODULE.Keys(
+        *_name_and_position(facts[0].parameter), FACTS_OF_REQUEST, steps, tuple(fact.name for fact in facts),
+        None, None, before, -1, names, _FactsReader(facts, names, before),
     )  # fmt: skip
 
 
@@ -307,11 +270,10 @@ def _defines_str(kind: type) -> bool:
 
 
 def _make_key_reader(keys: RequestKeys) -> ReadResult:
-    steps, text = split_steps(keys.argument), _text_maker(keys.cut)
+    of_key, text = _values_reader(split_steps(keys.argument)), _text_maker(keys.cut)
 
     def read(value: Any) -> Values:
-        for step in steps:
-            value = read_part(value, step)
+        value = of_key(value)
         key = text(value)
         if not key and value is not None and not (issubclass(type(value), str) and not len(value)):
             raise UnreadError(f"{type(value).__name__}; {ALLOWED_KEYS}")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors import arguments, functions, targets
+from instrument.instrumentors import functions, targets
 from instrument.instrumentors.functions import Instrumentor, Probe, undo_all
 from instrument.instrumentors.lineages import Lineage, all_subclasses, is_recorded
 from instrument.instrumentors.references import (
@@ -27,12 +26,11 @@ from instrument.instrumentors.references import (
     rebind,
     type_namespace,
 )
-from instrument.instrumentors.request_keys import FactReader, KeyReader
+from instrument.instrumentors.request_keys import make_reader
 from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict, suggest_nearest
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recorder.wrapping import Passes, Results
 from instrument.recording.metric_definitions import OPERATION, operation_of
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import replace
@@ -94,9 +92,10 @@ class Functions(Instrumentor):
         for probe, rule in self._probes.items():
             label = probe.target.label
             owner = owners.get(label)
+            second = rule if owner is None else self.rules[owner]
             if (
                 owner is None
-                or not _makes_equal_probes(rule, self.rules[owner])
+                or replace(rule, match=second.match, exclude=second.exclude, text=second.text) != second
                 or probe.site.kind != self._kind_of(label, self.rules[owner])
                 or self._is_in_lineage(probe, before_lineages) != self._is_in_lineage(probe, self._lineages)
             ):
@@ -149,8 +148,12 @@ class Functions(Instrumentor):
         attachable = list(self._pick_targets(self._find_selected(module)))
         shared = [target for _, target in attachable if functions.count_other_refs(target) > 0]
         names = find_names(target.function for target in shared)
-        tied = [target for target in shared if functions.count_other_refs(target) > _count_others(target, names)]
-        counts = {id(target.function): functions.count_refs(target) - _count_others(target, names) for target in tied}
+        ref_counts = [(target, functions.count_other_refs(target) - _count_others(target, names)) for target in shared]
+        # A target's own module or class refers to it, too.
+        counts = {
+            id(thing.function): count + 1 + (thing.raw is thing.function) for thing, count in ref_counts if count > 0
+        }
+        tied = [target for target, count in ref_counts if count > 0]
         raws = {id(target.raw) for target in tied}
         search = Search(Kept(target.function for target in tied), counts, lambda obj: id(obj) in raws or _is_ours(obj))
         probes: dict[int, tuple[int, Probe]] = {}
@@ -222,21 +225,18 @@ class Functions(Instrumentor):
         for probe in probes:
             probe.undo()
         rebind((probe.wrapped, probe.target.function) for probe in probes)
-        return partial(self._restore_probes, probes) if probes else None
 
-    def _restore_probes(self, probes: Sequence[Probe]) -> None:
-        """Put back the probes that `detach` has removed, unless the rules have changed since."""
-        off = [probe for probe in probes if not probe.is_set and probe in self._probes]
-        for probe in off:
-            probe.set()
-        rebind((probe.target.function, probe.wrapped) for probe in off if probe.target.raw is not None)
+        def restore() -> None:
+            off = [probe for probe in probes if not probe.is_set and probe in self._probes]  # else the rules changed
+            for probe in off:
+                probe.set()
+            rebind((probe.target.function, probe.wrapped) for probe in off if probe.target.raw is not None)
+
+        return restore if probes else None
 
     def _remove_probes(self, probes: Sequence[Probe]) -> None:
         for probe in reversed(probes):
-            try:
-                probe.undo()
-            except Exception as fault:
-                FAULTS.note("way back of a probe", fault)
+            FAULTS.attempt("way back of a probe", probe.undo)
             self._recorder.retire(probe.wrapped)
         rebind((probe.wrapped, probe.target.function) for probe in probes)
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
@@ -269,52 +269,45 @@ class Functions(Instrumentor):
 
     def _attach_subclass(self, cls: type[Any]) -> None:
         with self._lock:
+            names = type_namespace(cls)
+            lineages = [
+                (lineage, self._wanting.get(key, ()))
+                for key, lineage in self._lineages.items()
+                if cls is not lineage.base and lineage.contains_method(cls, lineage.attribute)
+            ]
             selected = {
                 (index, thing.label): thing
                 for index, rule in enumerate(self.rules)
-                for attribute in self._selected_overrides(index, cls)
-                for thing in targets.find_in_override(cls, attribute)
+                for lineage, wanting in lineages
+                if index in wanting and lineage.attribute in names
+                for thing in targets.find_in_override(cls, lineage.attribute)
                 if not _is_excluded(rule, thing)
             }
             for index, target in list(self._pick_targets(selected)):
                 self._attach_target(index, target)
-
-    def _selected_overrides(self, index: int, cls: type[Any]) -> Iterator[str]:
-        for key, lineage in self._lineages.items():
-            is_below = cls is not lineage.base and lineage.contains_method(cls, lineage.attribute)
-            if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
-                yield lineage.attribute
 
     def _pick_targets(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
         """Yield the selected functions that get a probe, with the index of their rule. Other functions get a
         verdict."""
         labels: dict[tuple[int, int], str] = {}
         for (index, label), thing in selected.items():
+            state, site = "attached", None
             if isinstance(thing, Unreachable):
-                self._note_verdict(index, "unreachable", label, thing.why)
-                continue
-            owner = self._taken.setdefault(label, index)
-            if owner != index:
-                self._note_verdict(index, "attached", label, f"{self.rules[owner].text} has it")
-                continue
-            framework = getattr(thing.function, "__instrument_framework__", None)
-            if isinstance(framework, str):
-                self._note_verdict(index, "attached", label, f"frameworks: {framework} has it")
-                continue
-            existing = targets.site_on(thing.function) or self._find_wrapped_site(thing)
-            if existing is not None:
+                state, why = "unreachable", thing.why
+            elif (owner := self._taken.setdefault(label, index)) != index:
+                why = f"{self.rules[owner].text} has it"
+            elif isinstance(framework := getattr(thing.function, "__instrument_framework__", None), str):
+                why = f"frameworks: {framework} has it"
+            elif (site := targets.site_on(thing.function) or self._find_wrapped_site(thing)) is not None:
                 ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
-                why = (
-                    f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {existing.name!r}"
-                )
-                self._note_verdict(index, "attached", label, why, existing)
-                continue
+                why = f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {site.name!r}"
             # A class that inherits a function gets a probe of its own; a second name of the same owner does not.
-            first = labels.setdefault((id(thing.function), id(thing.owner)), label)
-            if first != label:
-                self._note_verdict(index, "attached", label, f"it is the same function as {first}")
+            elif (first := labels.setdefault((id(thing.function), id(thing.owner)), label)) != label:
+                why = f"it is the same function as {first}"
+            else:
+                yield index, thing
                 continue
-            yield index, thing
+            self._note_verdict(index, state, label, why, site)
 
     def _find_wrapped_site(self, target: Target) -> Site | None:
         """Return the site of a recording function that the target's function wraps (`functools.wraps`), None without
@@ -335,36 +328,22 @@ class Functions(Instrumentor):
             early.set()
             return early
         rule = self.rules[index]
-        site = targets.site_of(
-            target.function,
-            name=target.fill_fields(rule.name) if rule.name else target.name,
-            kind=self._kind_of(target.label, rule),
-            device=rule.device,
-            phase=rule.phase,
-            min_ns=rule.min_ns,
-        )
+        name, kind = target.fill_fields(rule.name) if rule.name else target.name, self._kind_of(target.label, rule)
+        options: Any = {"device": rule.device, "phase": rule.phase, "min_ns": rule.min_ns}
+        site = targets.site_of(target.function, name=name, kind=kind, **options)
         if rule.gen_ai:
             site = replace(site, attributes=(*site.attributes, (OPERATION, operation_of(""))))
-        place = rule.place or rule.text
-        attributes, missing = (
-            arguments.make_reader(target.function, rule.attributes, place) if rule.attributes else (None, [])
-        )
-        results: Results | None = None
-        if rule.key or rule.batch or rule.facts:
-            keys = KeyReader(target.function, rule)
-            of_call = arguments.join_readers([attributes, keys.of_call])
-            facts = FactReader(target.function, rule, of_call, keys.of_result)
-            missing += [*keys.missing, *facts.missing]
-            attributes, results = facts.of_call, facts.of_result
-        if rule.gauges:
-            gauges = arguments.GaugeReader(target.function, rule)
-            missing += gauges.missing
-            attributes = arguments.join_readers([attributes, gauges.of_call])
-            results = arguments.join_readers([results, gauges.of_result])
+        reader = make_reader(target.function, rule)
+        attributes, results, missing = reader.of_call, reader.of_result, reader.missing
         if self.watch is not None and not (rule.key or rule.batch or rule.facts):
             attributes, results = self.watch.examine(target.function, target.label)
         try:
-            probe = Probe(target, site, self._recorder, attributes, self._make_lineage_test(target), results)
+            lineages = self._lineages.values()
+            lineage = next((line for line in lineages if line.contains_method(target.owner, target.attribute)), None)
+            if lineage is not None and target.owner is lineage.base:
+                lineage.watch()
+            passes = None if lineage is None else lineage.add_class(target.owner)
+            probe = Probe(target, site, self._recorder, attributes, passes, results)
             probe.set()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
@@ -377,15 +356,6 @@ class Functions(Instrumentor):
         state = "partly" if missing else "attached"
         self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)
         return probe
-
-    def _make_lineage_test(self, target: Target) -> Passes | None:
-        """Return the test for calls that another class's probe records, None if no rule with `+` selects the method."""
-        for lineage in self._lineages.values():
-            if lineage.contains_method(target.owner, target.attribute):
-                if target.owner is lineage.base:
-                    lineage.watch()
-                return lineage.add_class(target.owner)
-        return None
 
     def _kind_of(self, label: str, rule: FunctionRule) -> str:
         return "step" if rule.kind == "op" and label in self._counted else rule.kind
@@ -416,7 +386,10 @@ class Functions(Instrumentor):
             verdicts: list[Verdict] = []
             for index, rule in enumerate(self.rules):
                 rows = [self._add_overrides(index, verdict) for verdict in self._found[index].values()]
-                verdicts.extend([*rows, *self._missing_in_main(rule, index)] if rows else [self._explain_missed(rule)])
+                of_main = [text for text in rule.match if text.partition(":")[0] in MAINS and "*" not in text]
+                missing = [text for text in of_main if rows and text not in self._found[index]]
+                rows += [replace(self._explain_missed(replace(rule, match=(text,))), target=text) for text in missing]
+                verdicts += rows or [self._explain_missed(rule)]
             return verdicts
 
     def _add_overrides(self, index: int, verdict: Verdict) -> Verdict:
@@ -428,12 +401,9 @@ class Functions(Instrumentor):
         owner, attribute = probe.target.owner, probe.target.attribute
         if not isinstance_of(owner, type) or attribute in ("__init__", "__init_subclass__"):
             return verdict
-        labels = [
-            targets.override_label(cls, attribute)
-            for cls in all_subclasses(owner)
-            if attribute in type_namespace(cls) and not is_recorded(cls, attribute)
-        ]
-        missed = [label for label in sorted(labels) if not any(_matches_label(text, label) for text in rule.exclude)]
+        overriding = [cls for cls in all_subclasses(owner) if attribute in type_namespace(cls)]
+        labels = sorted(targets.override_label(cls, attribute) for cls in overriding if not is_recorded(cls, attribute))
+        missed = [label for label in labels if not any(_matches_label(text, label) for text in rule.exclude)]
         if not missed:
             return verdict
         shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
@@ -441,36 +411,27 @@ class Functions(Instrumentor):
         why += f"{verdict.target}{targets.SUBCLASSES} takes subclasses, too"
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
-    def _missing_in_main(self, rule: FunctionRule, index: int) -> Iterator[Verdict]:
-        """Yield a verdict on each missing function of the main program that a rule names."""
-        for text in rule.match:
-            if text.partition(":")[0] in MAINS and "*" not in text and text not in self._found[index]:
-                yield replace(self._explain_missed(replace(rule, match=(text,))), target=text)
-
     def _explain_missed(self, rule: FunctionRule) -> Verdict:
         names = list(dict.fromkeys(text.partition(":")[0] for text in rule.match))
         modules = [module for module in self._modules.values() if any(_match_name(text, module) for text in rule.match)]
         if not modules and set(names) <= set(MAINS):
-            why = "__main__ is the program that runs; instrument check P -- script.py runs one"
-            return Verdict(rule.text, "waiting", why=why)
-        if not modules:
-            why = f"{' and '.join(names)} not imported"
+            state, why = "waiting", "__main__ is the program that runs; instrument check P -- script.py runs one"
+        elif not modules:
+            state, why = "waiting", f"{' and '.join(names)} not imported"
             if (script := script_name()) in names:
                 why += f", but run as the program: a rule calls it __main__, not {script}"
-            return Verdict(rule.text, "waiting", why=why)
-        if main := next((module for module in modules if is_main(module) and self._has_unseen(rule, module)), None):
-            program = names_of(main)[0]
+        elif main := next((module for module in modules if is_main(module) and self._has_unseen(rule, module)), None):
+            state, program = "unreachable", names_of(main)[0]
             why = "__main__" if program == "__main__" else f"{program} runs as __main__, and"
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
             why += "@profiled, or put it into a module of its own"
-            return Verdict(rule.text, "unreachable", why=why)
-        if set(names) <= set(MAINS) and (tracer := tracer_of_main()):
-            why = (
-                f"`-m {tracer}` traces the program, which two can from Python 3.12 on; run it without, or use @profiled"
-            )
-            return Verdict(rule.text, "unreachable", why=why)
-        hints = (suggest_nearest(text, targets.all_labels(modules)) for text in rule.match)
-        return Verdict(rule.text, "not found", why="matched no function" + next(filter(None, hints), ""))
+        elif set(names) <= set(MAINS) and (tracer := tracer_of_main()):
+            state, why = "unreachable", f"`-m {tracer}` traces the program, which two can from Python 3.12 on; "
+            why += "run it without, or use @profiled"
+        else:
+            hints = (suggest_nearest(text, targets.all_labels(modules)) for text in rule.match)
+            state, why = "not found", "matched no function" + next(filter(None, hints), "")
+        return Verdict(rule.text, state, why=why)
 
     def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
         things = (thing for text in rule.match for thing in targets.find_functions(module, text))
@@ -492,10 +453,6 @@ def _is_ours(holder: Any) -> bool:
 def _list_users(references: Sequence[str]) -> str:
     more = f" and {len(references) - 3} more" if len(references) > 3 else ""
     return f"also referenced by {' and '.join(sorted(references)[:3])}{more}"
-
-
-def _makes_equal_probes(rule: FunctionRule, second: FunctionRule) -> bool:
-    return replace(rule, match=second.match, exclude=second.exclude, text=second.text) == second
 
 
 def _match_name(text: str, module: ModuleType) -> tuple[str, ...]:

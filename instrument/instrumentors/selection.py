@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from instrument.instrumentors.layers import Layers
     from instrument.instrumentors.rules import Functions
 
-
 LOOKS = 2
 """The number of searches for new modules after a change of the rules. A second one finds modules that were being
 imported."""
@@ -92,7 +91,7 @@ class Selection:
         rules = rules_of(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
-            options.append(lambda: self._get_family("layers"))
+            options.append(lambda: self.attach_family("layers"))
         if key == "functions":
             options.append(environment.INIT_FOLDER in os.environ)
         module, name, _ = FAMILIES[key]
@@ -102,27 +101,22 @@ class Selection:
         self._unloaded.pop(key, None)  # last: a thread that imports a module meanwhile finds the key in one of both
         return family
 
-    def _get_family(self, key: str) -> Any:
-        """Return the instrumentor of a key, loaded if needed, None if the profile has no rules under the key."""
+    def attach_family(self, key: str) -> Any:
+        """Return the instrumentor of a key, None if the profile has no such rules. If it is not loaded yet, load it,
+        and attach its probes in the imported modules."""
         if key in self._unloaded:
-            self.attach_family(key)
-        return self._families.get(key)
-
-    def attach_family(self, key: str) -> None:
-        """Load a key's family, and attach its probes in the imported modules."""
-        import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
+            import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
             if key not in self._unloaded:
-                return
+                return self._families.get(key)
             family = self._load_family(key)
-            if self._undo_imports is None:
-                return
-            for _, module in loaded_modules():
+            for _, module in loaded_modules() if self._undo_imports is not None else ():
                 if _is_wanted(family, module) and not imports.is_lazy(module):
                     if _is_being_imported(module):
                         self._unfinished.append(module)
                     elif family.attach_to(module):
                         self.late.append(names_of(module)[0])
+            return family
 
     def _families_to_load(self, module_name: str) -> list[str]:
         """Return the keys of the families that a module's import loads. A package whose name is a number belongs to
@@ -149,7 +143,10 @@ class Selection:
         loaded = [module for _, module in loaded_modules() if any(map(self.may_match, names_of(module)))]
         watch = main_module.Watch(self.may_match, self.attach_to)
         expect = watch.await_body if main else lambda: None
-        self._undo_imports = imports.install(self._must_watch, self.attach_to, expect, self._note_import, watch)
+        self._undo_imports = imports.install(
+            lambda name: self.may_match(name) or name in ENGINES or name in self._loading_packages,
+            *(self.attach_to, expect, lambda name: self.begun(name) if name in ENGINES else None, watch),
+        )
         for module in loaded:
             if (main or not main_module.is_main(module)) and not imports.is_lazy(module) and self.attach_to(module):
                 self.late.append(names_of(module)[0])
@@ -179,7 +176,9 @@ class Selection:
                     family.undo()
                     self._families = {name: awake for name, awake in self._families.items() if name != key}
                 self._attach_or_defer(key)
-                if rules and (family is not None or self._is_loaded_by(key, loaded)):
+                names = (name for module in loaded for name in names_of(module))
+                is_loaded = key in self._families or any(key in self._families_to_load(name) for name in names)
+                if rules and (family is not None or is_loaded):
                     family = self._families.get(key) or self._load_family(key)
                     for module in loaded:
                         if _is_wanted(family, module):
@@ -194,11 +193,6 @@ class Selection:
         late = {name.partition(":")[0] for name in attached if ":" in name}
         self.late += sorted(late.difference(self.late))
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
-
-    def _is_loaded_by(self, key: str, modules: Iterable[ModuleType]) -> bool:
-        """Return True if a key's family is loaded, or if one of the modules would load it."""
-        names = (name for module in modules for name in names_of(module))
-        return key in self._families or any(key in self._families_to_load(name) for name in names)
 
     def attach_unfinished(self) -> bool:
         """Attach the probes in modules that another thread was importing while the rules changed. Return True to be
@@ -241,14 +235,6 @@ class Selection:
         for key in self._families_to_load(module_name):
             self.attach_family(key)
         return any(family.may_match(module_name) for family in list(self._families.values()))
-
-    def _must_watch(self, module_name: str) -> bool:
-        """Return True if the import of a module must be watched, for probes or to report an engine."""
-        return self.may_match(module_name) or module_name in ENGINES or module_name in self._loading_packages
-
-    def _note_import(self, module_name: str) -> None:
-        if module_name in ENGINES:
-            self.begun(module_name)
 
     def attach_to(self, module: ModuleType) -> bool:
         """Attach the probes of all families in an imported module. Return True if functions were replaced."""

@@ -7,14 +7,14 @@ imports.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from operator import add
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,17 +23,13 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import ImportTime, Site
+from instrument.runtime.cheap_start import dataclass, field, replace
 from instrument.runtime.unpatched import Lock
 
 _DYNAMO = "torch._dynamo.callback"
 
-COMPILED = Site(
-    "torch.compile",
-    "phase",
-    _DYNAMO,
-    "CompilationCallbackHandler.install_callbacks",
-    attributes=(("phase", "compile"),),
-)
+_HANDLER, _CALLBACKS = "CompilationCallbackHandler", "install_callbacks"
+COMPILED = Site("torch.compile", "phase", _DYNAMO, f"{_HANDLER}.{_CALLBACKS}", attributes=(("phase", "compile"),))
 
 LOADS = {
     "torch.serialization:load": "torch.load",
@@ -49,20 +45,9 @@ LOADS = {
     "keras.src.saving.saving_api:load_model": "keras.load_model",
     "joblib.numpy_pickle:load": "joblib.load",
 }
-COMPILES = {
-    "torch.jit._freeze:freeze": "torch.jit.freeze",
-    "torch.export:export": "torch.export.export",
-}
+COMPILES = {"torch.jit._freeze:freeze": "torch.jit.freeze", "torch.export:export": "torch.export.export"}
 """The names of spans, by function. `torch.jit.trace` and `script` are missing, because they read names from their
 caller's frame."""
-
-
-def _make_rules() -> tuple[FunctionRule, ...]:
-    return tuple(
-        FunctionRule((target,), name=name, kind="phase", phase=phase, text="startup")
-        for phase, targets in (("load", LOADS), ("compile", COMPILES))
-        for target, name in targets.items()
-    )
 
 
 class StartupWatch(Instrumentor):
@@ -72,7 +57,12 @@ class StartupWatch(Instrumentor):
         super().__init__(rules, recorder)
         from instrument.instrumentors.rules import Functions  # each session times imports, few watch startup
 
-        self._functions = Functions(_make_rules(), recorder)
+        function_rules = [
+            FunctionRule((target,), name=name, kind="phase", phase=phase, text="startup")
+            for phase, names in (("load", LOADS), ("compile", COMPILES))
+            for target, name in names.items()
+        ]
+        self._functions = Functions(function_rules, recorder)
         self._dynamo: Verdict | None = None
 
     def probes_by_name(self) -> Mapping[str, Any]:
@@ -97,14 +87,14 @@ class StartupWatch(Instrumentor):
         if self._dynamo is not None:
             verdicts.append(self._dynamo)
         # Without a site no verdict becomes `uncalled`: no service has to call all functions that load.
-        return [dataclasses.replace(verdict, site=None) for verdict in verdicts]
+        return [replace(verdict, site=None) for verdict in verdicts]
 
     def _watch_dynamo(self, module: ModuleType) -> None:
         """Record each compilation by torch.compile as a span of the thread that waits for it."""
         if self._undos:
             return
-        owner = getattr(module, "CompilationCallbackHandler", None)
-        method = vars(owner).get("install_callbacks") if isinstance(owner, type) else None
+        owner = getattr(module, _HANDLER, None)
+        method = vars(owner).get(_CALLBACKS) if isinstance(owner, type) else None
         if not isinstance(method, FunctionType):
             why = "this version of torch does not report when it compiles"
             self._dynamo = Verdict("startup", "unreachable", "torch.compile", why)
@@ -113,14 +103,10 @@ class StartupWatch(Instrumentor):
 
         @contextmanager
         def install_callbacks(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-            if not recorder.on:
-                with method(self, *args, **kwargs):
-                    yield
-                return
-            with span(), method(self, *args, **kwargs):
+            with span() if recorder.on else nullcontext(), method(self, *args, **kwargs):
                 yield
 
-        self._undos.append(replace_attribute(owner, "install_callbacks", install_callbacks))
+        self._undos.append(replace_attribute(owner, _CALLBACKS, install_callbacks))
         self._dynamo = Verdict("startup", "attached", "torch.compile")
 
 
@@ -142,17 +128,15 @@ _IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
 _clock = time.monotonic_ns
 
 
+@dataclass(slots=True, eq=False)
 class _OpenImport:
     """A package that a thread is importing. `others_ns` is the time of the other packages that it imports."""
 
-    __slots__ = ("began_ns", "is_ours", "is_outermost", "others_ns", "package")
-
-    def __init__(self, package: str, is_outermost: bool, is_ours: bool) -> None:
-        self.package = package
-        self.is_ours = is_ours
-        self.is_outermost = is_outermost
-        self.others_ns = 0
-        self.began_ns = _clock()
+    package: str
+    is_outermost: bool
+    is_ours: bool
+    others_ns: int = 0
+    began_ns: int = field(default_factory=_clock)
 
 
 class _Local(threading.local):
@@ -172,7 +156,7 @@ class ImportTimes:
         """Drop all times. The child has not imported the parent's modules itself."""
         self._local = _Local()
         self._lock = Lock()
-        self._packages: dict[str, list[int]] = {}
+        self._packages: dict[str, Any] = {}
         self._newest: deque[tuple[int, str, int]] = deque(maxlen=NEWEST)
 
     def install(self) -> Undo:
@@ -222,14 +206,10 @@ class ImportTimes:
         if importing.is_ours and package != OWN:
             package = f"{OWN} ({package})"
         with self._lock:
-            sums = self._packages.get(package)
-            if sums is None:
-                package = package if len(self._packages) < LIMIT else OTHERS
-                sums = self._packages.setdefault(package, [0, 0, 0, 0])
-            sums[0] += 1
-            sums[1] += took_ns if importing.is_outermost else 0
-            sums[2] += self_ns
-            sums[3] += inside_ns
+            if package not in self._packages and len(self._packages) >= LIMIT:
+                package = OTHERS
+            added = 1, took_ns if importing.is_outermost else 0, self_ns, inside_ns
+            self._packages[package] = list(map(add, self._packages.get(package, (0, 0, 0, 0)), added))
             self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
     def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
@@ -242,10 +222,7 @@ class ImportTimes:
             for began_ns, package, outside_ns in self._newest:
                 if request_ns is not None and began_ns >= request_ns:
                     late[package] += outside_ns
-            return tuple(
-                ImportTime(package, entries, total_ns, self_ns, in_spans_ns, late[package])
-                for package, (entries, total_ns, self_ns, in_spans_ns) in self._packages.items()
-            )
+            return tuple(ImportTime(package, *(*sums, late[package])) for package, sums in self._packages.items())
 
 
 def _is_own_request(frame: FrameType | None) -> bool:

@@ -14,20 +14,12 @@ import dataclasses
 import functools
 import gc
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from re import Pattern, escape
 from re import compile as compile_pattern
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
-    ModuleType,
-    WrapperDescriptorType,
-)
+from types import BuiltinFunctionType, CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 from instrument import native
@@ -48,13 +40,10 @@ Put = Callable[[Any], Any]
 
 _NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
-_MADE_IN_C = (MethodDescriptorType, WrapperDescriptorType)
-_CONTEXT_MANAGERS = tuple(
-    code
-    for decorator in (contextlib.contextmanager, contextlib.asynccontextmanager)
-    for code in decorator.__code__.co_consts
-    if isinstance(code, CodeType)
-)
+_MADE_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_DECORATORS = (contextlib.contextmanager, contextlib.asynccontextmanager)
+_CONSTANTS = [constant for decorator in _DECORATORS for constant in decorator.__code__.co_consts]
+_CONTEXT_MANAGERS = tuple(constant for constant in _CONSTANTS if isinstance(constant, CodeType))
 """The code objects of the functions that `contextlib` makes from generators."""
 
 _FIELD = late_pattern(r"\{(module|qualname|class|function)\}")
@@ -140,18 +129,12 @@ def site_of(
     inner = inspect.unwrap(function, stop=lambda f: hasattr(f, "__instrument__")) if callable(function) else function
     code = getattr(inner, "__code__", None)
     qualname = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
-    return Site(
-        name=name or qualname_of(function),
-        kind=kind or ("phase" if phase else "op"),
-        module=getattr(function, "__module__", None) or "",
-        qualname=qualname,
-        file=code.co_filename if code is not None else "",
-        line=code.co_firstlineno if code is not None else 0,
-        device=device,
-        attributes=(("phase", phase),) if phase else (),
-        min_ns=min_ns,
-        suspends=inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner),
-    )
+    name, kind = name or qualname_of(function), kind or ("phase" if phase else "op")
+    file, line = ("", 0) if code is None else (code.co_filename, code.co_firstlineno)
+    facts = (("phase", phase),) if phase else ()
+    suspends = inspect.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)
+    module = getattr(function, "__module__", None) or ""
+    return Site(name, kind, module, qualname, file, line, "", device, facts, min_ns, suspends=suspends)
 
 
 def qualname_of(function: Any) -> str:
@@ -176,9 +159,8 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
         holder = module_namespace(module).get(first)
         inner_class = None if "*" in first else _find_class_inside(holder, module.__name__, first)
         if inner_class is not None:
-            yield from _add_notes(
-                _find_all(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name), holder
-            )
+            things = _find_all(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name)
+            yield from _add_notes(things, holder)
         return
     owner: Any = module
     holder = None
@@ -247,14 +229,7 @@ def _raw_attribute(owner: Any, attribute: str) -> Any:
 
 
 def _find_all(
-    module: ModuleType,
-    owner: Any,
-    prefix: str,
-    qualname: str,
-    visited: set[int],
-    *,
-    called: str,
-    methods_of: str | None = None,
+    module: ModuleType, owner: Any, prefix: str, qualname: str, visited: set[int], *, called: str, methods_of: str = ""
 ) -> Iterator[Target | Unreachable]:
     """Yield the functions of a module or class, and of inner classes, whose names match `qualname`.
 
@@ -265,13 +240,14 @@ def _find_all(
     for attribute, raw in list(names.items()):
         name = prefix + attribute
         if isinstance_of(raw, type):
-            if raw.__module__ == home and id(raw) not in visited and methods_of is None:
+            if raw.__module__ == home and id(raw) not in visited and not methods_of:
                 visited.add(id(raw))
                 yield from _find_all(module, raw, name + ".", qualname, visited, called=called)
             continue
-        if not matches(qualname, name) or (methods_of is not None and not is_public(attribute)):
+        if not matches(qualname, name) or (methods_of and not is_public(attribute)):
             continue
-        if _is_called_by_python(attribute) and not qualname.rpartition(".")[2].startswith("__"):
+        is_special = attribute[:2] == attribute[-2:] == "__" and attribute not in ("__init__", "__call__")
+        if is_special and not qualname.rpartition(".")[2].startswith("__"):
             continue
         if isinstance_of(raw, (property, functools.cached_property, partial, functools.partialmethod)):
             continue
@@ -286,10 +262,6 @@ def site_on(function: Any) -> Site | None:
     else:
         site = (own_names(function) or {}).get("__instrument__")
     return site if type(site) is Site else None
-
-
-def _is_called_by_python(method: str) -> bool:
-    return method.startswith("__") and method.endswith("__") and method not in ("__init__", "__call__")
 
 
 def is_public(method: str) -> bool:
@@ -358,7 +330,7 @@ class DecoratedPart(NamedTuple):
 def parts_of(raw: Any) -> Iterator[DecoratedPart]:
     """Yield the functions inside a decorator's object, or a plain function itself."""
     kind = type(raw)
-    parts: list[tuple[str, Any, Put]]
+    parts: list[tuple[str, Any, Put]] = []
     if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and site_on(raw) is None:
         cell = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))["func"]
         parts = [("", cell.cell_contents, partial(_put_and_return, raw, setattr, cell, "cell_contents"))]
@@ -381,10 +353,10 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
             ("" if of is object else f"[{of.__name__}]", part, partial(_put_and_return, raw, dispatcher.register, of))
             for of, part in dict(dispatcher.registry).items()
         ]
-    else:
-        proxied = _find_wrapped_slot(kind)
-        put = partial(_put_and_return, raw, type(proxied).__set__, proxied, raw) if proxied is not None else None
-        parts = [("", proxied.__get__(raw), put)] if put is not None else []
+    elif type_attribute(kind, "_self_wrapper") is not None:  # wrapt's wrapper has a slot for the function
+        slot = type_attribute(kind, "__wrapped__")
+        if type(slot) in (GetSetDescriptorType, MemberDescriptorType):
+            parts = [("", slot.__get__(raw), partial(_put_and_return, raw, type(slot).__set__, slot, raw))]
     yield from (DecoratedPart(*part) for part in parts if _is_function(part[1]))
 
 
@@ -404,14 +376,6 @@ def _set_accessor(raw: property, index: int, new: Any) -> property:
     sides[index] = new
     property.__init__(raw, sides[0], sides[1], sides[2], property.__dict__["__doc__"].__get__(raw))
     return raw
-
-
-def _find_wrapped_slot(kind: type) -> Any:
-    """Return the slot of wrapt's wrapper class for the wrapped function, None for other classes."""
-    if type_attribute(kind, "_self_wrapper") is None:
-        return None
-    slot = type_attribute(kind, "__wrapped__")
-    return slot if type(slot) in (GetSetDescriptorType, MemberDescriptorType) else None
 
 
 def _find_class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from instrument.errors import error_name
 from instrument.instrumentors.execution import exclude_from_compiler, get_compiling_test, get_evaluator_setter
-from instrument.instrumentors.functions import Switch, replace_attribute
+from instrument.instrumentors.functions import Switch, replace_attribute, replaces
 from instrument.instrumentors.lineages import all_subclasses
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
@@ -98,9 +98,8 @@ class Phases(Switch):
         autograd = torch.autograd
         # Both backward() and grad() call it. Compilers know those two by identity, but not this one.
         engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
-        self._undos.append(
-            replace_attribute(autograd, engine, self._wrap_function(BACKWARD, getattr(autograd, engine)))
-        )
+        backward = self._wrap_function(BACKWARD, getattr(autograd, engine))
+        self._undos.append(replace_attribute(autograd, engine, backward))
         self._watch_optimizers(torch.optim.Optimizer)
 
     def undo(self) -> None:
@@ -111,10 +110,8 @@ class Phases(Switch):
         if not self.hits:
             why = "no module, backward or optimizer has run" if self._met else "torch not imported"
             return [Verdict("phases", "waiting", why=why)]
-        verdicts = [
-            Verdict("phases", "attached", phase, ", ".join(sorted(filter(None, names))))
-            for phase, names in sorted(self.hits.items())
-        ]
+        labels = {phase: ", ".join(sorted(filter(None, names))) for phase, names in sorted(self.hits.items())}
+        verdicts = [Verdict("phases", "attached", phase, label) for phase, label in labels.items()]
         verdicts += [Verdict("phases", "unreachable", name, "its step is no function") for name in self._lacking]
         return [*verdicts, Verdict("phases", "partly", "torch", f"not seen: {UNSEEN_PHASES}")]
 
@@ -199,14 +196,10 @@ class Phases(Switch):
         owner, name = ("torch.autograd", "backward") if subject is None else (subject.__module__, subject.__qualname__)
         inner = inspect.unwrap(getattr(subject, "step" if phase == OPTIMIZER else "forward", function))
         kind, attributes = ("op", ()) if phase == RECOMPUTE else ("phase", (("phase", phase),))
-        new = dataclasses.replace(
-            site_of(inner, name=phase, kind=kind, device=self._has_device),
-            module=owner,
-            qualname=name,
-            instance="" if subject is None else subject.__name__,
-            attributes=attributes,
-            suspends=False,
-        )
+        site = site_of(inner, name=phase, kind=kind, device=self._has_device)
+        instance = "" if subject is None else subject.__name__
+        facts: Any = {"instance": instance, "attributes": attributes, "suspends": False}
+        new = dataclasses.replace(site, module=owner, qualname=name, **facts)
         return self._sites.setdefault((phase, owner, name), new)
 
     # ---------------------------------------------------------------- optimizers
@@ -219,32 +212,24 @@ class Phases(Switch):
             return
         attach = self._attach_step
 
-        @functools.wraps(patch)
-        def _patch_step_function(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        @replaces(base, "_patch_step_function")
+        def undo(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             out = patch(self, *args, **kwargs)
-            try:
-                attach(type(self))
-            except Exception as fault:
-                FAULTS.note("step of an optimizer", fault)
+            FAULTS.attempt("step of an optimizer", lambda: attach(type(self)))
             return out
 
-        self._undos.append(replace_attribute(base, "_patch_step_function", _patch_step_function))
+        self._undos.append(undo)
         for cls in all_subclasses(base):
             if hasattr(vars(cls).get("step"), "hooked"):
                 attach(cls)
 
     def _attach_step(self, cls: type[Any]) -> None:
         owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
-        if owner is None or not self._attached:
-            return
-        step = vars(owner)["step"]
-        if hasattr(step, "__instrument_phase__"):
-            return
-        if not isinstance(step, FunctionType):
-            if cls.__qualname__ not in self._lacking:
-                self._lacking.append(cls.__qualname__)
-            return
-        self._undos.append(replace_attribute(owner, "step", self._wrap_function(OPTIMIZER, step)))
+        step = None if owner is None or not self._attached else vars(owner)["step"]
+        if isinstance(step, FunctionType) and not hasattr(step, "__instrument_phase__"):
+            self._undos.append(replace_attribute(owner, "step", self._wrap_function(OPTIMIZER, step)))
+        elif not isinstance(step, FunctionType | None) and cls.__qualname__ not in self._lacking:
+            self._lacking.append(cls.__qualname__)
 
 
 def _unwrap_model(thing: Any) -> Any:
@@ -328,15 +313,14 @@ class Comm(Switch):
             return
         self._attach()
         self._is_compiling = get_compiling_test(module.torch)
-        around = [
-            (group, name, self._wrap(getattr(group, name), partial(self._begin_call, operation), self._end_call))
-            for name, operation in OPERATIONS.items()
-            if hasattr(group, name)
-        ]
-        around.append((work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait)))
-        functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _group_attributes, _measure_largest)
-        exclude_from_compiler(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
-        self._undos += [replace_attribute(owner, method, wrapper) for owner, method, wrapper in around]
+        wrappers: list[tuple[Any, str, Any]] = [(work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait))]
+        for name, operation in OPERATIONS.items():
+            if hasattr(group, name):
+                begin = partial(self._begin_call, operation)
+                wrappers.append((group, name, self._wrap(getattr(group, name), begin, self._end_call)))
+        functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _measure_largest)
+        exclude_from_compiler(module.torch, (*functions, *(wrapper for _, _, wrapper in wrappers)))
+        self._undos += [replace_attribute(owner, method, wrapper) for owner, method, wrapper in wrappers]
 
     def undo(self) -> None:
         super().undo()
@@ -406,9 +390,9 @@ class Comm(Switch):
             return
         if issued.waits:
             self._record_span(issued, issued.start_ns, issued.attributes, error)
-            return
-        issued.site = issued.wait_site
-        self._record_span(issued, issued.wait_ns, {"in_flight_ns": time.monotonic_ns() - issued.start_ns}, error)
+        else:
+            issued.site = issued.wait_site
+            self._record_span(issued, issued.wait_ns, {"in_flight_ns": time.monotonic_ns() - issued.start_ns}, error)
 
     def _record_span(
         self, issued: _Issued, start_ns: int, attributes: dict[str, AttributeValue], error: BaseException | None
@@ -430,19 +414,17 @@ class Comm(Switch):
         sites = self._sites.get(key)
         if sites is None:
             weakref.finalize(group, self._sites.pop, key, None)
-            facts = _group_attributes(group)
-            instance = " ".join(str(fact) for _, fact in facts[:2])
-            call = Site(
-                operation,
-                "comm",
-                "torch.distributed",
-                operation,
-                "",
-                0,
-                instance,
-                on_device,
-                (("op", operation), *facts),
+            group_name = getattr(group, "group_desc", None) or getattr(group, "group_name", None)
+            # The attributes of a group, without the addresses of its processes.
+            facts: tuple[tuple[str, AttributeValue], ...] = (
+                ("op", operation),
+                ("backend", str(group.name())),
+                ("group", str(group_name or "group").replace("undefined", "group")),
+                ("rank", int(group.rank())),
+                ("world_size", int(group.size())),
             )
+            place: Any = {"module": "torch.distributed", "instance": " ".join(str(fact) for _, fact in facts[1:3])}
+            call = Site(operation, "comm", qualname=operation, device=on_device, attributes=facts, **place)
             wait = dataclasses.replace(call, name=f"{operation}.wait", qualname="Work.wait")
             # Two threads may be first: setdefault keeps one site per key, or the tally would split.
             sites = self._sites.setdefault(key, (call, wait))
@@ -456,17 +438,6 @@ def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued |
     except Exception as fault:
         FAULTS.note("communication probe", fault)
         return None
-
-
-def _group_attributes(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
-    """Return a process group's attributes, without the addresses of its processes."""
-    name = getattr(group, "group_desc", None) or getattr(group, "group_name", None)
-    return (
-        ("backend", str(group.name())),
-        ("group", str(name or "group").replace("undefined", "group")),
-        ("rank", int(group.rank())),
-        ("world_size", int(group.size())),
-    )
 
 
 def _measure_largest(arguments: Sequence[Any]) -> tuple[int, bool]:

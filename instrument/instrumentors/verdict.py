@@ -112,11 +112,19 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
 
 
 def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
-    facts = {
-        "pid": os.getpid(),
-        "calls": calls,
-        "verdicts": [_add_nearest_module(verdict, profile).facts() for verdict in verdicts],
-    }
+    """Write the verdicts of this process for the `instrument check` that started it.
+
+    The verdict on a rule whose module is not imported names the imported module with the most similar name.
+    """
+
+    def add_nearest_module(verdict: Verdict) -> Verdict:
+        texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
+        hints = (suggest_nearest(text.partition(":")[0], sys.modules, 0.8) for text in texts)
+        hint = next(filter(None, hints), "") if verdict.state == "waiting" else ""
+        return replace(verdict, why=verdict.why + hint) if hint else verdict
+
+    described = [add_nearest_module(verdict).facts() for verdict in verdicts]
+    facts = {"pid": os.getpid(), "calls": calls, "verdicts": described}
     path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
     try:
         path.write_text(json.dumps(facts), encoding="utf-8")
@@ -136,11 +144,3 @@ def suggest_nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str
 
     name = nearest(word, names, cutoff)
     return f"; nearest is {name}" if name else ""
-
-
-def _add_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
-    """Name the most similar imported module in the verdict on a rule whose module is not imported."""
-    texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
-    hints = (suggest_nearest(text.partition(":")[0], sys.modules, 0.8) for text in texts)
-    hint = next(filter(None, hints), "") if verdict.state == "waiting" else ""
-    return replace(verdict, why=verdict.why + hint) if hint else verdict

@@ -9,11 +9,12 @@ Calls are examined only while device time is recorded, and if torch uses CUDA an
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any
@@ -41,6 +42,10 @@ ITEMS = 64
 
 _PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
 _CONTAINERS = (list, tuple, dict, UserDict)
+
+_attribute_of: Callable[[tuple[int, ...]], dict[Any, Any]] = lru_cache(maxsize=64)(
+    lambda devices: {STREAM: Work("torch", devices)}
+)
 
 
 class ModuleWork:
@@ -99,15 +104,12 @@ def search_near(module: Any, parent_of: Callable[[Any], Any], children: Callable
     while (parent := parent_of(module)) is not None:
         around = [child for child in children(parent) if child is not None]
         place = next((index for index, child in enumerate(around) if child is module), len(around))
-        for tensors in chain(
-            (reversed(list_tensors(child)) for child in reversed(around[:place])),
-            (list_tensors(child) for child in around[place + 1 :]),
-            [[*parent.parameters(recurse=False), *parent.buffers(recurse=False)]],
-        ):
-            for tensor in tensors:
-                if tensor.is_cuda:
-                    return [tensor]
-                host_tensors = host_tensors or [tensor]
+        before = (tensor for child in reversed(around[:place]) for tensor in reversed(list_tensors(child)))
+        after = (tensor for child in around[place + 1 :] for tensor in list_tensors(child))
+        for tensor in chain(before, after, parent.parameters(recurse=False), parent.buffers(recurse=False)):
+            if tensor.is_cuda:
+                return [tensor]
+            host_tensors = host_tensors or [tensor]
         module = parent
     return host_tensors
 
@@ -140,10 +142,8 @@ class CallWork:
         if self._recorder.begin_device is None:
             return None
         try:
-            if not self._has_several_devices():
-                return None
-            devices = self._devices(args, kwargs)
-            return _make_attribute(devices) if devices else None
+            devices = self._devices(args, kwargs) if self._has_several_devices() else ()
+            return _attribute_of(devices) if devices else None
         except Exception as fault:
             FAULTS.note("device of a call", fault)
             return None
@@ -191,10 +191,8 @@ class CallWork:
         """Return the models in the globals that the function's code names, and in its closure."""
         values = [self._globals[name] for name in self._names if name in self._globals]
         for cell in self._cells:
-            try:
+            with suppress(ValueError):  # not set yet
                 values.append(cell.cell_contents)
-            except ValueError:  # not set yet
-                continue
         return find_models(values, self._torch.nn.Module)
 
 
@@ -261,8 +259,3 @@ def _list_parts(thing: Any) -> Iterator[Any]:
     if issubclass(kind, type):
         return iter(list(type_namespace(thing).values()))
     return iter(list((own_names(thing) or {}).values()))
-
-
-@functools.lru_cache(maxsize=64)
-def _make_attribute(devices: tuple[int, ...]) -> dict[Any, Any]:
-    return {STREAM: Work("torch", devices)}

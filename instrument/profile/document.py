@@ -42,14 +42,13 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         with Path(path).open("rb") as file:
             data = file.read(FILE_BYTES + 1)
-    except FileNotFoundError as error:
-        advice = f"create it or give another path (relative ones start at {Path.cwd()})"
-        raise _unreadable_error(name, f"no such file; {advice}") from error
-    except IsADirectoryError as error:
-        raise _unreadable_error(name, "a directory; give the path of the file in it") from error
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise _unreadable_error(name, f"{reason}; give the path of a file that this process may read") from error
+        problem = f"{getattr(error, 'strerror', None) or error}; give the path of a file that this process may read"
+        if isinstance(error, FileNotFoundError):
+            problem = f"no such file; create it or give another path (relative ones start at {Path.cwd()})"
+        elif isinstance(error, IsADirectoryError):
+            problem = "a directory; give the path of the file in it"
+        raise _unreadable_error(name, problem) from error
     if len(data) > FILE_BYTES:
         raise _unreadable_error(name, _TOO_LARGE)
     try:
@@ -288,14 +287,15 @@ _PATTERN = late_pattern(r"![^!].*")
 _EXCLUDING = late_pattern(r"(?:^|[\[,:-])\s*![^\s\"']")
 """A pattern of unquoted text that begins with `!`. YAML reads this as a tag, but the user means to exclude."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
-_SHAPES = {
-    "scalar": ("null", "bool", "int", "float", "text", "date"),
-    "sequence": ("list",),
-    "mapping": ("mapping",),
-}
+_SCALARS = ("null", "bool", "int", "float", "text", "date")
+_SHAPES = {"scalar": _SCALARS, "sequence": ("list",), "mapping": ("mapping",)}
 _REFERENCE = late_pattern(
     r"\$(?:(?P<escape>\$)|\{(?:env:)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\}|(?P<broken>\{[^}\n]*\}?))"
 )
+
+
+def _kind_of_tag(tag: str) -> str:
+    return _KINDS.get(tag.removeprefix(_TAG), tag.removeprefix(_TAG))
 
 
 class _Tree:
@@ -317,26 +317,22 @@ class _Tree:
         _check_size(self.document, source.start_mark, self.nodes, len(self.open))
         if id(source) in self.open:
             at.refuse("aliases to other values", actual="an alias to a value that it is part of")
-        kind = self.kind_of_tag(source.tag)
+        kind = _kind_of_tag(source.tag)
         if kind not in _SHAPES[source.id]:
             near = f'"{clip_text(source.tag)}"' if _PATTERN.fullmatch(source.tag) else ""
             hint = "; a pattern that begins with ! needs quotes" if near else ""
             at.note(f"values without tags{hint}", actual=f"the tag {clip_text(source.tag)!r}", near=near)
             return at
+        if source.id == "scalar":
+            return self.make_scalar(source, kind, at)
         self.open.append(id(source))
         try:
-            if kind == "list":
-                items = (self.make_node(item, f"{path}[{index}]") for index, item in enumerate(source.value))
-                return replace(at, kind=kind, items=tuple(items))
             if kind == "mapping":
                 return replace(at, kind=kind, pairs=self.make_pairs(source, at))
-            return self.make_scalar(source, kind, at)
+            items = (self.make_node(item, f"{path}[{index}]") for index, item in enumerate(source.value))
+            return replace(at, kind=kind, items=tuple(items))
         finally:
             self.open.pop()
-
-    def kind_of_tag(self, tag: str) -> str:
-        name = tag.removeprefix(_TAG)
-        return _KINDS.get(name, name)
 
     def make_pairs(self, source: Any, mapping: YamlNode) -> Mapping[str, tuple[YamlNode, YamlNode]]:
         pairs_of_mapping: dict[str, tuple[YamlNode, YamlNode]] = {}
@@ -364,13 +360,13 @@ class _Tree:
 
     def make_scalar(self, source: Any, kind: str, at: YamlNode) -> YamlNode:
         plain = source.style is None
-        text, variable, unset = source.value, "", None
-        written = (
-            _REFERENCE.sub(self.variable_for_message, text)
-            if any(map(self.is_secret, _REFERENCE.finditer(text)))
-            else ""
-        )
-        for reference in _REFERENCE.finditer(text):
+        text, variable, unset, written = source.value, "", None, ""
+        references = list(_REFERENCE.finditer(text))
+        if any(map(self.is_secret, references)):
+            written = _REFERENCE.sub(
+                lambda part: part[0] if self.is_secret(part) else self.value_of_variable(part), text
+            )
+        for reference in references:
             if broken := reference["broken"]:
                 forms = "${VAR}, ${env:VAR}, ${VAR:-default}, and $$ for a dollar sign"
                 at.note(forms, actual=f"the malformed reference {clip_text('$' + broken)!r}")
@@ -388,7 +384,7 @@ class _Tree:
 
     def kind_of_text(self, source: Any, text: str, quoted: str) -> str:
         """Return the kind that YAML gives an unquoted text, `quoted` for a quoted one."""
-        return self.kind_of_tag(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
+        return _kind_of_tag(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
     def value_of_variable(self, reference: re.Match[str]) -> str:
         if reference["escape"]:
@@ -400,9 +396,6 @@ class _Tree:
         name = reference["name"] or ""
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
         return bool(self.document.environ.get(name)) and not is_open
-
-    def variable_for_message(self, reference: re.Match[str]) -> str:
-        return reference[0] if self.is_secret(reference) else self.value_of_variable(reference)
 
 
 # ---------------------------------------------------------------- readers of plain values
@@ -416,7 +409,6 @@ SHAPES: dict[Read, Shape] = {}
 REFERENCE: Shape = {"$ref": "#/$defs/reference"}
 
 MOST_WHOLE = 10**18 - 1
-
 
 Reading = TypeVar("Reading", bound=Callable[..., Any])
 

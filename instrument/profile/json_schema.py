@@ -17,7 +17,7 @@ from typing import Any
 
 from instrument.profile import model
 from instrument.profile.document import REFERENCE, SHAPES, Shape, syntax_shape
-from instrument.profile.keys import CLASSES, KEYS, Key
+from instrument.profile.keys import KEYS, Key
 from instrument.profile.model import PHASES
 from instrument.profile.values import (
     DURATION,
@@ -38,32 +38,19 @@ LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
 """The schema of a pattern that selects functions or layers."""
 
+_PATTERN: Shape = {"$ref": "#/$defs/function_pattern"}
+_SELECTING: Shape = {"allOf": [_PATTERN, {"pattern": SELECTS["pattern"]}]}
+_PATTERNS = {"type": "array", "minItems": 1, "items": {"anyOf": [_PATTERN, REFERENCE]}, "contains": SELECTS}
 SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
-    ("functions", "match"): {
-        "anyOf": [
-            {"allOf": [{"$ref": "#/$defs/function_pattern"}, {"pattern": SELECTS["pattern"]}]},
-            {
-                "type": "array",
-                "minItems": 1,
-                "items": {"anyOf": [{"$ref": "#/$defs/function_pattern"}, REFERENCE]},
-                "contains": SELECTS,
-            },
-        ]
-    },
+    ("functions", "match"): {"anyOf": [_SELECTING, _PATTERNS]},
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
 """The schemas of keys whose readers do not describe them completely, by section and key."""
 
+_BY_TYPE: Shape = {"required": ["type"], "properties": {"type": {"not": {"type": "null"}}}}
+_MATCH: Shape = {"anyOf": [SELECTS, {"type": "array", "contains": SELECTS}]}
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
-    "layers": {
-        "anyOf": [
-            {"required": ["type"], "properties": {"type": {"not": {"type": "null"}}}},
-            {
-                "required": ["match"],
-                "properties": {"match": {"anyOf": [SELECTS, {"type": "array", "contains": SELECTS}]}},
-            },
-        ]
-    },
+    "layers": {"anyOf": [_BY_TYPE, {"required": ["match"], "properties": {"match": _MATCH}}]}
 }
 """The schemas for conditions on several keys of a section."""
 
@@ -81,6 +68,9 @@ def schema() -> dict[str, Any]:
     sections = {
         section: _section_schema(section, old["$defs"].get(section, {}) if section else old) for section in KEYS
     }
+    texts = "Text with a ${VAR}, ${env:VAR} or ${VAR:-default} that is replaced when the file is read."
+    usual = "A percentile of the endpoint's own times, times a factor from 1, such as p99*1.5."
+    compared = "Text, or a comparison with a number, such as >=500."
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "urn:instrument-sdk:profile",
@@ -90,43 +80,25 @@ def schema() -> dict[str, Any]:
         **sections.pop(""),
         "type": ["object", "null"],
         "$defs": {
-            "reference": {
-                "description": "Text with a ${VAR}, ${env:VAR} or ${VAR:-default} that is replaced when the file is "
-                "read.",
-                "type": "string",
-                "pattern": r"\$\{",
-            },
+            "reference": {"description": texts, "type": "string", "pattern": r"\$\{"},
             "left_out": {"anyOf": [{"type": "null"}, REFERENCE]},
             **sections,
             "function_pattern": syntax_shape(FUNCTION_SYNTAX),
             "layer_pattern": syntax_shape(LAYER_SYNTAX),
             "duration": _quantity_schema(DURATION_UNITS),
             "size": _quantity_schema(SIZE_UNITS),
-            "usual": {
-                "description": "A percentile of the endpoint's own times, times a factor from 1, such as p99*1.5.",
-                **syntax_shape(USUAL_SYNTAX),
-            },
-            "compared": {
-                "description": "Text, or a comparison with a number, such as >=500.",
-                **syntax_shape(WHERE_SYNTAX),
-            },
-            "rate": {
-                "description": "A count a second, minute or hour, such as 30/min.",
-                **syntax_shape(RATE_SYNTAX),
-            },
+            "usual": {"description": usual, **syntax_shape(USUAL_SYNTAX)},
+            "compared": {"description": compared, **syntax_shape(WHERE_SYNTAX)},
+            "rate": {"description": "A count a second, minute or hour, such as 30/min.", **syntax_shape(RATE_SYNTAX)},
         },
     }
 
 
 def _quantity_schema(units: Mapping[str, int]) -> Shape:
     *names, last = units
-    return {
-        "description": f"A number with {', '.join(names)} or {last}.",
-        "anyOf": [
-            {"const": 0},
-            {"type": "string", "pattern": rf"^[0-9]{{1,18}}(?:\.[0-9]{{1,18}})?(?:{'|'.join(units)})$"},
-        ],
-    }
+    pattern = rf"^[0-9]{{1,18}}(?:\.[0-9]{{1,18}})?(?:{'|'.join(units)})$"
+    alternatives = [{"const": 0}, {"type": "string", "pattern": pattern}]
+    return {"description": f"A number with {', '.join(names)} or {last}.", "anyOf": alternatives}
 
 
 def _section_schema(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +131,7 @@ def _default_schema(section: str, name: str, key: Key, shape: Shape) -> dict[str
     """Return a mapping with a key's default as written in a profile, empty without a default."""
     if text := TEXTS_OF_DEFAULTS.get((section, name)):
         return {"default": text}
-    defaults = {class_field.name: class_field.default for class_field in fields(CLASSES[section]) if class_field.init}
+    defaults = {class_field.name: class_field.default for class_field in fields(KEYS[section].kind) if class_field.init}
     value = defaults.get(key.field)
     choices = [shape, *shape.get("anyOf", ())]
     words = [word for choice in choices for word in choice.get("enum", ())]

@@ -92,31 +92,26 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     return replace(profile, functions=(*profile.functions, counted))
 
 
-REMOVED: Mapping[tuple[str, str], str] = {
-    (
-        "frameworks",
-        "nodes",
-    ): "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file",
-    ("control", "socket"): "`instrument reload`, which asks the agent of a run; without an agent `watch: true`",
-}
+_NODES = "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file"
+_SOCKET = "`instrument reload`, which asks the agent of a run; without an agent `watch: true`"
+REMOVED: Mapping[tuple[str, str], str] = {("frameworks", "nodes"): _NODES, ("control", "socket"): _SOCKET}
 """The keys of earlier versions, by section and name, each with a message about its replacement."""
 
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
     """Return a profile with the function and request rules of an engine's preset after its own."""
     preset = load(path_of(ENGINES[package]))
-    ignored = tuple(path for rule in preset.requests for path in rule.ignore)
-    generated = tuple(path for rule in preset.requests for path in rule.gen_ai)
-    provider = next((rule.provider for rule in preset.requests), "")
-    requests = tuple(
-        replace(
-            rule,
-            ignore=tuple(dict.fromkeys((*rule.ignore, *ignored))),
-            gen_ai=tuple(dict.fromkeys((*rule.gen_ai, *generated))),
-            provider=rule.provider or provider,
+    requests = profile.requests
+    for more in preset.requests:
+        requests = tuple(
+            replace(
+                rule,
+                ignore=tuple(dict.fromkeys((*rule.ignore, *more.ignore))),
+                gen_ai=tuple(dict.fromkeys((*rule.gen_ai, *more.gen_ai))),
+                provider=rule.provider or more.provider,
+            )
+            for rule in requests
         )
-        for rule in profile.requests
-    )
     functions = tuple(replace(rule, engine=package) for rule in preset.functions)
     return replace(profile, functions=(*profile.functions, *functions), requests=requests)
 
@@ -170,43 +165,9 @@ def section_shape(section: str) -> Shape:
     return {"$ref": f"#/$defs/{section}"}
 
 
-PAIR_OF_STEPS: Shape = {
-    "description": "[start, end]: skip start steps, record up to end, once; 0 <= start < end.",
-    "type": "array",
-    "minItems": 2,
-    "maxItems": 2,
-    "items": {"anyOf": [SHAPES[whole_number(0)], REFERENCE]},
-}
-
-
-CLASSES: Mapping[str, type] = {
-    "": model.Profile,
-    "functions": model.FunctionRule,
-    "functions.key": model.RequestKeys,
-    "functions.batch": model.RequestKeys,
-    "functions.where": model.FunctionRule,
-    "functions.attributes": model.Argument,
-    "functions.facts": model.Fact,
-    "functions.gauges": model.OwnGauge,
-    "functions.facts.key": model.RequestKeys,
-    "layers": model.LayerRule,
-    "copies": model.CopyRule,
-    "frameworks": model.FrameworkRule,
-    "requests": model.RequestsRule,
-    "schedule": model.Schedule,
-    "capture": model.Capture,
-    "limits": model.Limits,
-    "device": model.Device,
-    "control": model.Control,
-    "export": model.Export,
-    "export.recording": model.Recordings,
-    "export.chrome": model.Chrome,
-    "export.otlp": model.Otlp,
-    "export.prometheus": model.Prometheus,
-    "export.parquet": model.Parquet,
-    "export.summary": model.Summary,
-}
-"""The class for each section, whose fields have the defaults of the section's keys."""
+_PAIR = "[start, end]: skip start steps, record up to end, once; 0 <= start < end."
+_STEPS = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"anyOf": [SHAPES[whole_number(0)], REFERENCE]}}
+PAIR_OF_STEPS: Shape = {"description": _PAIR, **_STEPS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +184,20 @@ class Key:
     blank: bool = False
 
 
+class Keys(dict[str, Key]):
+    """The keys of a section by name, and the class of the model whose fields they set and whose defaults they have."""
+
+    def __init__(self, kind: type, /, **keys: Key | Read) -> None:
+        self.kind = kind
+        super().__init__((name, key if isinstance(key, Key) else Key(name, key)) for name, key in keys.items())
+
+
 def _section_reader(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
     """Return a reader of a section. `also` names further allowed values in messages, such as `off, or `."""
 
     @with_schema(section_shape(section))
     def read(node: YamlNode) -> Any:
-        return (build or CLASSES[section])(**_read_fields(node, section, also))
+        return (build or KEYS[section].kind)(**_read_fields(node, section, also))
 
     return read
 
@@ -425,188 +394,195 @@ def _export(node: YamlNode) -> model.Export:
 
 _RULES = "a list of rules, each with a '-' of its own"
 
-KEYS: Mapping[str, Mapping[str, Key]] = {
-    "": {
-        "service": Key("service", string),
-        "preset": Key("preset", one_of(*PRESETS)),
-        "tracer_option": Key("tracer_option", one_of(*model.TRACER_OPTIONS)),
-        "state": Key("state", one_of(*model.STATES)),
-        "clock": Key("clock", one_of(*model.CLOCKS)),
-        "budget": Key("budget", readers.percent),
-        "functions": Key("functions", each(_function_rule, _RULES)),
-        "layers": Key("layers", each(_layer_rule, _RULES)),
-        "copies": Key("copies", each(_copy_rule, _RULES)),
-        "loaders": Key("loaders", one_of("auto", "off")),
-        "phases": Key("phases", one_of("auto", "off")),
-        "comm": Key("comm", one_of("auto", "off")),
-        "engines": Key("engines", one_of("auto", "off")),
-        "frameworks": Key("frameworks", _frameworks),
-        "requests": Key("requests", _requests),
-        "logs": Key("logs", one_of("auto", "off")),
-        "startup": Key("startup", one_of("auto", "off")),
-        "schedule": Key("schedule", _schedule),
-        "capture": Key("capture", _section_reader("capture", readers.capture)),
-        "limits": Key("limits", _section_reader("limits")),
-        "device": Key("device", _section_reader("device")),
-        "agent": Key("agent", one_of("auto", "off")),
-        "control": Key("control", _section_reader("control")),
-        "export": Key("export", _export),
-    },
-    "functions": {
-        "match": Key(
+KEYS: Mapping[str, Keys] = {
+    "": Keys(
+        model.Profile,
+        service=string,
+        preset=one_of(*PRESETS),
+        tracer_option=one_of(*model.TRACER_OPTIONS),
+        state=one_of(*model.STATES),
+        clock=one_of(*model.CLOCKS),
+        budget=readers.percent,
+        functions=each(_function_rule, _RULES),
+        layers=each(_layer_rule, _RULES),
+        copies=each(_copy_rule, _RULES),
+        loaders=one_of("auto", "off"),
+        phases=one_of("auto", "off"),
+        comm=one_of("auto", "off"),
+        engines=one_of("auto", "off"),
+        frameworks=_frameworks,
+        requests=_requests,
+        logs=one_of("auto", "off"),
+        startup=one_of("auto", "off"),
+        schedule=_schedule,
+        capture=_section_reader("capture", readers.capture),
+        limits=_section_reader("limits"),
+        device=_section_reader("device"),
+        agent=one_of("auto", "off"),
+        control=_section_reader("control"),
+        export=_export,
+    ),
+    "functions": Keys(
+        model.FunctionRule,
+        match=Key(
             "match", list_or_item(readers.function_pattern), required="module:qualname, or a list of such patterns"
         ),
-        "name": Key("name", string),
-        "kind": Key("kind", one_of(*model.KINDS)),
-        "phase": Key("phase", string),
-        "device": Key("device", flag),
-        "first_request": Key("first_request", flag),
-        "metrics": Key("metrics", flag),
-        "gen_ai": Key("gen_ai", flag),
-        "where": Key("where", _section_reader("functions.where", dict)),
-        "attributes": Key("attributes", list_or_item(_argument)),
-        "key": Key("key", _request_keys("functions.key", readers.key_path)),
-        "batch": Key("batch", _request_keys("functions.batch", readers.keys_path)),
-        "facts": Key("facts", list_or_item(_fact)),
-        "gauges": Key("gauges", list_or_item(_section_reader("functions.gauges"))),
-    },
-    "functions.key": {
-        "argument": Key("argument", readers.key_path, required="where the key is, such as request.request_id"),
-        "cut": Key("cut", readers.expression),
-    },
-    "functions.batch": {
-        "argument": Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
-        "weights": Key("weights", readers.keys_path),
-        "cut": Key("cut", readers.expression),
-    },
-    "functions.where": {
-        "min_duration": Key("min_ns", readers.duration("50us")),
-    },
-    "functions.attributes": {
-        "argument": Key("argument", readers.argument_path, required="a parameter of the function, such as prompt"),
-        "record": Key("record", one_of(*model.RECORDED)),
-        "name": Key("name", string),
-    },
-    "functions.facts": {
-        "argument": Key("argument", readers.keys_path, required="where the value is, such as request.num_tokens"),
-        "name": Key("name", readers.attribute_name, required="the name of the attribute"),
-        "record": Key("record", one_of(*model.RECORDED)),
-        "keep": Key("keep", one_of(*model.KEEPS)),
-        "key": Key("key", _request_keys("functions.facts.key", readers.keys_path)),
-    },
-    "functions.facts.key": {
-        "argument": Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
-        "cut": Key("cut", readers.expression),
-    },
-    "functions.gauges": {
-        "argument": Key("argument", readers.key_path, required="where the value is, such as self.cache.usage"),
-        "name": Key("name", readers.number_name, required="the name of the number, such as cache.usage"),
-        "unit": Key("unit", readers.number_name),
-        "kind": Key("kind", one_of(*model.NUMBERS)),
-        "record": Key("record", one_of("value", "size")),
-        "every": Key("every_ns", readers.duration("1s", least="10ms")),
-    },
-    "layers": {
-        "match": Key("match", list_or_item(readers.layer_pattern)),
-        "type": Key("types", list_or_item(readers.class_name)),
-        "name": Key("name", string),
-        "device": Key("device", flag),
-    },
-    "copies": {
-        "directions": Key("directions", list_or_item(one_of(*model.DIRECTIONS))),
-        "min_bytes": Key("min_bytes", readers.size("64KiB")),
-        "frameworks": Key("frameworks", list_or_item(one_of(*model.COPY_FRAMEWORKS))),
-    },
-    "frameworks": {
-        "name": Key("name", _framework, required=f"one of {', '.join(model.FRAMEWORKS)}"),
-    },
-    "requests": {
-        "servers": Key("servers", list_or_item(one_of(*model.SERVERS))),
-        "ignore": Key("ignore", list_or_item(readers.path_pattern)),
-        "name": Key("name", readers.request_name),
-        "attributes": Key("attributes", list_or_item(readers.request_attribute)),
-        "traceparent": Key("traceparent", one_of(*model.TRACEPARENT)),
-        "gen_ai": Key("gen_ai", list_or_item(readers.path_pattern)),
-        "provider": Key("provider", string),
-        "by": Key("by", readers.attribute_name),
-        "at_most": Key("at_most", whole_number(1)),
-        "server_timing": Key("server_timing", readers.server_timing),
-    },
-    "schedule": {
-        "skip_first": Key("skip_first", whole_number(0)),
-        "closed": Key("closed", whole_number(0)),
-        "ready": Key("ready", whole_number(0)),
-        "record": Key("record", whole_number(1), required="how many steps to record, from 1"),
-        "repeat": Key("repeat", whole_number(0)),
-        "step": Key("step", readers.function_name),
-    },
-    "capture": {
-        "sample": Key("sample", readers.share),
-        "slow": Key("slow", readers.slow_limit),
-        "errors": Key("errors", flag),
-        "where": Key("where", readers.conditions),
-        "limit": Key("limit", readers.rate),
-        "before": Key("before_ns", readers.duration("2s")),
-        "to": Key("to", readers.folder_path),
-    },
-    "limits": {
-        "ring": Key("ring_bytes", readers.ring_size),
-        "ring_dir": Key("ring_folder", readers.ring_folder_or_off),
-        "spans_per_request": Key("spans_per_request", whole_number(1)),
-        "disk": Key("disk_bytes", readers.size("1GiB")),
-        "blocked": Key("blocked_ns", readers.duration_or_off),
-    },
-    "device": {
-        "cuda": Key("cuda", one_of("auto", "off")),
-        "gil": Key("gil", one_of("hold", "release")),
-        "nvml": Key("nvml_ns", readers.interval),
-        "host": Key("host_ns", readers.interval),
-    },
-    "control": {
-        "watch": Key("watch", flag),
-    },
-    "export": {
-        "recording": _export_part("recording"),
-        "chrome": _export_part("chrome"),
-        "otlp": Key("otlp", _otlp, blank=True),
-        "prometheus": _export_part("prometheus"),
-        "parquet": _export_part("parquet"),
-        "summary": _export_part("summary"),
-    },
-    "export.recording": {
-        "path": Key("path", readers.recording_path),
-    },
-    "export.chrome": {
-        "path": Key("path", readers.chrome_path),
-    },
-    "export.otlp": {
-        "endpoint": Key("endpoint", readers.url),
-        "protocol": Key("protocol", one_of(*model.PROTOCOLS)),
-        "headers": Key("headers", readers.headers),
-        "timeout": Key("timeout_ns", readers.duration("10s", least="1ms")),
-        "compression": Key("compression", one_of(*model.COMPRESSIONS)),
-        "certificate": Key("certificate", readers.readable_file),
-        "client_certificate": Key("client_certificate", readers.readable_file),
-        "client_key": Key("client_key", readers.readable_file),
-    },
-    "export.prometheus": {
-        "listen": Key("listen", readers.address),
-    },
-    "export.parquet": {
-        "path": Key("path", readers.dataset_path),
-        "every": Key("every_ns", readers.duration("5m", least="1s")),
-    },
-    "export.summary": {
-        "to": Key("to", readers.summary_target),
-        "views": Key("views", list_or_item(one_of(*model.VIEWS))),
-        "sorted_by": Key("sorted_by", one_of(*model.SORT_KEYS)),
-        "rows": Key("rows", whole_number(1)),
-        "least": Key("least_ns", readers.duration("50us")),
-        "unit": Key("unit", one_of(*model.TIME_UNITS)),
-        "per_thread": Key("per_thread", flag),
-        "corrected": Key("corrected", flag),
-        "skip_first": Key("skip_first", whole_number(0)),
-    },
+        name=string,
+        kind=one_of(*model.KINDS),
+        phase=string,
+        device=flag,
+        first_request=flag,
+        metrics=flag,
+        gen_ai=flag,
+        where=_section_reader("functions.where", dict),
+        attributes=list_or_item(_argument),
+        key=_request_keys("functions.key", readers.key_path),
+        batch=_request_keys("functions.batch", readers.keys_path),
+        facts=list_or_item(_fact),
+        gauges=list_or_item(_section_reader("functions.gauges")),
+    ),
+    "functions.key": Keys(
+        model.RequestKeys,
+        argument=Key("argument", readers.key_path, required="where the key is, such as request.request_id"),
+        cut=readers.expression,
+    ),
+    "functions.batch": Keys(
+        model.RequestKeys,
+        argument=Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
+        weights=readers.keys_path,
+        cut=readers.expression,
+    ),
+    "functions.where": Keys(model.FunctionRule, min_duration=Key("min_ns", readers.duration("50us"))),
+    "functions.attributes": Keys(
+        model.Argument,
+        argument=Key("argument", readers.argument_path, required="a parameter of the function, such as prompt"),
+        record=one_of(*model.RECORDED),
+        name=string,
+    ),
+    "functions.facts": Keys(
+        model.Fact,
+        argument=Key("argument", readers.keys_path, required="where the value is, such as request.num_tokens"),
+        name=Key("name", readers.attribute_name, required="the name of the attribute"),
+        record=one_of(*model.RECORDED),
+        keep=one_of(*model.KEEPS),
+        key=_request_keys("functions.facts.key", readers.keys_path),
+    ),
+    "functions.facts.key": Keys(
+        model.RequestKeys,
+        argument=Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
+        cut=readers.expression,
+    ),
+    "functions.gauges": Keys(
+        model.OwnGauge,
+        argument=Key("argument", readers.key_path, required="where the value is, such as self.cache.usage"),
+        name=Key("name", readers.number_name, required="the name of the number, such as cache.usage"),
+        unit=readers.number_name,
+        kind=one_of(*model.NUMBERS),
+        record=one_of("value", "size"),
+        every=Key("every_ns", readers.duration("1s", least="10ms")),
+    ),
+    "layers": Keys(
+        model.LayerRule,
+        match=list_or_item(readers.layer_pattern),
+        type=Key("types", list_or_item(readers.class_name)),
+        name=string,
+        device=flag,
+    ),
+    "copies": Keys(
+        model.CopyRule,
+        directions=list_or_item(one_of(*model.DIRECTIONS)),
+        min_bytes=readers.size("64KiB"),
+        frameworks=list_or_item(one_of(*model.COPY_FRAMEWORKS)),
+    ),
+    "frameworks": Keys(
+        model.FrameworkRule, name=Key("name", _framework, required=f"one of {', '.join(model.FRAMEWORKS)}")
+    ),
+    "requests": Keys(
+        model.RequestsRule,
+        servers=list_or_item(one_of(*model.SERVERS)),
+        ignore=list_or_item(readers.path_pattern),
+        name=readers.request_name,
+        attributes=list_or_item(readers.request_attribute),
+        traceparent=one_of(*model.TRACEPARENT),
+        gen_ai=list_or_item(readers.path_pattern),
+        provider=string,
+        by=readers.attribute_name,
+        at_most=whole_number(1),
+        server_timing=readers.server_timing,
+    ),
+    "schedule": Keys(
+        model.Schedule,
+        skip_first=whole_number(0),
+        closed=whole_number(0),
+        ready=whole_number(0),
+        record=Key("record", whole_number(1), required="how many steps to record, from 1"),
+        repeat=whole_number(0),
+        step=readers.function_name,
+    ),
+    "capture": Keys(
+        model.Capture,
+        sample=readers.share,
+        slow=readers.slow_limit,
+        errors=flag,
+        where=readers.conditions,
+        limit=readers.rate,
+        before=Key("before_ns", readers.duration("2s")),
+        to=readers.folder_path,
+    ),
+    "limits": Keys(
+        model.Limits,
+        ring=Key("ring_bytes", readers.ring_size),
+        ring_dir=Key("ring_folder", readers.ring_folder_or_off),
+        spans_per_request=whole_number(1),
+        disk=Key("disk_bytes", readers.size("1GiB")),
+        blocked=Key("blocked_ns", readers.duration_or_off),
+    ),
+    "device": Keys(
+        model.Device,
+        cuda=one_of("auto", "off"),
+        gil=one_of("hold", "release"),
+        nvml=Key("nvml_ns", readers.interval),
+        host=Key("host_ns", readers.interval),
+    ),
+    "control": Keys(model.Control, watch=flag),
+    "export": Keys(
+        model.Export,
+        recording=_export_part("recording"),
+        chrome=_export_part("chrome"),
+        otlp=Key("otlp", _otlp, blank=True),
+        prometheus=_export_part("prometheus"),
+        parquet=_export_part("parquet"),
+        summary=_export_part("summary"),
+    ),
+    "export.recording": Keys(model.Recordings, path=readers.recording_path),
+    "export.chrome": Keys(model.Chrome, path=readers.chrome_path),
+    "export.otlp": Keys(
+        model.Otlp,
+        endpoint=readers.url,
+        protocol=one_of(*model.PROTOCOLS),
+        headers=readers.headers,
+        timeout=Key("timeout_ns", readers.duration("10s", least="1ms")),
+        compression=one_of(*model.COMPRESSIONS),
+        certificate=readers.readable_file,
+        client_certificate=readers.readable_file,
+        client_key=readers.readable_file,
+    ),
+    "export.prometheus": Keys(model.Prometheus, listen=readers.address),
+    "export.parquet": Keys(
+        model.Parquet, path=readers.dataset_path, every=Key("every_ns", readers.duration("5m", least="1s"))
+    ),
+    "export.summary": Keys(
+        model.Summary,
+        to=readers.summary_target,
+        views=list_or_item(one_of(*model.VIEWS)),
+        sorted_by=one_of(*model.SORT_KEYS),
+        rows=whole_number(1),
+        least=Key("least_ns", readers.duration("50us")),
+        unit=one_of(*model.TIME_UNITS),
+        per_thread=flag,
+        corrected=flag,
+        skip_first=whole_number(0),
+    ),
 }
 """All keys of `profile.yaml`, by section and name."""
 

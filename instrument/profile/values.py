@@ -47,7 +47,6 @@ RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**
 
 PERCENTS = r"(?=[0-9.]*[1-9])(?:100(?:\.0{1,18})?|0{0,2}[0-9]{1,2}(?:\.[0-9]{1,18})?)%"
 """The regular expression of a percentage above 0% and up to 100%."""
-PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
 _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
 _LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
 NAME_SYNTAX = r"\w+(?:\.\w+)*:\w+(?:\.\w+)*"
@@ -96,14 +95,13 @@ def expression(node: YamlNode) -> str:
     return text
 
 
+# At most 18 digits a side, as for other quantities: more mean a mistake.
+_percent = text_reader(PERCENTS, "a percentage above 0%, up to 100%, such as 1%", lambda text: f"{text}%")
+
+
 @with_schema(syntax_shape(PERCENTS))
 def percent(node: YamlNode) -> float:
-    # At most 18 digits a side, as for other quantities: more mean a mistake.
-    text = text_reader(PERCENT_SYNTAX, "a percentage above 0%, up to 100%, such as 1%", lambda text: f"{text}%")(node)
-    share = float(text[:-1]) / 100
-    if not 0 < share <= 1:
-        node.refuse("a percentage above 0%, up to 100%, such as 1%")
-    return share
+    return float(_percent(node)[:-1]) / 100
 
 
 def duration(example: str, least: str = "") -> Read:
@@ -169,8 +167,7 @@ key_path = text_reader(
     "a parameter's name or return, or a path below it such as request.request_id; several keys at once are a `batch`",
 )
 keys_path = text_reader(
-    KEYS_SYNTAX,
-    "a parameter's name or return, or a path below it such as request.request_id or batch.requests[].id",
+    KEYS_SYNTAX, "a parameter's name or return, or a path below it such as request.request_id or batch.requests[].id"
 )
 argument_path = text_reader(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
 chrome_path = text_reader(CHROME_SYNTAX, "a path, in braces only {service}, {run}, {pid} and {window}", _with_fields)
@@ -206,9 +203,7 @@ def server_timing(node: YamlNode) -> str:
 attribute_name = text_reader(ATTRIBUTE_SYNTAX, "the name of an attribute, of at most 256 characters")
 number_name = text_reader(r"[!-~]{1,64}", "a name of at most 64 printable characters without spaces")
 folder_path = text_reader(
-    FOLDER_SYNTAX,
-    "a folder, with a '/' in it, at most 1000 characters and no braces",
-    lambda text: f"{text}/",
+    FOLDER_SYNTAX, "a folder, with a '/' in it, at most 1000 characters and no braces", lambda text: f"{text}/"
 )
 dataset_path = text_reader(
     rf"(?:s3|gs|gcs|hdfs|viewfs|abfss?)://[^/{{}}][^{{}}]{{0,999}}|(?![\w.+-]*://){FOLDER_SYNTAX}",
@@ -286,19 +281,16 @@ def _parse_number(text: str) -> int | float:
 _read_compared = list_or_item(_read_comparison)
 
 
-@with_schema(
-    {
-        "type": "object",
-        "propertyNames": {"pattern": f"^(?:{ATTRIBUTE_SYNTAX})$"},
-        "additionalProperties": {
-            "anyOf": [
-                *_COMPARED_SHAPES,
-                {"type": "array", "items": {"anyOf": _COMPARED_SHAPES}, "minItems": 1},
-                {"$ref": "#/$defs/left_out"},
-            ]
-        },
-    }
-)
+def _mapping_shape(names: str, *values: Shape) -> Shape:
+    """Return the schema of a mapping whose names match a regular expression."""
+    items: Shape = {"anyOf": [*values, {"$ref": "#/$defs/left_out"}]}
+    return {"type": "object", "propertyNames": {"pattern": f"^(?:{names})$"}, "additionalProperties": items}
+
+
+_COMPARED_LIST = {"type": "array", "items": {"anyOf": _COMPARED_SHAPES}, "minItems": 1}
+
+
+@with_schema(_mapping_shape(ATTRIBUTE_SYNTAX, *_COMPARED_SHAPES, _COMPARED_LIST))
 def conditions(node: YamlNode) -> tuple[Where, ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
@@ -321,11 +313,8 @@ def url(node: YamlNode) -> str:
     """Read a collector's URL. Empty text, as from an unset variable, means no URL."""
     if node.kind == "text" and not node.text:
         return ""
-    text = string(node)
     allowed = "http://host:port or https://host:port, with or without a path, credentials only in headers"
-    if not re.fullmatch(URL_SYNTAX, text):
-        near = f"http://{text}"
-        node.refuse(allowed, near=near if re.fullmatch(URL_SYNTAX, near) else "")
+    text = str(text_reader(URL_SYNTAX, allowed, lambda text: f"http://{text}")(node))
     try:
         _ = urlsplit(text).port
     except ValueError as error:
@@ -357,13 +346,7 @@ def seconds(node: YamlNode) -> int:
     return int(float(node.text) * 10**9)
 
 
-@with_schema(
-    {
-        "type": "object",
-        "propertyNames": {"pattern": f"^(?:{HEADER_NAME_SYNTAX})$"},
-        "additionalProperties": {"anyOf": [syntax_shape(HEADER_VALUE_SYNTAX), {"$ref": "#/$defs/left_out"}]},
-    }
-)
+@with_schema(_mapping_shape(HEADER_NAME_SYNTAX, syntax_shape(HEADER_VALUE_SYNTAX)))
 def headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of header names to texts", actual="no mapping (not shown)")
@@ -450,7 +433,6 @@ neither `FOLLOWED` nor `VARIABLES` are ignored.
 _OF_ITS_SDK = "OTEL_PYTHON_"
 """The prefix of variables that only OpenTelemetry's Python SDK and instrumentations read."""
 
-
 _DISABLED = ("OTEL_SDK_DISABLED", "true")
 _SWITCHES = {
     "traces": (("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_TRACES_EXPORTER", "none"), _DISABLED),
@@ -487,11 +469,10 @@ def _remarks_on(environ: Mapping[str, str]) -> Iterator[str]:
     for signal, switch in _switched_off_signals(environ).items():
         yield f"no {signal} are sent to a collector: {switch}"
     valid = {name for names in VARIABLES.values() for name, _ in names}
-    missed = [
-        name
-        for name, value in sorted(environ.items())
-        if name.startswith("OTEL_") and value and name not in valid and not _is_supported(name, value.strip().lower())
+    variables = [
+        (name, value.strip().lower()) for name, value in sorted(environ.items()) if value and name not in valid
     ]
+    missed = [name for name, value in variables if name.startswith("OTEL_") and not _is_supported(name, value)]
     if missed:
         yield f"set without an effect: {', '.join(missed)}"
 

@@ -63,17 +63,17 @@ def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECOR
     def restore(self: Any) -> None:
         begun_ns = now()
         if places.is_on:
-            places.begin(begun_ns)
+            places.begun[get_ident()] = begun_ns
         run(self)
         if now() - begun_ns > limit_ns:
             _note_slow_callback(recorder, self._callback, self._context.run, begun_ns, places)
         if places.is_on:
-            places.end()
+            places.begun[get_ident()] = 0
 
     def undo() -> None:
         nonlocal limit_ns
         limit_ns = NEVER_NS  # other code may keep a reference and call it
-        places.stop()
+        places.is_on = False
         restore()
 
     return [undo]
@@ -90,39 +90,36 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
     def run_timed(loop: Any, callback: Any, *args: Any) -> None:
         begun_ns = now()
         if places.is_on:
-            places.begin(begun_ns)
+            places.begun[get_ident()] = begun_ns
         callback(*args)
         if now() - begun_ns > limit_ns:
-            _note_slow_callback(recorder, callback, _call_here, begun_ns, places)
+            _note_slow_callback(recorder, callback, lambda call, *args: call(*args), begun_ns, places)
         if places.is_on:
-            places.end()
+            places.begun[get_ident()] = 0
 
-    def wrap_schedule(name: str) -> Undo:
-        original = getattr(owner, name)
+    def wrap(name: str) -> Undo:
+        schedule = getattr(owner, name)
 
         @replaces(owner, name)
         def restore(self: Any, callback: Any, *args: Any, context: Any = None) -> Any:
             if type(callback) in _NAMED:
-                return original(self, _NamedCallback(run_timed, self, callback), *args, context=context)
-            return original(self, run_timed, self, callback, *args, context=context)
+                return schedule(self, _NamedCallback(run_timed, self, callback), *args, context=context)
+            return schedule(self, run_timed, self, callback, *args, context=context)
 
         return restore
 
-    def wrap_call_later() -> Undo:
-        original = owner.call_later
+    call_later = owner.call_later
 
-        @replaces(owner, "call_later")  # `call_at` calls it
-        def restore(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
-            return original(self, delay, _NamedCallback(run_timed, self, callback), *args, context=context)
-
-        return restore
+    @replaces(owner, "call_later")  # `call_at` calls it
+    def restore(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
+        return call_later(self, delay, _NamedCallback(run_timed, self, callback), *args, context=context)
 
     def undo() -> None:
         nonlocal limit_ns
         limit_ns = NEVER_NS  # scheduled callbacks still run
-        places.stop()
+        places.is_on = False
 
-    return [wrap_schedule("call_soon"), wrap_schedule("call_soon_threadsafe"), wrap_call_later(), undo]
+    return [wrap("call_soon"), wrap("call_soon_threadsafe"), restore, undo]
 
 
 class _NamedCallback(functools.partial[None]):
@@ -138,12 +135,6 @@ class _NamedCallback(functools.partial[None]):
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
 """The types of callbacks whose wrapper must have their name, because the loop logs the name with exceptions."""
 
-
-def _call_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in the current context. It has the form of `Context.run`, which uses another context."""
-    return function(*args)
-
-
 BLOCKERS: dict[Site, tuple[int, int]] = {}
 """The number of times that each site has blocked an event loop, and its longest block in ns."""
 
@@ -156,7 +147,10 @@ def _note_slow_callback(
     try:
         if not recorder.on:
             return
-        rows = _read_newest_rows(recorder, begun_ns)
+        # The newest spans of this thread that have ended since, by end time.
+        rings = [ring for ring in recorder.rings() if ring.thread_id == get_native_id() and not ring.ended]
+        newest = unpacked_rows(rings[0].copied(max(rings[0].head - NEWEST, 0))) if rings else []
+        rows = [row for row in newest if row[END_NS] >= begun_ns]
         if not recorder.open_requests(get_native_id()) and not any(map(is_request_root, rows)):
             return
         function, facts = _describe_function(callback)
@@ -170,16 +164,6 @@ def _note_slow_callback(
         Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts, None, True)
     except Exception as fault:
         FAULTS.note("blocked event loop", fault)
-
-
-def _read_newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
-    """Return this thread's newest spans that ended after `begun_ns`, sorted by end time."""
-    thread_id = get_native_id()
-    for ring in recorder.rings():
-        if ring.thread_id == thread_id and not ring.ended:
-            newest = unpacked_rows(ring.copied(max(ring.head - NEWEST, 0)))
-            return [row for row in newest if row[END_NS] >= begun_ns]
-    return []
 
 
 def _find_blocking_site(
@@ -281,60 +265,44 @@ class LoopPlaces:
     """A sampler of the code that blocks event loops, in callbacks slower than `limit_ns`.
 
     The sampling thread runs from a first slow callback until there was none for `REST_NS`. While `is_on` is True, the
-    loop calls `begin` and `end` around each callback.
+    loop stores the start time of the open callback of each thread in `begun`, by the thread's id, or 0.
     """
 
     def __init__(self, recorder: Recorder, limit_ns: int) -> None:
         self._recorder = recorder
         self._look_s = min(limit_ns / 2e9, LONGEST_LOOK_S)
-        self._begun: dict[int, int] = {}
+        self.begun: dict[int, int] = {}
         self._seen: dict[tuple[int, int], Counter[tuple[str, ...]]] = {}
         self._slow_ns = 0
         self._thread: Thread | None = None
         self.is_on = False
 
-    def begin(self, begun_ns: int) -> None:
-        """Store the start time of this thread's callback, so that its stack can be sampled."""
-        self._begun[get_ident()] = begun_ns
-
-    def end(self) -> None:
-        self._begun[get_ident()] = 0
-
     def take_places(self, begun_ns: int) -> tuple[str, ...]:
         """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
-            self._begun.clear()
+            self.begun.clear()
             self.is_on = True
             self._thread = Thread(self._run, "instrument-loops", lambda: self.is_on)
             self._thread.start()
         stacks = self._seen.pop((get_ident(), begun_ns), None)
         return stacks.most_common(1)[0][0] if stacks else ()
 
-    def stop(self) -> None:
-        self.is_on = False
-
     def _run(self) -> None:
         while self.is_on:
             sleep(self._look_s)
             now_ns = self._recorder.now_ns()
-            slow = [(ident, ns) for ident, ns in list(self._begun.items()) if ns and now_ns - ns > self._look_s * 1e9]
-            if slow:
-                self._sample_places(slow)
-            elif now_ns - self._slow_ns > REST_NS:
+            slow = [(ident, ns) for ident, ns in list(self.begun.items()) if ns and now_ns - ns > self._look_s * 1e9]
+            frames = sys._current_frames() if slow else {}
+            if slow:  # drop the samples of ended callbacks
+                self._seen = {key: stacks for key, stacks in self._seen.items() if key in slow}
+            for ident, begun_ns in slow:
+                stack = stack_of(frames.get(ident))
+                if ident in frames and self.begun.get(ident) == begun_ns:  # else the sample is of the next callback
+                    self._seen.setdefault((ident, begun_ns), Counter())[stack] += 1
+            if not slow and now_ns - self._slow_ns > REST_NS:
                 self.is_on = False
                 self._seen.clear()
-
-    def _sample_places(self, slow: list[tuple[int, int]]) -> None:
-        frames = sys._current_frames()
-        for key in [key for key in self._seen if key not in slow]:
-            del self._seen[key]
-        for ident, begun_ns in slow:
-            frame = frames.get(ident)
-            if frame is not None:
-                stack = stack_of(frame)
-                if self._begun.get(ident) == begun_ns:  # else the sample is of the next callback
-                    self._seen.setdefault((ident, begun_ns), Counter())[stack] += 1
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
@@ -346,17 +314,12 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
             break
         places.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    first = next((number for number, (code, _) in enumerate(places) if _is_service_code(code)), 0)
+    installed = "<", *_list_installed()  # neither installed nor of the standard library is the service's own code
+    first = next((at for at, (code, _) in enumerate(places) if not code.co_filename.startswith(installed)), 0)
     return tuple(
         f"{PurePath(code.co_filename).name}:{line} {getattr(code, 'co_qualname', code.co_name)}"
         for code, line in places[first:]
     )
-
-
-@functools.lru_cache(maxsize=10_000)
-def _is_service_code(code: CodeType) -> bool:
-    """Return True for code that is neither installed nor of the standard library."""
-    return not code.co_filename.startswith(("<", *_list_installed()))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -56,10 +57,7 @@ SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
 CLIENT_GONE = "client gone"
 OUTCOMES: Mapping[str, str] = {
     "TimeoutError": "timed out",
-    "GeneratorExit": CLIENT_GONE,
-    "ClientDisconnect": CLIENT_GONE,
-    "ClientDisconnected": CLIENT_GONE,
-    "WebSocketDisconnect": CLIENT_GONE,
+    **dict.fromkeys(("GeneratorExit", "ClientDisconnect", "ClientDisconnected", "WebSocketDisconnect"), CLIENT_GONE),
 }
 """The outcome of a request that ends with an exception, by the exception's class."""
 
@@ -86,7 +84,6 @@ ADDRESSES_KNOWN = 8
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
 """The exchange of the request on which the current context works."""
 
-
 Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
 """A request's method, and the scheme, address and port to which it was sent.
 
@@ -110,9 +107,9 @@ class Exchanges:
     """The settings and endpoints of a rule for requests. `is_on` is False after the rule's removal."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
-        self._rule = rule
         self.recorder = recorder
-        self.endpoints = Endpoints(rule, recorder)
+        self.make_endpoints = partial(Endpoints, rule, recorder)
+        self.endpoints = self.make_endpoints()
         """The endpoints of requests without an address, or at an address beyond `ADDRESSES_KNOWN`."""
         self.is_on = True
         self.ignores = bool(rule.ignore)
@@ -125,15 +122,16 @@ class Exchanges:
         """The attributes to record, by OpenTelemetry's names, without headers."""
         self._extract: Extract | None = None if rule.traceparent == "off" else choose_extractor()
         self._follows = rule.traceparent == "follow"
-        self._timed_by = rule.server_timing.removeprefix("header ").lower().encode() if rule.server_timing else None
+        self.timed_by = rule.server_timing.removeprefix("header ").lower().encode() if rule.server_timing else None
         self.times_all = rule.server_timing == "true"
         """True if every answer has timings, False if only answers to requests with a certain header have them."""
-        if self._timed_by is not None:
+        if self.timed_by is not None:
             import_module(server_timing.__name__)  # numpy takes long, and no request may wait for it
-        asks = self._timed_by is not None and not self.times_all
+        asks = self.timed_by is not None and not self.times_all
         self.is_plain = not rule.attributes and self._follows and self._extract is read_w3c and not asks
         """True if the rule reads nothing of a request but its address and its caller's trace."""
-        self._at: dict[Any, Endpoints] = {}
+        self.at: dict[Any, Endpoints] = {}
+        """The endpoints of each known address."""
         self._arrivals: dict[Any, Arrivals] = {}
         self.jobs: dict[tuple[str, str, str], Site] = {}
         """The sites of jobs, by queue system, task and queue."""
@@ -147,8 +145,8 @@ class Exchanges:
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
     def sites(self) -> list[Site]:
-        endpoints = self.endpoints, *list(self._at.values())
-        return [*(site for part in endpoints for site in part.sites()), *list(self.jobs.values())]
+        tables = self.endpoints.sites, *(endpoints.sites for endpoints in list(self.at.values())), self.jobs
+        return [site for table in tables for site in list(table.values())]
 
     def is_path_recorded(self, path: str) -> bool:
         current = CURRENT.get()
@@ -173,18 +171,6 @@ class Exchanges:
             if span.state:
                 facts[LINK_STATE] = span.state
         return None
-
-    def timings_for(self, headers: Mapping[bytes, bytes]) -> server_timing.AnswerTimings | None:
-        """Return the timings for the answer to a request, None if the rule wants none. `headers` are the request's."""
-        is_asked = self.times_all or (self._timed_by is not None and self._timed_by in headers)
-        return server_timing.AnswerTimings(self.recorder) if is_asked else None
-
-    def endpoints_at(self, address: tuple[Any, ...], facts: Mapping[str, AttributeValue]) -> Endpoints | None:
-        """Return the endpoints of an address, None beyond `ADDRESSES_KNOWN` addresses."""
-        endpoints = self._at.get(address)
-        if endpoints is None and len(self._at) < ADDRESSES_KNOWN:
-            endpoints = self._at.setdefault(address, Endpoints(self._rule, self.recorder, facts))
-        return endpoints
 
 
 class Stream:
@@ -440,6 +426,13 @@ def exchange_of(holder: Any) -> Exchange | None:
     return exchange if exchange is not None and exchange.frame is not None else None
 
 
+def note_part(connection: Any, part: Any, *_: Any, **__: Any) -> None:
+    """Count a part that any task or thread of the service sends over a connection. Parts of unknown length are left
+    out."""
+    if hasattr(part, "__len__") and (exchange := exchange_of(connection)) is not None:
+        exchange.add_part(part)
+
+
 class Arrivals:
     """A factory for the exchanges of one protocol. Its functions read a server's request object.
 
@@ -494,8 +487,8 @@ class Arrivals:
             exchange.stream = None
             exchange.timing = None
             exchange.frame = method.open_request(method.site, facts, caller, length)
-            if not self._is_plain or exchanges.times_all:
-                exchange.timing = exchanges.timings_for({} if self._is_plain else headers)
+            if exchanges.times_all or (not self._is_plain and exchanges.timed_by in headers):
+                exchange.timing = server_timing.AnswerTimings(exchanges.recorder)
             CURRENT.set(exchange)
             return exchange
         except Exception as fault:
@@ -503,17 +496,20 @@ class Arrivals:
             return None
 
     def _find_method(self, arrival: Arrival) -> Method:
-        name, scheme, address, port = arrival
-        if scheme is None:
-            return Method(self.exchanges.endpoints, self._protocol, name)
-        facts: dict[str, AttributeValue] = {SCHEME: scheme}
-        if address is not None:
-            facts[SERVER] = address
-        if isinstance(port, int) or (port is not None and port.isdecimal()):
-            facts[PORT] = int(port)
-        endpoints = self.exchanges.endpoints_at(arrival[1:], facts)
-        if endpoints is None:
-            return Method(self.exchanges.endpoints, self._protocol, name, facts)
+        exchanges, (name, scheme, address, port) = self.exchanges, arrival
+        facts: dict[str, AttributeValue] = {}
+        endpoints: Endpoints | None = exchanges.endpoints
+        if scheme is not None:
+            facts[SCHEME] = scheme
+            if address is not None:
+                facts[SERVER] = address
+            if isinstance(port, int) or (port is not None and port.isdecimal()):
+                facts[PORT] = int(port)
+            endpoints = exchanges.at.get(arrival[1:])
+            if endpoints is None and len(exchanges.at) < ADDRESSES_KNOWN:
+                endpoints = exchanges.at.setdefault(arrival[1:], exchanges.make_endpoints(facts))
+        if scheme is None or endpoints is None:
+            return Method(exchanges.endpoints, self._protocol, name, facts)
         method = Method(endpoints, self._protocol, name)
         if name in METHODS:  # callers invent others
             self._methods[arrival] = method
@@ -538,12 +534,9 @@ def make_readers(
 
     def read_plain(request: Any) -> tuple[Arrival, Caller | None, str | None]:
         fields = headers(request)
-        parent, state = fields.get("traceparent"), fields.get("tracestate")
-        return (
-            read_arrival(request),
-            parent if state is None else with_state(parent, state),
-            fields.get("content-length"),
-        )
+        caller, state = fields.get("traceparent"), fields.get("tracestate")
+        caller = caller if state is None else with_state(caller, state)
+        return read_arrival(request), caller, fields.get("content-length")
 
     def read_all(request: Any, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
         fields = {name.lower(): value for name, value in headers(request).items()}
@@ -560,13 +553,10 @@ class ServedApp:
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         self.app = app
-        self._exchanges = exchanges
+        self.instrument_exchanges = exchanges
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.app, name)
-
-    def serves(self, exchanges: Exchanges) -> bool:
-        return self._exchanges is exchanges
 
 
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
@@ -597,46 +587,39 @@ class Endpoints:
         self._generations, self._provider = rule.gen_ai, rule.provider
         self.recorder = recorder
         self._address = address
-        self._sites: dict[Key, Site] = {}
+        self.sites: dict[Key, Site] = {}
 
     def site_of_endpoint(self, protocol: str, method: str, route: str = "") -> Site:
         """Return the site of an endpoint. Beyond `ENDPOINT_LIMIT`, return the method's site without a route."""
         key = (protocol, method, route)
-        return self._sites.get(key) or self._make_site(key)
-
-    def sites(self) -> list[Site]:
-        return list(self._sites.values())
+        return self.sites.get(key) or self._make_site(key)
 
     def _make_site(self, key: Key) -> Site:
         protocol, method, route = key
         if protocol not in CALLED and method not in METHODS and method != "_OTHER":
             return self.site_of_endpoint(protocol, "_OTHER", route)
-        if (route or protocol in CALLED) and method and len(self._sites) >= ENDPOINT_LIMIT:
+        if (route or protocol in CALLED) and method and len(self.sites) >= ENDPOINT_LIMIT:
             self.recorder.count(BEYOND)
             return self.site_of_endpoint(protocol, "" if protocol in CALLED else method)
-        site = self._sites.setdefault(key, self._new_site(protocol, method, route))
+        # An app of WSGI has a thread for itself; an app of ASGI waits between its steps.
+        name, facts, suspends = method or protocol, dict(self._address), protocol not in ("wsgi", *CALLED)
+        if protocol in CALLED:
+            facts = {"rpc.system.name": protocol, "rpc.method": method or "_OTHER", **facts}
+        else:
+            parts: dict[str, AttributeValue] = {"http.request.method": method}
+            if route:
+                parts["http.route"] = route
+                if self._generations and metric_definitions.is_among(route, self._generations):
+                    parts[metric_definitions.OPERATION] = metric_definitions.operation_of(route)
+                    parts |= {metric_definitions.PROVIDER: self._provider} if self._provider else {}
+            parts |= {"network.protocol.name": "websocket"} if protocol == "websocket" else {}
+            facts = parts | facts
+            verb = "HTTP" if method == "_OTHER" else method
+            name = self._format.replace("{method}", verb).replace("{route}", route).strip() or verb
+        new = Site(name, "request", attributes=tuple(facts.items()), suspends=suspends)
+        site = self.sites.setdefault(key, new)
         self.recorder.note_shape(site, REQUEST)
         return site
-
-    def _new_site(self, protocol: str, method: str, route: str) -> Site:
-        facts: dict[str, AttributeValue]
-        if protocol in CALLED:
-            facts = {"rpc.system.name": protocol, "rpc.method": method or "_OTHER", **self._address}
-            return Site(method or protocol, "request", attributes=tuple(facts.items()))
-        facts = {"http.request.method": method}
-        if route:
-            facts["http.route"] = route
-            if self._generations and metric_definitions.is_among(route, self._generations):
-                facts[metric_definitions.OPERATION] = metric_definitions.operation_of(route)
-                if self._provider:
-                    facts[metric_definitions.PROVIDER] = self._provider
-        if protocol == "websocket":
-            facts["network.protocol.name"] = "websocket"
-        facts.update(self._address)
-        verb = "HTTP" if method == "_OTHER" else method
-        name = self._format.replace("{method}", verb).replace("{route}", route).strip() or verb
-        # An app of WSGI has a thread for itself; an app of ASGI waits between its steps.
-        return Site(name, "request", attributes=tuple(facts.items()), suspends=protocol != "wsgi")
 
 
 class Method:
@@ -645,18 +628,16 @@ class Method:
     `facts` has the address if the address has no endpoints of its own.
     """
 
-    __slots__ = ("_endpoints", "_name", "_protocol", "close_request", "facts", "open_request", "recorder", "site")
+    __slots__ = ("_endpoints", "_key", "close_request", "facts", "open_request", "recorder", "site")
 
     def __init__(
         self, endpoints: Endpoints, protocol: str, name: str, facts: Mapping[str, AttributeValue] = MappingProxyType({})
     ) -> None:
-        self._endpoints = endpoints
-        self._protocol = protocol
-        self._name = name
+        self._endpoints, self._key = endpoints, (protocol, name)
         self.facts = dict(facts)
         self.recorder = endpoints.recorder
         self.open_request, self.close_request = self.recorder.open_request, self.recorder.close_request
-        self.site = endpoints.site_of_endpoint(protocol, name)
+        self.site = self.site_of("")
 
     def site_of(self, route: str) -> Site:
-        return self._endpoints.site_of_endpoint(self._protocol, self._name, route)
+        return self._endpoints.site_of_endpoint(*self._key, route)

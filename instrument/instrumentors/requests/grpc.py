@@ -64,14 +64,13 @@ class _Service:
     def arrivals_for(self, details: Any) -> Arrivals | None:
         """Return the `Arrivals` for a call, None if the call is not recorded."""
         arrivals = _attached[-1] if _attached else None
-        return (
-            arrivals
-            if arrivals is not None and arrivals.exchanges.is_path_recorded(_decode_text(details.method))
-            else None
-        )
+        is_recorded = arrivals is not None and arrivals.exchanges.is_path_recorded(_decode_text(details.method))
+        return arrivals if is_recorded else None
 
-    def record_handler(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
+    def record_handler(self, handler: Any, details: Any, arrivals: Arrivals | None, *, is_async: bool) -> Any:
         """Wrap a handler so that its calls are recorded. Never raises."""
+        if arrivals is None:
+            return handler
         if handler is None:
             self.record_refusal(details, arrivals, "UNIMPLEMENTED")
             return None
@@ -84,14 +83,15 @@ class _Service:
                 return handler
             call = _Call(self, arrivals, details, is_streamed, is_async)
             wrapped, deserialize = call.wrap_behaviour(behaviour), call.wrap_deserializer(handler.request_deserializer)
-            return getattr(self.grpc, f"{kind}_rpc_method_handler")(wrapped, deserialize, call.wrap_serializer(handler))
+            serialize = call.wrap_serializer(handler.response_serializer)
+            return getattr(self.grpc, f"{kind}_rpc_method_handler")(wrapped, deserialize, serialize)
         except Exception as fault:
             FAULTS.note("gRPC call", fault)
             return handler
 
-    def record_refusal(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
+    def record_refusal(self, details: Any, arrivals: Arrivals | None, error: BaseException | str) -> None:
         """Record a call that has no handler. All such calls are one endpoint. Never raises."""
-        exchange = arrivals.begin(_ArrivedCall(details, name=""))
+        exchange = None if arrivals is None else arrivals.begin(_ArrivedCall(details, name=""))
         if exchange is not None:
             exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
@@ -117,11 +117,57 @@ class _Call:
 
     def wrap_behaviour(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a handler's function to record its call. A coroutine function remains a coroutine function."""
+
+        def call_function(request: Any, context: Any) -> Any:
+            if self._is_async:
+                context = _NotedContext(context)
+            token = CURRENT.set(self._begin_span(context))
+            try:
+                answer = behaviour(request, context)
+                if self._is_streamed:
+                    return _AnswerStream(self, answer, context)
+            except BaseException as error:
+                self.end(context, error)
+                raise
+            finally:
+                CURRENT.reset(token)
+            self._note_return(context)
+            return answer
+
+        async def call_coroutine(request: Any, context: Any) -> Any:
+            exchange = self._begin_span(context)
+            CURRENT.set(exchange)  # for good: a call has a task of its own
+            try:
+                coroutine = behaviour(request, context)
+                answer = await (coroutine if exchange is None else exchange.track_waits(coroutine))
+            except BaseException as error:
+                self.end(context, error)
+                raise
+            self._note_return(context)
+            return answer
+
+        async def call_async_generator(request: Any, context: Any) -> AsyncIterator[Any]:
+            exchange = self._begin_span(context)
+            CURRENT.set(exchange)
+            answers = behaviour(request, context)
+            if exchange is not None:
+                answers = SteppedItems(exchange, answers)
+            try:
+                async for answer in answers:
+                    yield answer
+            except BaseException as error:
+                if isinstance(error, GeneratorExit):
+                    await answers.aclose()
+                self.end(context, error)
+                raise
+            self.end(context)
+
+        wrapper: Callable[..., Any] = call_function
         if self._is_async and inspect.isasyncgenfunction(behaviour):
-            return self._wrap_async_generator(behaviour)
-        if self._is_async and inspect.iscoroutinefunction(behaviour):
-            return self._wrap_coroutine(behaviour)
-        return self._wrap_function(behaviour)
+            wrapper = call_async_generator
+        elif self._is_async and inspect.iscoroutinefunction(behaviour):
+            wrapper = call_coroutine
+        return functools.wraps(behaviour)(wrapper)
 
     def wrap_deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
         """Wrap a deserializer. A request that it cannot read is recorded too, although it never gets to a handler."""
@@ -140,9 +186,8 @@ class _Call:
 
         return deserialize_noted
 
-    def wrap_serializer(self, handler: Any) -> Callable[[Any], Any]:
+    def wrap_serializer(self, serialize: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
         """Wrap a serializer to note each answer. The answer of a unary call ends the span."""
-        serialize = handler.response_serializer
 
         def serialize_noted(message: Any) -> Any:
             exchange = self.exchange
@@ -153,11 +198,10 @@ class _Call:
                     self._close_span(exchange, "UNKNOWN" if self._is_async else "INTERNAL", error)
                 self._broken = error
                 raise
-            if exchange is not None:
-                if self._is_streamed:
-                    exchange.add_items()
-                else:
-                    self._close_span(exchange, "OK")
+            if exchange is not None and self._is_streamed:
+                exchange.add_items()
+            elif exchange is not None:
+                self._close_span(exchange, "OK")
             return data
 
         return serialize_noted
@@ -222,62 +266,6 @@ class _Call:
             return
         exchange.facts[RPC_STATUS] = status
         exchange.end(error if error is not None else status if status in SERVER_ERRORS else None)
-
-    def _wrap_function(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(behaviour)
-        def serve_recorded(request: Any, context: Any) -> Any:
-            if self._is_async:
-                context = _NotedContext(context)
-            token = CURRENT.set(self._begin_span(context))
-            try:
-                answer = behaviour(request, context)
-                if self._is_streamed:
-                    return _AnswerStream(self, answer, context)
-            except BaseException as error:
-                self.end(context, error)
-                raise
-            finally:
-                CURRENT.reset(token)
-            self._note_return(context)
-            return answer
-
-        return serve_recorded
-
-    def _wrap_coroutine(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(behaviour)
-        async def serve_recorded(request: Any, context: Any) -> Any:
-            exchange = self._begin_span(context)
-            CURRENT.set(exchange)  # for good: a call has a task of its own
-            try:
-                coroutine = behaviour(request, context)
-                answer = await (coroutine if exchange is None else exchange.track_waits(coroutine))
-            except BaseException as error:
-                self.end(context, error)
-                raise
-            self._note_return(context)
-            return answer
-
-        return serve_recorded
-
-    def _wrap_async_generator(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(behaviour)
-        async def serve_recorded(request: Any, context: Any) -> AsyncIterator[Any]:
-            exchange = self._begin_span(context)
-            CURRENT.set(exchange)
-            answers = behaviour(request, context)
-            if exchange is not None:
-                answers = SteppedItems(exchange, answers)
-            try:
-                async for answer in answers:
-                    yield answer
-            except BaseException as error:
-                if isinstance(error, GeneratorExit):
-                    await answers.aclose()
-                self.end(context, error)
-                raise
-            self.end(context)
-
-        return serve_recorded
 
     def __del__(self) -> None:
         """Count a call whose handler was never called, because too many calls were open, for example."""
@@ -382,8 +370,6 @@ def _sync_interceptor(grpc: Any, service: _Service) -> Any:
     class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
             arrivals = service.arrivals_for(details)
-            if arrivals is None:
-                return continuation(details)
             try:
                 handler = continuation(details)
             except Exception as error:  # of an interceptor after ours
@@ -398,8 +384,6 @@ def _async_interceptor(grpc: Any, service: _Service) -> Any:
     class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
             arrivals = service.arrivals_for(details)
-            if arrivals is None:
-                return await continuation(details)
             try:
                 handler = await continuation(details)
             except Exception as error:
@@ -448,14 +432,12 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
         if exchange is None:
             await handle(mapping, h2_stream, headers, *args, **kwargs)
             return
-        error: BaseException | None = None
         try:
             await exchange.track_waits(handle(mapping, h2_stream, headers, *args, **kwargs))
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            _end_grpclib_call(exchange, error)
             raise
-        finally:
-            _end_grpclib_call(exchange, error or getattr(exchange, "failure", None))
+        _end_grpclib_call(exchange, getattr(exchange, "failure", None))
 
     @replaces(stream, "send_message")
     async def undo_send(self: Any, message: Any) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import isawaitable
+from operator import attrgetter
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, call_before, replace_attribute, replaces
@@ -26,6 +27,7 @@ from instrument.instrumentors.requests.exchange import (
     current_exchange,
     exchange_of,
     make_readers,
+    note_part,
 )
 
 
@@ -35,6 +37,27 @@ def is_closed(transport: Any) -> bool:
 
 def _is_websocket(headers: Any) -> bool:
     return bool(headers.get("Upgrade", "").lower() == "websocket")
+
+
+def _note_failures(function: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
+    """Wrap a websocket's function or coroutine function, to store its exception as the failure of the exchange."""
+
+    def call_noted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            exchange.failure = error
+            raise
+        return await_noted(result) if isawaitable(result) else result
+
+    async def await_noted(result: Any) -> Any:
+        try:
+            return await result
+        except Exception as error:
+            exchange.failure = error
+            raise
+
+    return call_noted
 
 
 # http.server
@@ -109,14 +132,10 @@ def _forget_parts(file: Any) -> None:
     getattr(file, "__dict__", {}).pop("write", None)
 
 
-def _read_http_server_arrival(handler: Any) -> tuple[str, str, Any]:
-    scheme = "https" if hasattr(handler.connection, "cipher") else "http"
-    return handler.command, scheme, handler.server.server_address
-
-
+_SCHEMES = ("http", "https")
 _HTTP_SERVER = make_readers(
-    _read_http_server_arrival,
-    lambda handler: handler.headers,
+    lambda handler: (handler.command, _SCHEMES[hasattr(handler.connection, "cipher")], handler.server.server_address),
+    attrgetter("headers"),
     lambda handler: handler.path.partition("?")[0],
     lambda handler: handler.path.partition("?")[2],
     lambda handler: handler.client_address[0] if handler.client_address else None,
@@ -196,11 +215,8 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
         if exchange is not None:
             exchange.failure = exc or sys.exc_info()[1]  # a time-out is not passed as an argument
 
-    return [
-        undo_handle,
-        call_before(owner, "handle_error", note_error),
-        replace_attribute(module, "StreamWriter", StreamWriter),
-    ]
+    undo_writer = replace_attribute(module, "StreamWriter", StreamWriter)
+    return [undo_handle, call_before(owner, "handle_error", note_error), undo_writer]
 
 
 def _attach_aiohttp_websocket(module: Any, _: Exchanges) -> list[Undo]:
@@ -224,13 +240,7 @@ def _read_aiohttp_arrival(request: Any) -> tuple[str, str, Any]:
     return request.method, scheme, transport.get_extra_info("sockname")
 
 
-_AIOHTTP = make_readers(
-    _read_aiohttp_arrival,
-    lambda request: request.headers,
-    lambda request: request.path,
-    lambda request: request.query_string,
-    lambda request: request.remote,
-)
+_AIOHTTP = make_readers(_read_aiohttp_arrival, *map(attrgetter, ("headers", "path", "query_string", "remote")))
 
 # Tornado
 
@@ -298,10 +308,6 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
                 headers.add(SERVER_TIMING, exchange.timing.header_text(exchange))
         return write_headers(self, start_line, headers, chunk)
 
-    def note_part(connection: Any, chunk: Any) -> None:
-        if chunk and (exchange := exchange_of(connection)) is not None:
-            exchange.add_part(chunk)
-
     @replaces(connection, "finish")
     def undo_finish(self: Any) -> None:
         finish(self)
@@ -310,14 +316,8 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange.finish(is_gone=_is_gone(self))
 
     undo_exception = call_before(handler, "_handle_request_exception", note_exception)
-    return [
-        undo_match,
-        undo_execute,
-        undo_exception,
-        undo_headers,
-        call_before(connection, "write", note_part),
-        undo_finish,
-    ]
+    undo_part = call_before(connection, "write", note_part)
+    return [undo_match, undo_execute, undo_exception, undo_headers, undo_part, undo_finish]
 
 
 def _attach_tornado_websocket(module: Any, _: Exchanges) -> list[Undo]:
@@ -336,24 +336,8 @@ def _attach_tornado_websocket(module: Any, _: Exchanges) -> list[Undo]:
     @replaces(protocol, "_run_callback")
     def undo_run(self: Any, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         request = getattr(self.handler, "request", None)
-        exchange: Any = getattr(getattr(request, "connection", None), EXCHANGE, None)
-
-        def call_noted(*args: Any, **kwargs: Any) -> Any:
-            try:
-                result = callback(*args, **kwargs)
-            except Exception as error:
-                exchange.failure = error
-                raise
-            return await_noted(result) if isawaitable(result) else result
-
-        async def await_noted(result: Any) -> Any:
-            try:
-                return await result
-            except Exception as error:
-                exchange.failure = error
-                raise
-
-        return run(self, callback if exchange is None else call_noted, *args, **kwargs)
+        exchange: Exchange | None = getattr(getattr(request, "connection", None), EXCHANGE, None)
+        return run(self, callback if exchange is None else _note_failures(callback, exchange), *args, **kwargs)
 
     return [undo_write, undo_run]
 
@@ -368,13 +352,7 @@ def _read_tornado_arrival(request: Any) -> tuple[str, str, Any]:
     return request.method, request.protocol, None if socket is None else socket.getsockname()
 
 
-_TORNADO = make_readers(
-    _read_tornado_arrival,
-    lambda request: request.headers,
-    lambda request: request.path,
-    lambda request: request.query,
-    lambda request: request.remote_ip,
-)
+_TORNADO = make_readers(_read_tornado_arrival, *map(attrgetter, ("headers", "path", "query", "remote_ip")))
 
 # Sanic
 
@@ -440,11 +418,6 @@ def _note_sanic_failure(_: Any, exception: Any, *args: Any, **kwargs: Any) -> No
         exchange.failure = exception
 
 
-def _note_sanic_message(connection: Any, message: Any) -> None:
-    if (exchange := exchange_of(connection)) is not None:
-        exchange.add_part(message)
-
-
 def _attach_sanic_websocket(module: Any, _: Exchanges) -> list[Undo]:
     """Store the status of a websocket's handshake, and attach the exchange to the new connection."""
     owner = module.WebSocketProtocol
@@ -468,25 +441,16 @@ def _attach_sanic_app(module: Any, _: Exchanges) -> list[Undo]:
 
     @replaces(owner, "_websocket_handler")
     async def undo(self: Any, handler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        async def handle_recorded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return await handler(*args, **kwargs)
-            except Exception as error:
-                if (exchange := current_exchange()) is not None:
-                    exchange.failure = error
-                raise
-
-        await run(self, handle_recorded, request, *args, **kwargs)
+        exchange = current_exchange()
+        noted = handler if exchange is None else _note_failures(handler, exchange)
+        await run(self, noted, request, *args, **kwargs)
 
     return [undo]
 
 
 _SANIC = make_readers(
     lambda request: (request.method, request.scheme, getattr(request.conn_info, "sockname", None)),
-    lambda request: request.headers,
-    lambda request: request.path,
-    lambda request: request.query_string,
-    lambda request: request.ip,
+    *map(attrgetter, ("headers", "path", "query_string", "ip")),
 )
 
 
@@ -504,7 +468,7 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         "sanic.response.types": partial(_attach_note, "BaseHTTPResponse", "send", _note_sanic_part),
         "sanic.server.protocols.http_protocol": _attach_sanic_protocol,
         "sanic.server.protocols.websocket_protocol": _attach_sanic_websocket,
-        "sanic.server.websockets.impl": partial(_attach_note, "WebsocketImplProtocol", "send", _note_sanic_message),
+        "sanic.server.websockets.impl": partial(_attach_note, "WebsocketImplProtocol", "send", note_part),
     },
 }
 """The functions that make a server's module record requests, by kind of server and module."""

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from mmap import mmap
 from struct import Struct
 from typing import Any
@@ -22,7 +23,7 @@ from weakref import WeakKeyDictionary
 from zlib import crc32
 
 from instrument.instrumentors.functions import Undo, call_before, replaces
-from instrument.instrumentors.requests import asgi_apps
+from instrument.instrumentors.requests import served_apps
 from instrument.instrumentors.requests.exchange import Arrival, Attach, Exchanges, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
@@ -116,15 +117,8 @@ BATCH_SIZE = "requests"
 INGRESS, EGRESS, OK = 1, 2, 200
 """The bits that mosec sets in a request's state at the first and at the last stage, and the HTTP status of success."""
 
-MOSEC_STATUSES: Mapping[str, int] = {
-    "OK": 200,
-    "BAD_REQUEST": 400,
-    "VALIDATION_ERROR": 422,
-    "INTERNAL_ERROR": 500,
-    "TIMEOUT_ERROR": 408,
-}
+MOSEC_STATUSES = {"OK": 200, "BAD_REQUEST": 400, "VALIDATION_ERROR": 422, "INTERNAL_ERROR": 500, "TIMEOUT_ERROR": 408}
 """The HTTP status of an answer, by a mosec worker's flag."""
-
 
 MOSEC_SLOTS = 1 << 14
 """The maximum number of open requests per mosec server. With more, some requests' spans begin only at the last
@@ -275,7 +269,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     wrapper = module.UserCallableWrapper
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
-    arrivals = asgi_apps.get_arrivals(exchanges)
+    arrivals = served_apps.get_arrivals(exchanges)
     calls = exchanges.get_arrivals("ray_serve", lambda call: "/" + _ray_method_name(call), None, _read_ray_call)
 
     @replaces(wrapper, "call_http_entrypoint")
@@ -293,7 +287,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.set_route(metadata.route)
         except Exception as fault:
             FAULTS.note("route of a request of Ray Serve", fault)
-        channel = _RayAnswer() if scope["type"] == "http" else asgi_apps.Websocket()
+        channel = _RayAnswer() if scope["type"] == "http" else served_apps.Websocket()
         channel.exchange, channel.server_receive, channel.server_send = exchange, receive, _send_nothing
         batches = SteppedItems(exchange, batches)
         try:
@@ -311,7 +305,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             channel.end()
         exchange.end()
 
-    async def read_messages(channel: asgi_apps.AsgiChannel, messages: Any) -> None:
+    async def read_messages(channel: served_apps.AsgiChannel, messages: Any) -> None:
         try:
             for message in messages:
                 await channel.send(message)
@@ -372,16 +366,13 @@ def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _mute_process(class_name: str) -> Attach:
-    """Return an `Attach` that stops recording in each process that creates an object of a class."""
+def _mute_process(class_name: str, module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Stop the recording in each process that creates an object of a given class."""
 
-    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        def mute(*_: Any, **__: Any) -> None:
-            exchanges.is_on = False
+    def mute(*_: Any, **__: Any) -> None:
+        exchanges.is_on = False
 
-        return [call_before(getattr(module, class_name), "__init__", mute)]
-
-    return attach
+    return [call_before(getattr(module, class_name), "__init__", mute)]
 
 
 def _ray_method_name(call: tuple[Any, Any]) -> str:
@@ -395,7 +386,7 @@ def _read_ray_call(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, 
     return (_ray_method_name(call), None, None, None), headers, {}
 
 
-class _RayAnswer(asgi_apps.Http):
+class _RayAnswer(served_apps.Http):
     """The messages of a replica's answer. The request ends with the replica's work, not with the last message."""
 
     __slots__ = ()
@@ -403,7 +394,7 @@ class _RayAnswer(asgi_apps.Http):
     def __init__(self) -> None:
         self.is_complete = False
 
-    async def _send_last(self, message: asgi_apps.Message) -> None:
+    async def _send_last(self, message: served_apps.Message) -> None:
         self.is_complete = True
 
 
@@ -418,10 +409,11 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "ray_serve": {
         "ray.serve._private.replica": _attach_ray_replica,
         "ray.serve.batching": _attach_ray_batching,
-        "ray.serve._private.proxy": _mute_process("GenericProxy"),  # the actor itself is sent to its process by value
-        "ray.dashboard.modules.reporter.reporter_agent": _mute_process("ReporterAgent"),
-        "ray.dashboard.http_server_head": _mute_process("HttpServerDashboardHead"),
-        "ray.dashboard.subprocesses.module": _mute_process("SubprocessModule"),  # asked twice a second by the dashboard
+        # The proxy's actor itself is sent to its process by value. The dashboard asks twice a second.
+        "ray.serve._private.proxy": partial(_mute_process, "GenericProxy"),
+        "ray.dashboard.modules.reporter.reporter_agent": partial(_mute_process, "ReporterAgent"),
+        "ray.dashboard.http_server_head": partial(_mute_process, "HttpServerDashboardHead"),
+        "ray.dashboard.subprocesses.module": partial(_mute_process, "SubprocessModule"),
     },
 }
 """The functions that make a server's module record requests, by kind of server and module."""

@@ -77,11 +77,8 @@ def choose_extractor() -> Extract:
 
 def read_environment() -> str:
     """Return the caller's span from the variables `TRACEPARENT` and `TRACESTATE`, in the form of `Origin`."""
-    headers = {
-        name.lower().replace("_", "-").encode(): os.fsencode(value)
-        for name, value in os.environ.items()
-        if name.isupper()
-    }
+    variables = ((name, value) for name, value in os.environ.items() if name.isupper())
+    headers = {name.lower().replace("_", "-").encode(): os.fsencode(value) for name, value in variables}
     return " ".join((encode_remote(remote_of(choose_extractor()(headers))) or ())[:2])
 
 
@@ -114,6 +111,11 @@ def attach_opentelemetry(
     places = [module, sys.modules[f"{OPENTELEMETRY}.propagation"], sys.modules.get("opentelemetry.sdk.trace.sampling")]
     original: Callable[..., Any] = module.get_current_span
 
+    class CurrentSpan(module.NonRecordingSpan):  # type: ignore[misc, name-defined]
+        """A substitute for OpenTelemetry's span. It has the ids of our span, and records nothing."""
+
+        is_of_instrument = True
+
     @functools.wraps(original)
     def get_current_span(context: Any = None) -> Any:
         span = original(context)
@@ -122,32 +124,14 @@ def attach_opentelemetry(
         if not has_request():
             return span
         own_span = current_span_ids(recorder)
-        return span if own_span is None else _make_span(*own_span)
+        if own_span is None:
+            return span
+        trace_id, span_id, flags, state = own_span
+        trace_state = module.TraceState.from_header([state]) if state else None
+        return CurrentSpan(module.SpanContext(trace_id, span_id, False, module.TraceFlags(flags), trace_state))
 
-    return [
-        replace_attribute(place, "get_current_span", get_current_span)
-        for place in places
-        if place is not None and vars(place).get("get_current_span") is original
-    ]
-
-
-@functools.cache
-def _make_span_class() -> Any:
-    from opentelemetry.trace import NonRecordingSpan
-
-    class CurrentSpan(NonRecordingSpan):
-        """A substitute for OpenTelemetry's span. It has the ids of our span, and records nothing."""
-
-        is_of_instrument = True
-
-    return CurrentSpan
-
-
-def _make_span(trace_id: int, span_id: int, flags: int, state: str) -> Any:
-    from opentelemetry.trace import SpanContext, TraceFlags, TraceState
-
-    trace_state = TraceState.from_header([state]) if state else None
-    return _make_span_class()(SpanContext(trace_id, span_id, False, TraceFlags(flags), trace_state))
+    replaced = [place for place in places if place and vars(place).get("get_current_span") is original]
+    return [replace_attribute(place, "get_current_span", get_current_span) for place in replaced]
 
 
 TRACE_ID, SPAN_ID = "trace_id", "span_id"
@@ -170,7 +154,17 @@ class LogRecords(Switch):
         owner = getattr(module, class_name, None)
         if hasattr(owner, name):
             self._attach()
-            self._undos.append((self._tag_records if class_name == "Logger" else self._tag_events)(owner, name))
+            make = getattr(owner, name)
+
+            def tag_records(logger: Any, *args: Any, **kwargs: Any) -> Any:
+                record = make(logger, *args, **kwargs)
+                record.__dict__ = {TRACE_ID: "", SPAN_ID: "", **self._read_ids(), **record.__dict__}
+                return record
+
+            def tag_events(logger: Any, method: str, event: Any, event_kw: Any) -> Any:
+                return make(logger, method, event, {**self._read_ids(), **event_kw})
+
+            self._undos.append(replaces(owner, name)(tag_records if class_name == "Logger" else tag_events))
 
     def _read_ids(self) -> dict[str, str]:
         try:
@@ -179,26 +173,6 @@ class LogRecords(Switch):
             FAULTS.note("ids of a log record", fault)
             trace = None
         return {} if trace is None else {TRACE_ID: f"{trace[0]:032x}", SPAN_ID: f"{trace[1]:016x}"}
-
-    def _tag_records(self, owner: Any, name: str) -> Any:
-        make_record = getattr(owner, name)
-
-        @replaces(owner, name)
-        def undo(logger: Any, *args: Any, **kwargs: Any) -> Any:
-            record = make_record(logger, *args, **kwargs)
-            record.__dict__ = {TRACE_ID: "", SPAN_ID: "", **self._read_ids(), **record.__dict__}
-            return record
-
-        return undo
-
-    def _tag_events(self, owner: Any, name: str) -> Any:
-        process_event = getattr(owner, name)
-
-        @replaces(owner, name)
-        def undo(logger: Any, method: str, event: Any, event_kw: Any) -> Any:
-            return process_event(logger, method, event, {**self._read_ids(), **event_kw})
-
-        return undo
 
     def verdicts(self) -> list[Verdict]:
         if not self._met:

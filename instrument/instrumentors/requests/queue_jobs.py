@@ -24,7 +24,6 @@ from instrument.runtime.faults import FAULTS
 NO_FAILURES = frozenset({"Retry", "RetryJob", "HandlerException", "NoResultError"})
 """The exceptions of arq, FastStream and TaskIQ that end a job but are no errors."""
 
-
 Job = tuple[object, object, object, object, "float | None"]
 """A job's task, queue, id, the carrier of its caller's trace, and the time in s when it was queued (None if
 unknown)."""
@@ -65,16 +64,6 @@ class _Jobs:
         if frame is not None:
             is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
             self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
-
-    def run_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any) -> Any:
-        frame = self.begin_job(read)
-        try:
-            result = perform(*args)
-        except BaseException as error:
-            self.end_job(frame, error)
-            raise
-        self.end_job(frame, None)
-        return result
 
     async def await_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         frame = self.begin_job(read)
@@ -118,24 +107,26 @@ def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
     handlers = ((signals.task_prerun, begin_task), (signals.task_failure, note_error), (signals.task_postrun, end_task))
     for signal, handler in handlers:
         signal.connect(handler, weak=False)
-
-    def undo() -> None:
-        for signal, handler in handlers:
-            signal.disconnect(handler)
-
-    return [undo]
+    return [functools.partial(signal.disconnect, handler) for signal, handler in handlers]
 
 
 def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
     jobs, perform = _Jobs("rq", exchanges), module.Job.perform
 
-    def read_job(job: Any) -> Job:
-        queued = job.enqueued_at
-        return job.func_name, job.origin, job.id, job.meta, queued and _to_seconds(queued)
-
     @replaces(module.Job, "perform")
     def undo(self: Any) -> Any:
-        return jobs.run_job(lambda: read_job(self), perform, self)
+        def read_job() -> Job:
+            queued = self.enqueued_at
+            return self.func_name, self.origin, self.id, self.meta, queued and _to_seconds(queued)
+
+        frame, error = jobs.begin_job(read_job), None
+        try:
+            return perform(self)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            jobs.end_job(frame, error)
 
     return [undo]
 
@@ -145,14 +136,14 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     jobs, current = _Jobs("dramatiq", exchanges), threading.local()
     before, after = module.Broker.emit_before, module.Broker.emit_after
 
-    def read_job(message: Any) -> Job:
-        name, queued_s = message.actor_name, message.message_timestamp / 1000
-        return name, message.queue_name, message.message_id, message.options, queued_s
-
     @replaces(module.Broker, "emit_before")
     def undo_before(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
+        def read_job() -> Job:
+            name, queued_s = args[0].actor_name, args[0].message_timestamp / 1000
+            return name, args[0].queue_name, args[0].message_id, args[0].options, queued_s
+
         if signal == "process_message" and args:
-            current.frame = jobs.begin_job(lambda: read_job(args[0]))
+            current.frame = jobs.begin_job(read_job)
         before(self, signal, *args, **kwargs)
 
     @replaces(module.Broker, "emit_after")
@@ -262,9 +253,7 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
         try:
             return await call(*args, **kwargs)
         except Exception as error:
-            noted = failures.get(None)
-            if noted is not None:
-                noted.append(error)
+            failures.get([]).append(error)
             raise
 
     @replaces(module.Queue, "process_events")

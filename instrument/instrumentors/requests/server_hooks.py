@@ -1,29 +1,47 @@
-"""Record the requests of servers by endpoint, as the profile's `requests` rule selects. No rule has to name a function.
+"""Record the requests of servers by endpoint, without a function rule. `Requests` instruments the imported servers.
 
-`Requests` instruments the imported servers. Servers of ASGI and WSGI call a proxy of their app, which records requests
-until the `requests` rule is removed. Other servers have adapters, which are loaded with the server (`KINDS`).
+Servers of ASGI and WSGI call a recording proxy of their app. Once the rule is removed, the proxy only calls the app.
+Other servers have adapters, which are loaded with the server (`KINDS`).
+
+Requests are named by the routes that the routers of web frameworks find (`ROUTERS`). A router's method is replaced when
+the service imports its module.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
+from functools import partial, wraps
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo, call_before, change_argument, replaces
+from instrument.instrumentors.functions import (
+    Instrumentor,
+    Undo,
+    call_before,
+    change_argument,
+    replace_attribute,
+    replaces,
+)
 from instrument.instrumentors.known_packages import filter_by_role
-from instrument.instrumentors.requests import asgi_apps, blocked, propagation, wsgi
-from instrument.instrumentors.requests.exchange import PORT, Attach, Exchanges, ServedApp, current_exchange
-from instrument.instrumentors.requests.routers import ROUTERS, attach_routers
+from instrument.instrumentors.requests import blocked, propagation
+from instrument.instrumentors.requests.exchange import (
+    CURRENT,
+    PORT,
+    Attach,
+    Exchange,
+    Exchanges,
+    ServedApp,
+    current_exchange,
+)
+from instrument.instrumentors.requests.served_apps import AsgiApp, InterleavedApp, WsgiApp
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import SERVERS, RequestsRule
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.cheap_start import LazyModule, NamedTuple
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import catch_up_with_fork
 
@@ -34,87 +52,216 @@ else:
         globals()[_name] = LazyModule(f"instrument.instrumentors.requests.{_name}")
 
 
+class Router(NamedTuple):
+    """The class and the name of a framework's method that finds a request's route.
+
+    `route` reads the route from the module and the call's arguments, or from the module and the result if `after` is
+    True. `note` stores the route, unless it is None. `older` is True if older versions lack the method.
+    """
+
+    owner: str
+    method: str
+    route: Callable[..., Any]
+    after: bool = False
+    note: Callable[[Exchange, Any], None] = Exchange.set_route
+    older: bool = False
+
+    def is_in(self, module: Any) -> bool:
+        """Return False for the method of a newer version."""
+        return not self.older or self.method in vars(getattr(module, self.owner))
+
+    def attach(self, module: Any) -> Undo:
+        """Make the router's method name open requests. Raises `AttributeError` or `TypeError` if there is no such
+        method."""
+        owner = getattr(module, self.owner)
+        original = getattr(owner, self.method)
+        if not isinstance(original, FunctionType) and not hasattr(original, "cache_clear"):  # such as a slot
+            raise TypeError(f"{owner.__name__}.{self.method} is a {type(original).__name__}")
+        _, _, read, after, note, _ = self
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs) if after else None
+            exchange = CURRENT.get()
+            if exchange is not None and exchange.is_open:
+                try:
+                    route = read(module, result) if after else read(module, *args, *kwargs.values())
+                    if route is not None:
+                        note(exchange, route)
+                except Exception as fault:
+                    FAULTS.note("route of a request", fault)
+            return result if after else original(*args, **kwargs)
+
+        @wraps(original)
+        async def call_app(*args: Any, **kwargs: Any) -> Any:
+            return await call(*args, **kwargs)
+
+        if self.method == "__call__":  # asgiref takes an app without a coroutine function for one of ASGI 2
+            return replace_attribute(owner, self.method, call_app)
+        for name in ("cache_clear", "cache_info", "cache_parameters"):
+            if hasattr(original, name):
+                setattr(call, name, getattr(original, name))
+        is_static = isinstance(vars(owner).get(self.method), staticmethod)
+        return replace_attribute(owner, self.method, staticmethod(call) if is_static else call)
+
+
+def _read_route_path(_: Any, route: Any, *__: Any) -> str:
+    path: str = route.path
+    return path
+
+
+def _read_fastapi_path(_: Any, route: Any, scope: Any, *__: Any) -> str:
+    included = scope.get("fastapi", {}).get("effective_route_context")
+    path: str = (included if included is not None and included.original_route is route else route).path
+    return path
+
+
+def _flask_reader(name: str) -> Callable[..., str | None]:
+    def read_flask_rule(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
+        rule = getattr(module if context is None else context, name).url_rule
+        return None if rule is None else rule.rule
+
+    return read_flask_rule
+
+
+def _read_django_route(_: Any, match: Any) -> str:
+    route: str = match.route
+    return route if route.startswith(("/", "^")) else "/" + route
+
+
+def _channels(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
+    """Return the pattern that matched in a router of Channels, and True if its route leads to another router. Return
+    None without a match."""
+    path = scope.get("path_remaining")
+    if path is None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+    for route in router.routes:
+        if route.pattern.match(path.lstrip("/")):
+            pattern = str(route.pattern)
+            pattern = pattern if pattern.startswith(("/", "^")) else "/" + pattern
+            return (pattern, hasattr(route.callback, "_path_routing")) if pattern != "/" else None
+    return None
+
+
+def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
+    resource = match.route.resource
+    return None if resource is None else resource.canonical
+
+
+def _end_failed(exchange: Exchange, error: BaseException) -> None:
+    """End a websocket with an exception. The framework hides it from the server, and only closes the websocket."""
+    exchange.finish(error, is_gone=True, in_parts=False)
+
+
+def _read_blacksheep(_: Any, match: Any) -> str | None:
+    return None if match is None or match.pattern == b"*" else match.pattern.decode()
+
+
+def _read_litestar_error(_: Any, __: Any, error: BaseException) -> BaseException | None:
+    return None if hasattr(error, "code") else error  # a code is an answer
+
+
+def _note_channels(exchange: Exchange, route: tuple[str, bool]) -> None:
+    (exchange.add_prefix if route[1] else exchange.set_route)(route[0])
+
+
+_LITESTAR, _HANDLE = "litestar.middleware._internal.exceptions.middleware", "handle_websocket_exception"
+_ROUTERS = (
+    ("starlette.routing", Router("Route", "handle", _read_route_path)),
+    ("starlette.routing", Router("WebSocketRoute", "handle", _read_route_path)),
+    ("starlette.routing", Router("Mount", "handle", _read_route_path, note=Exchange.add_prefix)),
+    ("fastapi.routing", Router("APIRoute", "handle", _read_fastapi_path, older=True)),
+    ("fastapi.routing", Router("APIWebSocketRoute", "handle", _read_fastapi_path, older=True)),
+    ("litestar.routes.http", Router("HTTPRoute", "handle", _read_route_path)),
+    ("litestar.routes.websocket", Router("WebSocketRoute", "handle", _read_route_path)),
+    (_LITESTAR, Router("ExceptionHandlerMiddleware", _HANDLE, _read_litestar_error, note=_end_failed, older=True)),
+    ("flask.app", Router("Flask", "full_dispatch_request", _flask_reader("request"))),
+    ("quart.app", Router("Quart", "full_dispatch_request", _flask_reader("request"))),
+    ("quart.app", Router("Quart", "full_dispatch_websocket", _flask_reader("websocket"))),
+    ("quart.app", Router("Quart", "handle_websocket_exception", lambda *call: call[-1], note=_end_failed, older=True)),
+    ("django.core.handlers.base", Router("BaseHandler", "resolve_request", _read_django_route, after=True)),
+    ("channels.routing", Router("URLRouter", "__call__", _channels, note=_note_channels)),
+    ("falcon.app", Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True)),
+    ("bottle", Router("Router", "match", lambda _, match: match[0].rule, after=True)),
+    ("blacksheep.server.routing", Router("Router", "get_match", _read_blacksheep, after=True)),
+    ("blacksheep.server.routing", Router("Router", "get_match_by_method_and_path", _read_blacksheep, after=True)),
+    ("blacksheep.server.routing", Router("RouterFiltersMixin", "get_match", _read_blacksheep, after=True, older=True)),
+    ("sanic.router", Router("Router", "get", lambda _, match: match[0].uri, after=True)),
+    ("aiohttp.web_urldispatcher", Router("UrlMappingMatchInfo", "freeze", _read_aiohttp_route)),
+)
+ROUTERS = {name: [router for module, router in _ROUTERS if module == name] for name, _ in _ROUTERS}
+"""The routers to instrument, by module."""
+
+
 def _make_recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
     """Return a proxy that records an app under a rule. An app that is such a proxy is returned itself."""
     inner = app
     while isinstance(inner, ServedApp):
-        if inner.serves(exchanges):
+        if inner.instrument_exchanges is exchanges:
             return app
         inner = inner.app
     return kind(inner, exchanges)  # proxies of earlier rules are left out
 
 
-def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
-    """Return the `Attach` for a server that passes the app to a method at each request."""
+def _attach_to_method(class_name: str, method: str, kind: Any, module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the apps of a server that passes the app to a method at each request."""
+    owner = getattr(module, class_name)
+    run = getattr(owner, method)
+    last: tuple[Any, Any] = None, None
 
-    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        owner = getattr(module, class_name)
-        run = getattr(owner, method)
-        last: tuple[Any, Any] = None, None
+    @replaces(owner, method)
+    def undo(self: Any, app: Any) -> Any:
+        nonlocal last
+        app_before, served = last
+        if app_before is not app or served is None:
+            served = _make_recording_app(app, kind, exchanges)
+            last = app, served
+        return run(self, served)
 
-        @replaces(owner, method)
-        def undo(self: Any, app: Any) -> Any:
-            nonlocal last
-            app_before, served = last
-            if app_before is not app or served is None:
-                served = _make_recording_app(app, kind, exchanges)
-                last = app, served
-            return run(self, served)
-
-        return [undo]
-
-    return attach
+    return [undo]
 
 
-def _attach_to_stored_app(class_name: str, method: str, kind: Any, place: str = "app") -> Attach:
-    """Return the `Attach` for a server whose method reads the app from the attribute `place` of its object."""
+def _attach_to_stored_app(
+    class_name: str, methods: str, kind: Any, module: Any, exchanges: Exchanges, place: str = "app"
+) -> list[Undo]:
+    """Record the app of a server whose methods read the app from an attribute of their object (`place`)."""
     path, _, name = place.rpartition(".")
     holder_of = operator.attrgetter(path) if path else None
 
-    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        def record_app(server: Any, *_: Any, **__: Any) -> None:
-            holder = server if holder_of is None else holder_of(server)
-            setattr(holder, name, _make_recording_app(getattr(holder, name), kind, exchanges))
+    def record_app(server: Any, *_: Any, **__: Any) -> None:
+        holder = server if holder_of is None else holder_of(server)
+        setattr(holder, name, _make_recording_app(getattr(holder, name), kind, exchanges))
 
-        return [call_before(getattr(module, class_name), method, record_app)]
-
-    return attach
+    return [call_before(getattr(module, class_name), method, record_app) for method in methods.split()]
 
 
-def _join_attaches(*ways: Attach) -> Attach:
-    return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
+def _attach_hypercorn(module: Any, exchanges: Exchanges) -> list[Undo]:
+    asgi = _attach_to_stored_app("ASGIWrapper", "__call__", AsgiApp, module, exchanges)
+    return asgi + _attach_to_stored_app("WSGIWrapper", "__call__", WsgiApp, module, exchanges)
 
 
-def _attach_to_app_argument(name: str, position: int, kind: Any) -> Attach:
-    """Return the `Attach` for a server's function with the app as its argument at `position`."""
-
-    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        return [change_argument(module, name, position, lambda app: _make_recording_app(app, kind, exchanges))]
-
-    return attach
+def _attach_to_app_argument(name: str, position: int, kind: Any, module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the apps of a server's function that takes the app as its argument at `position`."""
+    return [change_argument(module, name, position, lambda app: _make_recording_app(app, kind, exchanges))]
 
 
 EMBEDDING = frozenset({"uwsgi"})
 """The modules that identify servers in C. Such servers call the app without Python code."""
 
 
-def _attach_to_app_class(class_name: str) -> Attach:
-    """Return the `Attach` for a framework's app class. Servers in C call the app's `__call__`."""
+def _attach_to_app_class(class_name: str, module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the apps of a framework's class, for servers in C, which call its `__call__`."""
+    if EMBEDDING.isdisjoint(sys.modules):
+        return []
+    owner = getattr(module, class_name)
+    call = owner.__call__
 
-    def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        if EMBEDDING.isdisjoint(sys.modules):
-            return []
-        owner = getattr(module, class_name)
-        call = owner.__call__
+    @replaces(owner, "__call__")
+    def undo(self: Any, environ: Any, start_response: Any) -> Any:
+        catch_up_with_fork()
+        return WsgiApp(partial(call, self), exchanges)(environ, start_response)
 
-        @replaces(owner, "__call__")
-        def undo(self: Any, environ: Any, start_response: Any) -> Any:
-            catch_up_with_fork()
-            return wsgi.WsgiApp(functools.partial(call, self), exchanges)(environ, start_response)
-
-        return [undo]
-
-    return attach
+    return [undo]
 
 
 def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -130,50 +277,51 @@ def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
         load(self)
         is_of_tornado = any(kind.__module__.startswith("tornado.") for kind in type(self.wsgi).__mro__)
         if hasattr(type(self), "handle_request") and not is_of_tornado:
-            self.wsgi = _make_recording_app(self.wsgi, wsgi.WsgiApp, exchanges)
+            self.wsgi = _make_recording_app(self.wsgi, WsgiApp, exchanges)
 
     return [undo]
 
 
+_GUNICORN_METHODS = "_handle_http_request _handle_http2_request _handle_websocket"
+
 SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "asgi": {
-        "uvicorn.protocols.http.h11_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi_apps.AsgiApp),
-        "uvicorn.protocols.http.httptools_impl": _attach_to_method(
-            "RequestResponseCycle", "run_asgi", asgi_apps.AsgiApp
-        ),
-        "uvicorn.protocols.websockets.websockets_impl": _attach_to_stored_app(
-            "WebSocketProtocol", "run_asgi", asgi_apps.AsgiApp
-        ),
-        "uvicorn.protocols.websockets.websockets_sansio_impl": _attach_to_stored_app(
-            "WebSocketsSansIOProtocol", "run_asgi", asgi_apps.AsgiApp
-        ),
-        "uvicorn.protocols.websockets.wsproto_impl": _attach_to_stored_app("WSProtocol", "run_asgi", asgi_apps.AsgiApp),
-        "hypercorn.app_wrappers": _join_attaches(
-            _attach_to_stored_app("ASGIWrapper", "__call__", asgi_apps.AsgiApp),
-            _attach_to_stored_app("WSGIWrapper", "__call__", wsgi.WsgiApp),
-        ),
-        "daphne.server": _attach_to_stored_app("Server", "create_application", asgi_apps.AsgiApp, "application"),
-        "granian.asgi": _attach_to_app_argument("_callback_wrapper", 0, asgi_apps.AsgiApp),
-        "gunicorn.asgi.protocol": _join_attaches(
-            _attach_to_stored_app("ASGIProtocol", "_handle_http_request", asgi_apps.AsgiApp),
-            _attach_to_stored_app("ASGIProtocol", "_handle_http2_request", asgi_apps.AsgiApp),
-            _attach_to_stored_app("ASGIProtocol", "_handle_websocket", asgi_apps.AsgiApp),
-        ),
+        **{
+            f"uvicorn.protocols.http.{name}": partial(_attach_to_method, "RequestResponseCycle", "run_asgi", AsgiApp)
+            for name in ("h11_impl", "httptools_impl")
+        },
+        **{
+            f"uvicorn.protocols.websockets.{name}": partial(_attach_to_stored_app, protocol, "run_asgi", AsgiApp)
+            for name, protocol in (
+                ("websockets_impl", "WebSocketProtocol"),
+                ("websockets_sansio_impl", "WebSocketsSansIOProtocol"),
+                ("wsproto_impl", "WSProtocol"),
+            )
+        },
+        "hypercorn.app_wrappers": _attach_hypercorn,
+        "daphne.server": partial(_attach_to_stored_app, "Server", "create_application", AsgiApp, place="application"),
+        "granian.asgi": partial(_attach_to_app_argument, "_callback_wrapper", 0, AsgiApp),
+        "gunicorn.asgi.protocol": partial(_attach_to_stored_app, "ASGIProtocol", _GUNICORN_METHODS, AsgiApp),
     },
     "wsgi": {
         "gunicorn.workers.base": _attach_gunicorn,
-        "waitress.task": _attach_to_stored_app("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
-        "wsgiref.handlers": _attach_to_method("BaseHandler", "run", wsgi.WsgiApp),
-        "werkzeug.serving": _attach_to_stored_app("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
-        "granian.wsgi": _attach_to_app_argument("_callback_wrapper", 0, wsgi.WsgiApp),
-        "gevent.pywsgi": _attach_to_stored_app("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
-        "cheroot.wsgi": _attach_to_stored_app("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
-        "tornado.wsgi": _attach_to_stored_app("WSGIContainer", "handle_request", wsgi.WsgiApp, "wsgi_application"),
-        "bjoern": _attach_to_app_argument("server_run", 1, wsgi.InterleavedApp),
-        "flask.app": _attach_to_app_class("Flask"),
-        "django.core.handlers.wsgi": _attach_to_app_class("WSGIHandler"),
-        "falcon.app": _attach_to_app_class("App"),
-        "bottle": _attach_to_app_class("Bottle"),
+        "wsgiref.handlers": partial(_attach_to_method, "BaseHandler", "run", WsgiApp),
+        **{
+            name: partial(_attach_to_stored_app, class_name, method, WsgiApp, place=place)
+            for name, class_name, method, place in (
+                ("waitress.task", "WSGITask", "execute", "channel.server.application"),
+                ("werkzeug.serving", "WSGIRequestHandler", "run_wsgi", "server.app"),
+                ("gevent.pywsgi", "WSGIHandler", "run_application", "application"),
+                ("cheroot.wsgi", "Gateway", "respond", "req.server.wsgi_app"),
+                ("tornado.wsgi", "WSGIContainer", "handle_request", "wsgi_application"),
+            )
+        },
+        "granian.wsgi": partial(_attach_to_app_argument, "_callback_wrapper", 0, WsgiApp),
+        "bjoern": partial(_attach_to_app_argument, "server_run", 1, InterleavedApp),
+        "flask.app": partial(_attach_to_app_class, "Flask"),
+        "django.core.handlers.wsgi": partial(_attach_to_app_class, "WSGIHandler"),
+        "falcon.app": partial(_attach_to_app_class, "App"),
+        "bottle": partial(_attach_to_app_class, "Bottle"),
     },
 }
 """The functions that make a server's module record requests, by kind of server (ASGI, WSGI) and module."""
@@ -187,10 +335,7 @@ KINDS: Mapping[str, tuple[str, Any]] = {
     "grpclib.server": ("grpclib", grpc),
     **{
         f"websockets.{name}": ("websockets", websockets)
-        for name in (
-            *("asyncio.server", "sync.server", "trio.server", "legacy.server"),
-            *("asyncio.router", "sync.router"),
-        )
+        for name in ("asyncio.server", "sync.server", "trio.server", "legacy.server", "asyncio.router", "sync.router")
     },
     "ray": ("ray_serve", model_servers),
     **{name: (name, model_servers) for name in ("litserve", "mosec", "bentoml")},
@@ -261,7 +406,7 @@ class Requests(Instrumentor):
             if name in STALLS and self._blocked_ns is not None:
                 self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
             if name in ROUTERS:
-                self._undos += attach_routers(module)
+                self._undos += [router.attach(module) for router in ROUTERS[name] if router.is_in(module)]
         except (AttributeError, TypeError) as missing:
             self._met[name] = f"{name} {getattr(module, '__version__', '')} has no place where it can be met: {missing}"
         except Exception as fault:

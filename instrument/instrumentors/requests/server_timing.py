@@ -54,7 +54,12 @@ class AnswerTimings:
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
                 exchange.facts.update(exchange.stream.facts(frame.start_ns))
-            return ", ".join([*_time_texts(recorder, frame, self._details_from), *_traceparent_text(recorder, frame)])
+            texts, trace_of = _time_texts(recorder, frame, self._details_from), recorder.trace_of
+            innermost = None if trace_of is None else recorder.current_trace()
+            if trace_of is not None and innermost is not None and innermost[1] == frame.root_id:
+                trace_id, span_id, flags, _ = trace_of(frame.span_id, frame.root_id, innermost[2])
+                texts.append(f'traceparent;desc="00-{trace_id:032x}-{span_id:016x}-{flags & 0xFF:02x}"')
+            return ", ".join(texts)
         except Exception as fault:
             FAULTS.note("server timing", fault)
             return _total_text(recorder, frame)
@@ -76,14 +81,6 @@ class AnswerTimings:
         return f": server-timing {self.header_text(exchange)}\n\n".encode() if is_whole else b""
 
 
-def _traceparent_text(recorder: Recorder, frame: Any) -> list[str]:
-    trace_of, innermost = recorder.trace_of, recorder.current_trace()
-    if trace_of is None or innermost is None or innermost[1] != frame.root_id:
-        return []
-    trace_id, span_id, flags, _ = trace_of(frame.span_id, frame.root_id, innermost[2])
-    return [f'traceparent;desc="00-{trace_id:032x}-{span_id:016x}-{flags & 0xFF:02x}"']
-
-
 def _total_text(recorder: Recorder, frame: Any) -> str:
     return f"total;dur={_milliseconds_text(recorder.now_ns() - frame.start_ns)}"
 
@@ -92,17 +89,12 @@ def _milliseconds_text(time_ns: int) -> str:
     return f"{time_ns / 1e6:.6f}".rstrip("0").rstrip(".")
 
 
-def _exceeds_limits(recorder: Recorder, frame: Any, details_from: int) -> bool:
-    """Return True if too many rows or attributes were recorded since a request's start to read them all."""
+def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
+    """Return an open request's parts, total and stages, each as a text with its time in ms."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
     heads, firsts = mapped.read_heads(), mapped.first_row_after(frame.start_ns)
     detail_bytes = 0 if details is None else details.count_used() - details_from
-    return sum(heads.values()) - sum(firsts.values()) > MOST_ROWS or detail_bytes > MOST_DETAIL_BYTES
-
-
-def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
-    """Return an open request's parts, total and stages, each as a text with its time in ms."""
-    if _exceeds_limits(recorder, frame, details_from):
+    if sum(heads.values()) - sum(firsts.values()) > MOST_ROWS or detail_bytes > MOST_DETAIL_BYTES:
         recorder.count(WITHOUT_PARTS)
         return [_total_text(recorder, frame)]
     trace = _read_trace(recorder, frame, details_from)

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from contextvars import Context
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,12 +29,8 @@ TRITON_MODEL = re.compile(r"\d+\.\w+")
 FINAL = 1
 """The flag of a decoupled model's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
 
-
 DROPPED = "dropped"
 """The outcome of a request whose response sender was deleted before the final response."""
-
-
-NONE = (None, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +57,8 @@ class _Batch:
         self._opened: dict[int, tuple[Exchange, Context]] = {}
         self._frame: Any = None
         if len(requests) > 1:
-            site = requests_of.step_site(_model_name(requests[0]))
+            name = f"{_model_name(requests[0])} batch"
+            site = requests_of.steps.setdefault(name, Site(name, "step"))
             self._frame = requests_of.recorder.open(site, {"requests": len(requests)})
         for request in requests:
             context, begin = Context(), requests_of.arrivals.begin
@@ -73,14 +71,17 @@ class _Batch:
         opened, self._opened = self._opened, {}
         is_alone = self._frame is None
         for index, request in enumerate(self._requests):
-            exchange, context = opened.get(id(request), NONE)
+            exchange, context = opened.get(id(request)) or (None, None)
             self._of.executing.pop(id(request), None)
-            if exchange is None or context is None:
+            if exchange is None:
                 continue
-            if error is None and self._of.leave_to_sender(exchange):
+            answers = [answer for answer in list(self._of.answers.values()) if answer.exchange is exchange]
+            if error is None and answers:  # its sender answers it later, from any thread
+                for answer in answers:
+                    answer.is_left = True
                 if is_alone:
                     self.separate_thread()
-                continue  # its sender answers it later, from any thread
+                continue
             response = responses[index] if isinstance(responses, list) and index < len(responses) else None
             _end_request(request, exchange, None if is_alone else context, response, error)
         frame, self._frame = self._frame, None
@@ -113,8 +114,8 @@ class _Requests:
         self.recorder = exchanges.recorder
         self.arrivals = exchanges.get_arrivals("triton", lambda request: "/" + _model_name(request), None, _read_call)
         self.executing: dict[int, tuple[Exchange, Context]] = {}
-        self._answers: WeakKeyDictionary[Any, _Answer] = WeakKeyDictionary()
-        self._steps: dict[str, Site] = {}
+        self.answers: WeakKeyDictionary[Any, _Answer] = WeakKeyDictionary()
+        self.steps: dict[str, Site] = {}
         self._undos: list[Undo] = []
         self._watched: set[type] = set()
 
@@ -129,21 +130,10 @@ class _Requests:
             FAULTS.note("requests of Triton", fault)
             return None
 
-    def step_site(self, name: str) -> Site:
-        """Return the site of a model's step that serves several requests."""
-        return self._steps.setdefault(name, Site(f"{name} batch", "step"))
-
-    def leave_to_sender(self, exchange: Exchange) -> bool:
-        """Leave the end of a request to its response sender. Return False if it has none."""
-        answers = [answer for answer in list(self._answers.values()) if answer.exchange is exchange]
-        for answer in answers:
-            answer.is_left = True
-        return bool(answers)
-
     def undo(self) -> None:
         """Restore the backend's classes, and end the open requests."""
         undo_all(self._undos)
-        for answer in list(self._answers.values()):
+        for answer in list(self.answers.values()):
             answer.is_left = False
             answer.exchange.end()
 
@@ -159,7 +149,7 @@ class _Requests:
             try:
                 opened = self.executing.get(id(request))
                 if opened is not None:
-                    self._answers[sender] = _Answer(*opened)
+                    self.answers[sender] = _Answer(*opened)
                     self._watch_sender(type(sender))
             except Exception as fault:
                 FAULTS.note("response sender of Triton", fault)
@@ -174,14 +164,14 @@ class _Requests:
         send = kind.send
 
         def send_and_note(sender: Any, response: Any = None, flags: int = 0) -> Any:
-            answer = self._answers.get(sender)
+            answer = self.answers.get(sender)
             if answer is not None and response is not None:
                 answer.exchange.add_items()
             try:
                 return send(sender, response, flags) if response is not None else send(sender, flags=flags)
             finally:
                 if answer is not None and isinstance(flags, int) and flags & FINAL:
-                    self._answers.pop(sender, None)
+                    self.answers.pop(sender, None)
                     _end_request(None, answer.exchange, answer.context, response)
 
         self._undos.append(replace_attribute(kind, "send", send_and_note))
@@ -192,10 +182,11 @@ def _end_request(
 ) -> None:
     failed: BaseException | str | None = error
     try:
-        is_cancelled = getattr(request, "is_cancelled", None)
+        is_cancelled, has_error = getattr(request, "is_cancelled", None), getattr(response, "has_error", None)
         if is_cancelled is not None and exchange.is_open and is_cancelled():
             exchange.facts[OUTCOME] = CANCELLED
-        failed = failed or _find_error(response)
+        if failed is None and has_error is not None and has_error():
+            failed = "TritonError"
     except Exception as fault:
         FAULTS.note("end of a request of Triton", fault)
     exchange.end(failed) if context is None else context.run(exchange.end, failed)
@@ -207,24 +198,15 @@ def _model_name(request: Any) -> str:
 
 
 def _read_call(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
-    return (_model_name(request), None, None, None), _read_headers(request), {}
-
-
-def _read_headers(request: Any) -> dict[bytes, bytes]:
-    """Return the caller's trace headers. The server passes them on if its OpenTelemetry tracing is on."""
+    """Read a request with the caller's trace headers. The server passes them on if its OpenTelemetry tracing is on."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
-    try:
-        fields = json.loads(context) if context else {}
-    except ValueError:
-        fields = {}
-    headers = fields.items() if isinstance(fields, dict) else ()
-    return {name.lower().encode(): text.encode() for name, text in headers if isinstance(text, str)}
-
-
-def _find_error(response: Any) -> str | None:
-    has_error = getattr(response, "has_error", None)
-    return "TritonError" if has_error is not None and has_error() else None
+    fields: Any = {}
+    with suppress(ValueError):
+        fields = json.loads(context or "{}")
+    pairs = fields.items() if isinstance(fields, dict) else ()
+    headers = {name.lower().encode(): text.encode() for name, text in pairs if isinstance(text, str)}
+    return (_model_name(request), None, None, None), headers, {}
 
 
 def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -258,7 +240,5 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
         coroutine = execute(self, requests)
         return await (coroutine if batch is None else batch.await_and_end(coroutine))
 
-    return [
-        requests_of.undo,
-        replace_attribute(model, "execute", awaited if inspect.iscoroutinefunction(execute) else executed),
-    ]
+    recorded = awaited if inspect.iscoroutinefunction(execute) else executed
+    return [requests_of.undo, replace_attribute(model, "execute", recorded)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, call_before, change_argument, replaces
@@ -21,8 +21,8 @@ from instrument.instrumentors.requests.exchange import (
     Attach,
     Exchange,
     Exchanges,
-    exchange_of,
     make_readers,
+    note_part,
 )
 from instrument.runtime.faults import FAULTS
 
@@ -42,7 +42,7 @@ def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     is_async = inspect.iscoroutinefunction(connection.send)
     record = functools.partial(_record_handler, arrivals=arrivals, is_async=is_async)
     serve, undo_serve = getattr(owner, name), change_argument(owner, name, int(is_class), record, key)
-    undos = [undo_serve, call_before(connection, "send", _note_message)]
+    undos = [undo_serve, call_before(connection, "send", note_part)]
     undos += [] if is_older else [_record_refusals(connection, arrivals)]
     if not is_class:
         served = module.serve
@@ -63,7 +63,12 @@ def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
 
     @contextmanager
     def record_request(connection: Any) -> Iterator[Exchange | None]:
-        exchange = _begin_request(arrivals, connection)
+        exchange: Exchange | None = arrivals.begin(connection)
+        if exchange is not None:
+            exchange.begin_answer(101, None)
+            setattr(connection, EXCHANGE, exchange)
+            if (route := getattr(connection, ROUTE, None)) is not None:
+                exchange.set_route(route)
         try:
             yield exchange
         except BaseException as error:
@@ -71,30 +76,18 @@ def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
             raise
         _end_request(exchange, connection)
 
-    @functools.wraps(handler)
     async def recorded(connection: Any, *args: Any) -> Any:
         with record_request(connection) as exchange:
             answer = handler(connection, *args)
             return await (answer if exchange is None else exchange.track_waits(answer))
 
-    @functools.wraps(handler)
     def recorded_in_thread(connection: Any, *args: Any) -> Any:
         with record_request(connection):
             return handler(connection, *args)
 
-    wrapper: Any = recorded if is_async else recorded_in_thread
+    wrapper: Any = functools.wraps(handler)(recorded if is_async else recorded_in_thread)
     setattr(wrapper, EXCHANGE, True)
     return wrapper
-
-
-def _begin_request(arrivals: Any, connection: Any) -> Exchange | None:
-    exchange: Exchange | None = arrivals.begin(connection)
-    if exchange is not None:
-        exchange.begin_answer(101, None)
-        setattr(connection, EXCHANGE, exchange)
-        if (route := getattr(connection, ROUTE, None)) is not None:
-            exchange.set_route(route)
-    return exchange
 
 
 def _end_request(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
@@ -110,11 +103,6 @@ def _end_request(exchange: Exchange | None, connection: Any, error: BaseExceptio
     exchange.finish(None if is_closed else error, in_parts=False)
 
 
-def _note_message(connection: Any, message: Any, *args: Any, **kwargs: Any) -> None:
-    if (exchange := exchange_of(connection)) is not None:
-        exchange.add_part(message if hasattr(message, "__len__") else b"")
-
-
 def _record_refusals(connection: Any, arrivals: Any) -> Undo:
     shake_hands = connection.handshake
 
@@ -128,25 +116,20 @@ def _record_refusals(connection: Any, arrivals: Any) -> Undo:
             exchange.answer_bytes = len(response.body or b"")
             exchange.finish(getattr(self.protocol, "handshake_exc", None) if response.status_code >= 500 else None)
 
-    if not inspect.iscoroutinefunction(shake_hands):
-
-        @replaces(connection, "handshake")
-        def undo_by_thread(self: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                shake_hands(self, *args, **kwargs)
-            finally:  # older versions raise after a refusal
-                note_refusal(self)
-
-        return undo_by_thread
-
-    @replaces(connection, "handshake")
-    async def undo(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def shake_noted(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             await shake_hands(self, *args, **kwargs)
         finally:
             note_refusal(self)
 
-    return undo
+    def shake_in_thread(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            shake_hands(self, *args, **kwargs)
+        finally:  # older versions raise after a refusal
+            note_refusal(self)
+
+    is_async = inspect.iscoroutinefunction(shake_hands)
+    return replaces(connection, "handshake")(shake_noted if is_async else shake_in_thread)
 
 
 def _read_headers(connection: Any) -> dict[str, str]:
@@ -155,36 +138,33 @@ def _read_headers(connection: Any) -> dict[str, str]:
     return {name.lower(): value for name, value in headers.raw_items()}
 
 
-def _read_path(connection: Any) -> str:
-    request = getattr(connection, "request", None)
-    path: str = connection.path if request is None else request.path
-    return path
-
-
-def _read_address(connection: Any, name: str) -> Any:
-    try:
-        return getattr(connection, name)
-    except OSError:
-        return None
+def _split_path(connection: Any) -> tuple[str, str, str]:
+    path: str = (getattr(connection, "request", None) or connection).path
+    return path.partition("?")
 
 
 def _read_arrival(connection: Any) -> tuple[str, str, Any]:
     transport = getattr(connection, "transport", None)
     socket = getattr(connection, "socket", None)
     secured = getattr(socket, "context", None) if transport is None else transport.get_extra_info("sslcontext")
-    return "GET", "ws" if secured is None else "wss", _read_address(connection, "local_address")
+    address = None
+    with suppress(OSError):  # it is closed
+        address = connection.local_address
+    return "GET", "ws" if secured is None else "wss", address
 
 
 def _read_client(connection: Any) -> str | None:
-    address = _read_address(connection, "remote_address")
-    return address[0] if isinstance(address, tuple) else None
+    with suppress(OSError):
+        if isinstance(address := connection.remote_address, tuple):
+            return str(address[0])
+    return None
 
 
 READS = make_readers(
     _read_arrival,
     _read_headers,
-    lambda connection: _read_path(connection).partition("?")[0],
-    lambda connection: _read_path(connection).partition("?")[2],
+    lambda connection: _split_path(connection)[0],
+    lambda connection: _split_path(connection)[2],
     _read_client,
 )
 
