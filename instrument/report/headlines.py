@@ -180,8 +180,6 @@ def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatc
     """Return the batches that serve an endpoint's requests most often, None without any."""
     joined, trace = recording.once(joined_requests), recording.columns
     served = joined.served
-    if not len(served.batch):
-        return None
     is_served = np.append(have_name(recording, endpoint.name), False)[served.request]
     counts = Counter(trace.sites[site].name for site in trace.site[served.batch[is_served]].tolist())
     if not counts:

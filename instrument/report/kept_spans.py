@@ -230,11 +230,9 @@ class KeptSpans:
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
     def _site_texts(self) -> list[list[str]]:
-        rows = []
-        for site in map(self._trace.sites.__getitem__, self._sites.tolist()):
-            name, instance, place = (shorten(safe(text), NAME) for text in (site.name, site.instance, where_of(site)))
-            rows.append([name or "(no name)", site.kind, instance, place])
-        return rows
+        sites = [self._trace.sites[site] for site in self._sites.tolist()]
+        texts = [(site.name or "(no name)", site.kind, site.instance, where_of(site)) for site in sites]
+        return [[shorten(safe(text), NAME) for text in site] for site in texts]
 
     @cached_property
     def _lanes_and_spans(self) -> tuple[list[tuple[int, int]], Int64s]:

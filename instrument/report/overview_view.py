@@ -18,6 +18,7 @@ The row `together` compares all communication with computation on the devices (o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -324,12 +325,11 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     of, base = "window", union(np.array(window[:1]), np.array(window[1:]))
     if steps is not None and len(steps.union.starts):
         of, base = "step", steps.union
-    base_ns, (communicates, computes) = base.length_ns(), _divide_communication(trace, window, calls, base)
-    if not communicates:
+    base_ns, works = base.length_ns(), _divide_communication(trace, window, calls, base)
+    if not works:
         return DistributionView(coverage, of, base_ns, (), (), options)
-    on_host, by_host = communicates.pop(HOST, NOTHING), computes.pop(HOST, NOTHING)
-    devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
-    of_devices = [(communicates.get(device, NOTHING), computes.get(device, NOTHING)) for device in devices]
+    on_host, by_host = works.pop(HOST)
+    devices = sorted(works, key=lambda device: (len(device), device))
 
     def use(name: str, communicating: Union, computing: Union, overlaps: Union | None = None) -> DistributionUse:
         overlap_ns = shared_ns(communicating, computing) if overlaps is None else overlaps.length_ns()
@@ -337,40 +337,35 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
 
     places = [use(HOST, on_host, by_host)] if options.state != "GPU" else []
     if options.state != "CPU":
-        places += [use(device, *unions) for device, unions in zip(devices, of_devices, strict=True)]
+        places += [use(device, *works[device]) for device in devices]
     if devices and options.state == "All":
-        overlaps = unite(
-            [intersect(unite([on_host, communicating]), computing) for communicating, computing in of_devices]
-        )
-        everywhere = unite([on_host, *communicates.values()])
-        computing = unite([computing for _, computing in of_devices])
-        if len(computing.starts):
-            places.append(use(TOGETHER, everywhere, computing, overlaps))
-        else:
-            places.append(use(TOGETHER, everywhere, by_host))
+        communicating, computing = map(list, zip(*works.values(), strict=True))
+        pairs = zip(communicating, computing, strict=True)
+        overlaps = unite([intersect(unite([on_host, communicates]), computes) for communicates, computes in pairs])
+        everywhere, by_devices = unite([on_host, *communicating]), unite(computing)
+        has_work = len(by_devices.starts) > 0
+        places.append(use(TOGETHER, everywhere, *((by_devices, overlaps) if has_work else (by_host,))))
     operations = tuple(_operation_uses(trace, calls, options))
     return DistributionView(coverage, of, base_ns, tuple(places), operations, options)
 
 
-def _divide_communication(
-    trace: Columns, window: Interval, calls: Int64s, base: Union
-) -> tuple[dict[str, Union], dict[str, Union]]:
+def _divide_communication(trace: Columns, window: Interval, calls: Int64s, base: Union) -> dict[str, list[Union]]:
     """Return the communication and the computation of the host and of each device within the base time."""
     is_named = trace.are_of_sites(
         [site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS) for site in trace.sites]
     )
     if not is_named.any():
-        return {}, {}  # there is nothing to compare
+        return {}  # there is nothing to compare
     intervals = trace.device.select(trace.device.timed).clip_to(window)
     is_comm = are_in_communication(trace, intervals) | is_named[intervals.row]
     computes = ~is_comm & ~trace.are_of_kind("copy")[intervals.row]
-    communication = {HOST: intersect(union(*_flight_times(trace, calls)), base)} if len(calls) else {}
-    computation: dict[str, Union] = {}
-    for (device, work), stretches in divide_by_device(intervals, {"comm": is_comm, "": computes}).items():
-        (communication if work else computation)[f"device {device}"] = intersect(stretches.union, base)
-    if communication:
-        computation[HOST] = intersect(_computation_of_host(trace, window), base)
-    return communication, computation
+    if not len(calls) and not is_comm.any():
+        return {}
+    works: dict[str, list[Union]] = defaultdict(lambda: [NOTHING, NOTHING])
+    works[HOST] = [union(*_flight_times(trace, calls)), _computation_of_host(trace, window)]
+    for (device, work), stretches in divide_by_device(intervals, {"communication": is_comm, "": computes}).items():
+        works[f"device {device}"][not work] = stretches.union
+    return {place: [intersect(work, base) for work in pair] for place, pair in works.items()}
 
 
 def _computation_of_host(trace: Columns, window: Interval) -> Union:

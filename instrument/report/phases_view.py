@@ -66,10 +66,9 @@ def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     rows = np.flatnonzero(is_call & ~np.append(is_work, np.False_)[trace.parent])
     stood_still = is_call & were_suspended(trace)
     is_below = nearest_above(trace.parent, stood_still) != NONE if stood_still.any() else stood_still
-    rank = np.where((units.is_aside | is_below | stood_still)[rows], OTHER, OWN)
-    rank[(rank == OWN) & (np.array([*(name == OPTIMIZER for name in of_sites), False])[trace.site[rows]])] = (
-        OWN_OPTIMIZER
-    )
+    is_optimizer = trace.are_of_sites([name == OPTIMIZER for name in of_sites])[rows]
+    is_aside = (units.is_aside | is_below | stood_still)[rows]
+    rank = np.select([is_aside, is_optimizer], [OTHER, OWN_OPTIMIZER], OWN)
     line, ends = _place_calls(trace, units, rows, stood_still[rows])
     is_outside = (line == NONE) & (trace.start_ns[rows] < interval[1]) & (trace.end_ns[rows] > interval[0])
     outside = rows[is_outside]

@@ -382,17 +382,10 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
         return ()
     names, of_site = trace.numbered_sites(attrgetter("name"))
     groups, places = Groups(of_site[trace.site[whole]], len(names)), joined.of[whole]
-    sizes, own_ns, shared_ns = (
-        column.tolist()
-        for column in (
-            groups.count_members(),
-            groups.sum_by_group(times.own_ns[places]),
-            groups.sum_by_group(times.shared_ns[places]),
-        )
-    )
-    rows = [
-        EndpointShare(*columns, None) for columns in zip(names, sizes, own_ns, shared_ns, strict=True) if columns[1]
-    ]
+    times_of_places = times.own_ns[places], times.shared_ns[places]
+    columns = groups.count_members(), *map(groups.sum_by_group, times_of_places)
+    numbers = zip(names, *(column.tolist() for column in columns), strict=True)
+    rows = [EndpointShare(name, size, own_ns, shared_ns, None) for name, size, own_ns, shared_ns in numbers if size]
     rows.sort(key=lambda row: (-row.device_ns, row.name))
     whole_ns = sum(row.device_ns for row in rows)
     shown = bound_rows(rows, options, attrgetter("device_ns"), row_adder("requests", "own_ns", "shared_ns"))
@@ -402,18 +395,16 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
     """Return the slowest requests, each with the cause of its excess over typical requests of its endpoint."""
     trace, joined, parts = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
-    typical: dict[int, Mapping[str, int]] = {}
-    slowest = []
+    typical, slowest = dict[int, Mapping[str, int]](), []
     longest = np.lexsort((trace.start_ns[table.rows], -table.wall_ns))[: options.rows or SLOWEST]
     for index in longest.tolist():
-        endpoint, place, cause = int(table.endpoint[index]), int(table.place[index]), None
+        endpoint, place = int(table.endpoint[index]), int(table.place[index])
         if endpoint not in typical:
             alike = table.place[table.endpoint == endpoint]
             typical[endpoint] = typical_times(parts, alike) if len(alike) >= ENOUGH else {}
-        if typical[endpoint]:
-            cause = find_blame(trace, joined, parts, place, typical[endpoint])
-            if cause is not None and cause.excess_ns * NOTABLE < int(table.wall_ns[index]):
-                cause = None
+        cause = find_blame(trace, joined, parts, place, typical[endpoint]) if typical[endpoint] else None
+        if cause is not None and cause.excess_ns * NOTABLE < int(table.wall_ns[index]):
+            cause = None
         slowest.append(_make_slow_request(recording, place, cause, options))
     return tuple(slowest)
 
