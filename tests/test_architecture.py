@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_259, 4),
     "recorder": (2_537, 10),
     "recording": (4_110, 15),
-    "report": (13_415, 37),
+    "report": (13_396, 37),
     "runtime": (2_800, 13),
     "sessions": (6_341, 19),
     "trace": (10_328, 29),
