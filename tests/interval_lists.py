@@ -33,4 +33,10 @@ def assign_self_times(spans: Sequence[Span]) -> None:
             children.setdefault(parent.span_id, []).append((span.start_ns, span.end_ns))
     for span in spans:
         inside = children.get(span.span_id, ())
-        span.self_ns = span.total_ns - covered_ns(inside, (span.start_ns, span.end_ns))
+        clipped = [(max(start, span.start_ns), min(end, span.end_ns)) for start, end in inside]
+        span.self_ns = span.total_ns - covered_ns(clipped)
+
+
+def elapsed_ns(span: Span) -> int:
+    """Return the length of the union of a span's host interval and device intervals."""
+    return covered_ns([(span.start_ns, span.end_ns), *((work.start_ns, work.end_ns) for work in span.device)])

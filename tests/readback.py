@@ -11,12 +11,12 @@ import numpy as np
 
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import memory_layout
-from instrument.recording.mapped import _CHUNK, _HIGH, _TOTALS, details_in
+from instrument.recording.mapped import _CHUNK, _HIGH, _TOTALS, INTERVALS, details_in
 from instrument.recording.mapped_facts import detail_of, facts_in
 from instrument.recording.memory_layout import Row, unpacked_rows
 from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import DeviceInterval, Span
-from instrument.trace.columns import Columns, DeviceIntervals, device_intervals, view_cells
+from instrument.trace.columns import Columns, DeviceIntervals, device_intervals
 from instrument.trace.of_recording import RowSnapshot
 from instrument.trace.trace import spans_of
 
@@ -37,7 +37,7 @@ def columns_in(recorder: Any = RECORDER, start_ns: int = 0, end_ns: int | None =
 def intervals_in(ring: IntervalRing, span_ids: Iterable[int]) -> dict[int, tuple[DeviceInterval, ...]]:
     """Return the intervals of spans by the spans' ids, each span's in order of time."""
     ids = sorted(span_ids)
-    work = device_intervals(view_cells(ring.packed()), np.array(ids, np.int64))
+    work = device_intervals(np.frombuffer(ring.packed(), INTERVALS), np.array(ids, np.int64))
     found: dict[int, tuple[DeviceInterval, ...]] = {}
     names = ("device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
     for row, *place, label, uncertainty_ns in zip(

@@ -32,7 +32,7 @@ from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import BATCH_KEYS, HOST, Cost, DeviceInterval, Gpu, Kernel, Origin, Sample, Site, Span
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace import file, metadata
-from instrument.trace.trace import Allocation, Trace
+from instrument.trace.trace import Trace
 
 BASE_NS = 123_456_789_012_345
 ORIGIN = Origin(4711, "chat-7b", BASE_NS - 5, 1_763_683_200_000_000_001, "native", "profile.yaml", "node-3")
@@ -371,29 +371,6 @@ def test_a_kernel_beyond_all_times_is_refused(tmp_path: Path, start_ns: int, len
     path.write_text(json.dumps(document))
     with pytest.raises(TraceError, match="a kernel in it is not valid; it is damaged"):
         chrome.load(path)
-
-
-@pytest.mark.parametrize("allocations", ["list", "text"])
-def test_kernels_and_allocations_of_earlier_versions_are_read(tmp_path: Path, allocations: str) -> None:
-    kernels = [Kernel("gemm", "kernel", 0, 7, BASE_NS + 1, BASE_NS + 5, 3, BASE_NS)]
-    watched = {
-        "kernels": kernels,
-        "watched": (BASE_NS, BASE_NS + 9),
-        "allocations": [Allocation(0, BASE_NS + 2, 3, 8, 5, 8)],
-    }
-    path = chrome.dump(tmp_path / "trace.json", trace(span(1, 0, 10), **watched))
-    document = json.loads(path.read_text())
-    facts, base_ns = document["instrument"], document["instrument"]["base_ns"]
-    del facts["columns"]
-    row = [0, BASE_NS + 2 - base_ns, 3, 8, 5, 8, 0]
-    packed = base64.b64encode(zlib.compress(np.array(row, dtype="<i8").tobytes())).decode()
-    start_ns = BASE_NS - base_ns
-    facts |= {"format": 5, "kernels": [[0, "kernel", 0, 7, start_ns + 1, 4, 3, start_ns]]}
-    facts["allocations"] = packed if allocations == "text" else [row[:6]]
-    path.write_text(json.dumps(document))
-    loaded, _ = chrome.load(path)
-    assert list(loaded.kernels) == kernels
-    assert list(loaded.allocations) == watched["allocations"]
 
 
 def test_a_watched_time_beyond_all_times_is_refused(tmp_path: Path) -> None:

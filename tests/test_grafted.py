@@ -42,7 +42,7 @@ from instrument.trace.joined import join
 from instrument.trace.ledger import compute_ledger
 from instrument.trace.merge import merge
 from instrument.trace.request_trees import graft, grafted, trace_id_of
-from instrument.trace.stages import make_spans_of_stages
+from instrument.trace.stages import make_stage_spans
 from instrument.trace.trace import Trace, columns_of_spans, spans_of
 
 
@@ -396,7 +396,7 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
     merged = merge([saved(its, pid, "one") for pid, its in parts.items() if its])
     columns = merged.saved.trace.columns
     joined = join(columns)
-    below = make_spans_of_stages(columns, joined)
+    below = make_stage_spans(columns, joined)
     found = [
         span
         for _, its in spans_by_process(merged, grafted(columns, joined, "run"), joined, below)

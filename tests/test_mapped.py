@@ -40,7 +40,7 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import ROWS, Mapped
-from instrument.recording.mapped_facts import Detail, detail_of, facts_in
+from instrument.recording.mapped_facts import detail_of, facts_in
 from instrument.recording.slot_ring import INTERVAL_BYTES, LABELS, IntervalRing, Readings
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
 from instrument.recording.tally import Tally
@@ -90,7 +90,7 @@ def lines(tally: Tally) -> list[Any]:
     ]
 
 
-def details_of(mapped: Mapped) -> dict[int, Detail]:
+def details_of(mapped: Mapped) -> dict[int, tuple[int, str | None, dict[str, Any]]]:
     found, _ = mapped.details_since(0)
     return {span_id: detail_of(active_ns, facts_in(text)) for span_id, (active_ns, text) in found.items()}
 
@@ -180,7 +180,7 @@ def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows
             ]  # fmt: skip
     details = details_of(mapped)
     told = {span_id: (row[9], row[10] or {}) for span_id, row in rows.items() if row[9] or row[10]}
-    assert {span_id: (one.error, one.attributes) for span_id, one in details.items()} == told
+    assert {span_id: (error, attributes) for span_id, (_, error, attributes) in details.items()} == told
     assert {site.name: site.attributes for site in mapped.sites()}["outer"] == (("rank", 3),)
 
 
@@ -381,10 +381,10 @@ def test_batches_of_many_keys_are_reported_whole_and_what_is_too_long_is_counted
         raise KeyError
     mapped = read(recorder)
     told = sorted(details_of(mapped).items())
-    assert [one.attributes for _, one in told[:-2]] == [
+    assert [attributes for _, (_, _, attributes) in told[:-2]] == [
         {BATCH_KEYS: [*batch], BATCH_WEIGHTS: [*batch.values()]} for batch in batches
     ]
-    assert [(dict(one.attributes), one.error) for _, one in told[-2:]] == [({}, None), ({}, "KeyError")]
+    assert [(attributes, error) for _, (_, error, attributes) in told[-2:]] == [({}, None), ({}, "KeyError")]
     assert mapped.losses()["details that only the process itself could read"] == 2
 
 

@@ -36,7 +36,7 @@ from instrument.trace.merge import merge
 from instrument.trace.request_trees import grafted
 from instrument.trace.sampling_criteria import TailSampler
 from instrument.trace.sent_rows import Settling
-from instrument.trace.stages import make_spans_of_stages
+from instrument.trace.stages import make_stage_spans
 from instrument.trace.unsettled import UnsettledRows
 
 FRONT, ENGINE = 1, 2
@@ -288,7 +288,7 @@ def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, i
     merged = merge(parts)
     joined = join(merged.saved.trace.columns)
     columns = grafted(merged.saved.trace.columns, joined, "run")
-    below = make_spans_of_stages(columns, joined)
+    below = make_stage_spans(columns, joined)
     numbers = columns.attributes.values("number", np.arange(len(columns)))
     number_of = dict(zip(columns.span_id.tolist(), (int(str(number)) for number in numbers), strict=True))
     derived = {one.span_id for its in below.values() for one in its}

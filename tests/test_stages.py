@@ -18,7 +18,7 @@ from instrument.profile.keys import load
 from instrument.recording.spans import FIRST_ITEM, ITEMS, AttributeValue, Origin, Site, Span
 from instrument.trace import file
 from instrument.trace.joined import join
-from instrument.trace.stages import find_stages, make_spans_of_stages
+from instrument.trace.stages import find_stages, make_stage_spans
 from instrument.trace.trace import Trace, columns_of_spans
 
 PREFILL, DECODE = Site("engine.prefill", "step"), Site("engine.decode", "step")
@@ -148,7 +148,7 @@ def test_the_words_of_generations_are_for_what_a_model_generates(
     for at, of in enumerate(batches):
         spans.append(made(10 + at, of, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"]))
     trace = columns_of_spans(spans)
-    [found] = make_spans_of_stages(trace, join(trace)).values()
+    [found] = make_stage_spans(trace, join(trace)).values()
     words = ("queue", "prefill", "decode") if is_generation else ("queue", "first batch", "later batches")
     assert tuple(span.site.name for span in found) == words
     names = {name for span in found for name in span.attributes if not name.startswith("gen_ai.request.")}
@@ -231,12 +231,12 @@ def test_a_request_that_is_not_there_from_begin_to_end_has_none() -> None:
 def test_stages_lie_within_their_request_and_do_not_overlap(seed: int) -> None:
     trace = columns_of_spans(schedule(seed))
     joined = join(trace)
-    for row, spans in make_spans_of_stages(trace, joined).items():
+    for row, spans in make_stage_spans(trace, joined).items():
         assert all(trace.start_ns[row] <= one.start_ns < one.end_ns <= trace.end_ns[row] for one in spans)
         once = sorted((one.start_ns, one.end_ns) for one in spans if one.site.name != "stall")
         assert all(before[1] <= after[0] for before, after in pairwise(once))
         assert {(one.parent_id, one.root_id) for one in spans} == {(trace.span_id[row], trace.root_id[row])}
-    ids = [one.span_id for spans in make_spans_of_stages(trace, joined).values() for one in spans]
+    ids = [one.span_id for spans in make_stage_spans(trace, joined).values() for one in spans]
     assert len({*ids, *trace.span_id.tolist()}) == len(ids) + len(trace)
 
 

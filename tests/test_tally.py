@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from interval_lists import elapsed_ns
 from raw_spans import counted, counted_paths
 from readback import spans_in
 from tallies import Tally, Totals, by_keys
@@ -52,7 +53,7 @@ def span_lists(draw: st.DrawFn) -> list[Span]:
 
 def alone(span: Span, *, is_inner: bool) -> Totals:
     """The totals of one call; of one inside another, its total and its device time are in that of the outer one."""
-    took_ns = span.total_ns if is_inner else span.elapsed_ns
+    took_ns = span.total_ns if is_inner else elapsed_ns(span)
     sums = (0, span.self_ns, 0, 0, 0) if is_inner else (span.total_ns, span.self_ns, 0, span.device_ns, took_ns)
     moved_bytes = span.attributes.get("bytes", 0) if span.site.kind == "copy" else 0
     assert isinstance(moved_bytes, int)

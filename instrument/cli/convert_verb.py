@@ -158,7 +158,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.trace.joined import join
     from instrument.trace.merge import merge
     from instrument.trace.request_trees import grafted, rows_by_process
-    from instrument.trace.stages import make_spans_of_stages
+    from instrument.trace.stages import make_stage_spans
     from instrument.trace.trace import with_spans
 
     if not all(saved.trace.origin.realtime_ns for saved in files):
@@ -167,7 +167,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     facts, columns = merged.saved.trace, merged.saved.trace.columns
     joined = join(columns, facts.apart_ns)
     grafted_columns = grafted(columns, joined, facts.origin.run)
-    trace = with_spans(grafted_columns, [*chain.from_iterable(make_spans_of_stages(grafted_columns, joined).values())])
+    trace = with_spans(grafted_columns, [*chain.from_iterable(make_stage_spans(grafted_columns, joined).values())])
     ids = SpanIds(trace, Ids())
     links = ids.links_of(joined)
 

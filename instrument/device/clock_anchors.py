@@ -77,9 +77,8 @@ class Ahead(NamedTuple):
     def place_event(self, offset_ns: int) -> AnchoredMoment:
         """Return the host time of an event. `offset_ns` is its distance from the newest anchor in device ns."""
         uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + measure_grain(offset_ns)
-        return AnchoredMoment(
-            self.host_ns + round(offset_ns * self.rate), round(uncertainty_ns), offset_ns <= FARTHEST_NS
-        )
+        host_ns = self.host_ns + round(offset_ns * self.rate)
+        return AnchoredMoment(host_ns, round(uncertainty_ns), offset_ns <= FARTHEST_NS)
 
 
 class Lead(NamedTuple):
@@ -145,7 +144,7 @@ class Anchors:
                 return int(error)
         best: Anchor | None = None
         for _ in range(BURST):
-            error, event = (0, self._spare.pop()) if self._spare else driver.new_event()
+            error, event = self.take_spare_event()
             if error:
                 return int(error)
             error, before_ns, after_ns = self._read_anchor(event)
@@ -187,7 +186,7 @@ class Anchors:
         return self._keep_anchor(Anchor(event, since_ns + half_ns, half_ns, self._take_tightest_reading()))
 
     def take_spare_event(self) -> tuple[int, Any]:
-        """Return the driver's error and an event, to replace an adopted one."""
+        """Return the driver's error, and an event that is not in use."""
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
 
     def _record_event(self, event: Any) -> int:
@@ -214,22 +213,15 @@ class Anchors:
                 rate_error = (anchor.uncertainty_ns + before.uncertainty_ns + RESOLUTION_NS) / device_ns
                 if rate_error < DRIFT and abs(rate - 1) <= JUMP + rate_error:
                     before.rate, before.rate_error = rate, rate_error
-            self._note_lead(before, anchor)
+            passed_ns = anchor.lead.at_ns - before.lead.at_ns
+            if passed_ns > 0:
+                bend_ns = self._measure_bend(anchor.lead)
+                before.lead_rate = (anchor.lead.lead_ns - before.lead.lead_ns) / passed_ns
+                before.bend_ns = bend_ns
         self._anchors.append(anchor)
         if len(self._anchors) > ANCHORS_KEPT:
             self._spare.append(self._anchors.pop(0).event)
         return 0
-
-    def _note_lead(self, before: Anchor, anchor: Anchor) -> None:
-        """Store the growth of the lead per ns between two anchors, and how much the growth has changed."""
-        passed_ns = anchor.lead.at_ns - before.lead.at_ns
-        if passed_ns <= 0:
-            return
-        gained_ns = anchor.lead.lead_ns - before.lead.lead_ns
-        usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
-        before.lead_rate = gained_ns / passed_ns
-        before.bend_ns = abs(gained_ns - (usual or 0.0) * passed_ns) + before.lead.uncertainty_ns
-        before.bend_ns += anchor.lead.uncertainty_ns
 
     @property
     def stream(self) -> Any:
@@ -245,7 +237,8 @@ class Anchors:
         rate, rate_error, _ = self._find_rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
         if rate_error != DRIFT:
-            uncertainty_ns, wander = uncertainty_ns + self._measure_deviation(), rate_error + WANDER
+            uncertainty_ns += self._measure_bend(self._take_tightest_reading())
+            wander = rate_error + WANDER
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def place_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
@@ -275,18 +268,15 @@ class Anchors:
             uncertainty_ns += distance_ns * DRIFT
         else:
             uncertainty_ns += distance_ns * (rate_error + SLEW)
-        place = AnchoredMoment(
-            anchor.host_ns + round(offset_ns * rate), round(uncertainty_ns), abs(offset_ns) <= FARTHEST_NS
-        )
-        return 0, place
+        host_ns, is_near = anchor.host_ns + round(offset_ns * rate), abs(offset_ns) <= FARTHEST_NS
+        return 0, AnchoredMoment(host_ns, round(uncertainty_ns), is_near)
 
-    def _measure_deviation(self) -> float:
-        """Return how many ns the host's clock has deviated from its earlier rate since the newest anchor."""
-        anchor_lead, now = self._anchors[-1].lead, self._take_tightest_reading()
-        usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
-        passed_ns = now.at_ns - anchor_lead.at_ns
-        bent_ns = abs(now.lead_ns - anchor_lead.lead_ns - (usual or 0.0) * passed_ns)
-        return bent_ns + anchor_lead.uncertainty_ns + now.uncertainty_ns
+    def _measure_bend(self, lead: Lead) -> float:
+        """Return the ns by which the host's clock has deviated from its earlier rate between the newest anchor and a
+        later reading."""
+        before, usual = self._anchors[-1].lead, self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
+        bent_ns = abs(lead.lead_ns - before.lead_ns - (usual or 0.0) * (lead.at_ns - before.at_ns))
+        return bent_ns + before.uncertainty_ns + lead.uncertainty_ns
 
     def _find_rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
         """Return the host ns per device ns near an anchor, and the error of this rate. The third item is True for a

@@ -142,16 +142,21 @@ class CudaDriver:
         # The bindings read it once, when they are imported.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", "0")
         self.default_stream = PER_THREAD if per_thread.strip().isdigit() and int(per_thread) else 0
-        self.mark: Callable[[Any, int], int] = self._make_marker(library)
+        numbers = getattr(library, "cuStreamGetId", None)  # from CUDA 12.0 on
+        addresses = _address_of(library.cuEventRecord), _address_of(library.cuStreamIsCapturing)
+        number_of = 0 if numbers is None else _address_of(numbers)
+        self.mark: Callable[[Any, int], int] = functools.partial(
+            native.MODULE.mark, *addresses, number_of, not holds_gil
+        )
+        """A function that records an event on a stream, unless the stream is captured. It returns the stream's number,
+        or an error as a negative number."""
         # The bindings know only one of the two, and raise if the driver is older.
         elapsed = _address_of(getattr(library, "cuEventElapsedTime_v2", library.cuEventElapsedTime))
         float_address = ctypes.POINTER(ctypes.c_float)
         self._elapsed = ctypes.CFUNCTYPE(ctypes.c_int, float_address, ctypes.c_void_p, ctypes.c_void_p)(elapsed)
         self._record, self._query = _address_of(library.cuEventRecord), _address_of(library.cuEventQuery)
         measure = native.MODULE.measure
-        self._measure: Callable[[int, list[int]], list[tuple[int, float, float]]] = functools.partial(
-            measure, self._query, elapsed
-        )
+        self._measure: Callable[..., list[tuple[int, float, float]]] = functools.partial(measure, self._query, elapsed)
 
     @functools.cached_property
     def misfit(self) -> str:
@@ -166,16 +171,6 @@ class CudaDriver:
             return f"error {error}"
 
     # ---------------------------------------------------------------- on a thread of the service
-
-    def _make_marker(self, library: ctypes.CDLL) -> Callable[[Any, int], int]:
-        """Return a function that records an event on a stream, unless the stream is captured.
-
-        It returns the stream's number, or an error as a negative number.
-        """
-        numbers = getattr(library, "cuStreamGetId", None)  # from CUDA 12.0 on
-        addresses = _address_of(library.cuEventRecord), _address_of(library.cuStreamIsCapturing)
-        number_of = 0 if numbers is None else _address_of(numbers)
-        return functools.partial(native.MODULE.mark, *addresses, number_of, not self.holds_gil)
 
     def _call_driver(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
         """Call a function of the bindings. Return the driver's error and the value, if any.
@@ -362,7 +357,7 @@ def find_current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
     return current
 
 
-def find_current_of_numba(device: Callable[[], int], used: Callable[[], int | None] = lambda: None) -> Current:
+def find_current_of_numba(device: Callable[[], int], used: Callable[[], int | None]) -> Current:
     """Return a function for the stream that the calling thread last used with numba, which has no current stream.
 
     Before the first use nothing is timed. An event on the default stream would make later work wait for every blocking

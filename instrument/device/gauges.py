@@ -91,7 +91,11 @@ REOPENED_AT_MOST = 5
 
 Keep = Callable[[Sequence[Sample]], object]
 
-_Read = Callable[[int, bool], bool]
+Readout = Sequence[tuple[int, Values]]
+"""The gauges of each device that were read at one time."""
+
+_Read = Callable[[int, bool], "Readout | None"]
+"""A function that reads gauges at a time, and also the rare ones if wanted. It returns None to be called no more."""
 
 
 class GaugeSources:
@@ -151,13 +155,17 @@ class GaugeSources:
         gpus, host, is_open = self._nvml, self._host, False
         if gpus is not None:
             self._run_safely(partial(self._close, gpus))  # of a run that died
-            is_open = self._run_safely(partial(self._open, gpus))
+            is_open = self._run_safely(partial(self._open, gpus)) is not None
             if is_open:
                 self._sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns, SHORTEST_NS
         if host is not None and (is_open or self._settings.host_ns != AUTO_NS):
-            self._sources["host"] = partial(self._read_host, host), self._host_ns, SHORTEST_NS
+            self._sources["host"] = lambda *at: [(HOST, host.read(*at))], self._host_ns, SHORTEST_NS
             if self._pid is None:
-                self._sources["torch"] = self._read_torch, self._host_ns, 0
+                self._sources["torch"] = (
+                    lambda _, rarely: GaugeSources.torch_memory(self, rarely=rarely),
+                    self._host_ns,
+                    0,
+                )
         now_ns = time.monotonic_ns()
         self._due_ns = {
             name: now_ns + (interval_ns if name != "nvml" else 0) for name, (_, interval_ns, _) in self._sources.items()
@@ -185,8 +193,11 @@ class GaugeSources:
             # Right after a late reading, another would have no time for shares and rates.
             self._newest_ns[name] = now_ns
             self._due_ns[name] = max(self._due_ns[name] + interval_ns, now_ns + interval_ns // 2)
-            if not self._run_safely(partial(read, now_ns, rarely)):
-                del self._due_ns[name]
+            gauges = self._run_safely(partial(read, now_ns, rarely))
+            for device, values in gauges or ():
+                self._just_read += [Sample(gauge, device, now_ns, values[gauge]) for gauge in sorted(values)]
+            if gauges is None or (name == "torch" and self._torch.problem):
+                self._due_ns.pop(name, None)
         if "nvml" not in self._due_ns and self._settings.host_ns == AUTO_NS:
             self._due_ns.clear()  # the host was read with the GPUs
         samples, self._just_read = self._just_read, []
@@ -198,69 +209,53 @@ class GaugeSources:
         if self._nvml is not None:
             self._run_safely(partial(self._close, self._nvml))
 
-    def _run_safely(self, action: Callable[[], bool]) -> bool:
-        """Return an action's result. After an error, count the fault and return True."""
+    def _run_safely(self, action: Callable[[], Readout | None]) -> Readout | None:
+        """Return the result of an action. If it raises, count the fault as ours and return an empty result."""
         try:
             return action()
         except Gone:
             self._due_ns.clear()
-            return True
         except Exception as fault:
             FAULTS.note("reading of gauges", fault)
-            return True
+        return ()
 
     # ------------------------------------------------------------ reading
 
-    def _open(self, gpus: Nvml) -> bool:
+    def _open(self, gpus: Nvml) -> Readout | None:
+        """Open NVML. Return None if there is no GPU to read."""
         try:
             with self.inside:
                 gpus.open()
         except NvmlError as error:
             self.reasons.append(str(error))
-            return False
+            return None
         if not gpus.count and not gpus.notes:
             self.reasons.append("NVML: there is a driver, and no GPU")
-        return gpus.count > 0
+        return () if gpus.count else None
 
-    def _close(self, gpus: Nvml) -> bool:
+    def _close(self, gpus: Nvml) -> Readout:
         with self.inside:
             gpus.close()
-        return True
+        return ()
 
-    def _read_gpus(self, gpus: Nvml, now_ns: int, rarely: bool) -> bool:
+    def _read_gpus(self, gpus: Nvml, now_ns: int, rarely: bool) -> Readout | None:
+        """Read the GPUs. After other code of the process has shut NVML down, open it again."""
         try:
             with self.inside:
-                gauges = gpus.read(now_ns, rarely)
+                return gpus.read(now_ns, rarely)
         except Closed:
-            return self._reopen(gpus)
+            self._reopened += 1
+            if self._reopened <= REOPENED_AT_MOST:
+                return self._open(gpus)
+            self.reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
         except NvmlError as error:
             self.reasons.append(f"{error}; the GPUs are not read any more")
-            return False
-        self._note(now_ns, gauges)
-        return True
+        return None
 
-    def _reopen(self, gpus: Nvml) -> bool:
-        self._reopened += 1
-        if self._reopened > REOPENED_AT_MOST:
-            self.reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
-            return False
-        return self._open(gpus)
-
-    def _read_host(self, host: Host, now_ns: int, rarely: bool) -> bool:
-        self._note(now_ns, [(HOST, host.read(now_ns, rarely))])
-        return True
-
-    def _read_torch(self, now_ns: int, rarely: bool) -> bool:
-        self._note(now_ns, self._read_torch_memory(rarely))
-        return not self._torch.problem
-
-    def _read_torch_memory(self, rarely: bool) -> list[tuple[int, Values]]:
+    def torch_memory(self, *, rarely: bool) -> Readout:
+        """Read torch's allocator. Only one thread may call it."""
         with self.inside:
             return self._torch.read(rarely)
-
-    def _note(self, now_ns: int, gauges: Sequence[tuple[int, Mapping[str, float | None]]]) -> None:
-        for device, values in gauges:
-            self._just_read += [Sample(name, device, now_ns, values[name]) for name in sorted(values)]
 
     # ------------------------------------------------------------ results
 
@@ -377,10 +372,9 @@ class Gauges(GaugeSources):
 
     # ------------------------------------------------------------ reading
 
-    def torch_memory(self, *, rarely: bool) -> list[tuple[int, Values]]:
-        """Read torch's allocator, while the agent reads all other gauges. Only one thread may call it."""
-        self._watch_forks()
-        return self._read_torch_memory(rarely)
+    def torch_memory(self, *, rarely: bool) -> Readout:
+        self._watch_forks()  # the agent may read all other gauges
+        return super().torch_memory(rarely=rarely)
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
         self._readings.add(samples)

@@ -255,7 +255,17 @@ class Nvml:
         return {"utilization": rates.gpu, "memory_active": rates.memory}
 
     def _read_memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        memory = _read_memory_info(nvml, device)
+        """Read the memory by the second version of NVML's call, which leaves out the driver's own memory as nvidia-smi
+        does. If it is missing, use the first version."""
+        memory = None
+        if "v2" not in device.absent:
+            try:
+                memory = nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
+            except nvml.NVMLError as error:
+                if error.value not in (nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NOT_SUPPORTED):
+                    raise
+                device.absent.add("v2")
+        memory = memory or nvml.nvmlDeviceGetMemoryInfo(device.handle)
         return {"memory_used": memory.used, "memory_total": memory.total}
 
     def _read_power(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
@@ -279,10 +289,8 @@ class Nvml:
         return {"temperature": nvml.nvmlDeviceGetTemperature(device.handle, nvml.NVML_TEMPERATURE_GPU)}
 
     def _read_clocks(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        return {
-            "sm_clock": nvml.nvmlDeviceGetClockInfo(device.handle, nvml.NVML_CLOCK_SM),
-            "memory_clock": nvml.nvmlDeviceGetClockInfo(device.handle, nvml.NVML_CLOCK_MEM),
-        }
+        kinds = {"sm_clock": nvml.NVML_CLOCK_SM, "memory_clock": nvml.NVML_CLOCK_MEM}
+        return {name: nvml.nvmlDeviceGetClockInfo(device.handle, kind) for name, kind in kinds.items()}
 
     def _read_process_memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
         """Read the process's memory. NVML does not know processes in other pid namespaces (containers)."""
@@ -350,8 +358,7 @@ def select_visible(variable: str | None, devices: Sequence[NvmlDevice]) -> list[
     if variable is None:
         chosen = list(devices)
     elif variable.startswith("MIG-"):
-        instances = [instance for gpu in devices for instance in gpu.instances]
-        return _select_by_start(variable, "MIG-", instances)[:1]
+        chosen = _select_by_start(variable, "MIG-", [instance for gpu in devices for instance in gpu.instances])[:1]
     elif variable.startswith("GPU-"):
         chosen = _select_by_start(variable, "GPU-", devices)
     else:
@@ -395,19 +402,6 @@ def _find_instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
         except nvml.NVMLError:
             continue  # an empty place
     return instances
-
-
-def _read_memory_info(nvml: Any, device: NvmlDevice) -> Any:
-    """Read the memory without the driver's own memory, by version 2 of NVML's call. Older drivers have only version
-    1."""
-    if "v2" not in device.absent:
-        try:
-            return nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
-        except nvml.NVMLError as error:
-            if error.value not in (nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NOT_SUPPORTED):
-                raise
-            device.absent.add("v2")
-    return nvml.nvmlDeviceGetMemoryInfo(device.handle)
 
 
 def _describe_error(nvml: Any, error: Exception) -> str:

@@ -246,8 +246,7 @@ class Resolver:
             if not context.alive:
                 context.give_up()
                 continue
-            error = self._bind_context(context)
-            if error:
+            if error := self._bind_context(context):
                 self.count_error(context, error)
                 waits = True  # or the next poll would come at once, again and again
                 continue
@@ -412,8 +411,7 @@ class Resolver:
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:
             return answers
-        pair, anchors = waiting[last], context.anchors
-        pending_ns = context.pending.get(stream, 0)
+        pair, anchors, pending_ns = waiting[last], context.anchors, context.pending.get(stream, 0)
         error, event = anchors.take_spare_event()
         if not error:
             error = anchors.adopt(pair.end_event, max(pair.end_ns, pending_ns), self._now())

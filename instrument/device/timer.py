@@ -115,7 +115,9 @@ class Timer:
             if number < 0:
                 number = self._record_again(context, pair.begin_key, stream, number)
                 if number < 0:
-                    label = self._choose_failure_label(context, stream, -number)
+                    if number == -cuda.BAD_HANDLE:  # the handle may now be of a stream of another device
+                        self._devices.pop(stream, None)
+                    label = self.resolver.choose_failure_label(context, -number)
                     refused = Untimed(self, place, label, pair.begin_ns) if label else None
                     context.free.append(pair)
                     return refused
@@ -170,12 +172,6 @@ class Timer:
                 self._devices.clear()
             self._devices[stream] = device
         return device
-
-    def _choose_failure_label(self, context: Context, stream: int, error: int) -> str:
-        """Return the label of a span whose first event failed, "" if the device has been abandoned."""
-        if error == cuda.BAD_HANDLE:  # the handle may now be of a stream of another device
-            self._devices.pop(stream, None)
-        return self.resolver.choose_failure_label(context, error)
 
     def begin_again(self, whole: Pair) -> None:
         """Begin a later step of a generator's span, with a pair of its own."""

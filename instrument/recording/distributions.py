@@ -117,11 +117,7 @@ class Distribution:
         """Count durations of which only the buckets are known. Each counts as the lowest value of its bucket."""
         for index, count in more.items():
             start_ns = bucket_start(index)
-            self.least_ns = min(self.least_ns, start_ns) if self.count else start_ns
-            self.most_ns = max(self.most_ns, start_ns)
-            self.count += count
-            self.sum_ns += count * start_ns
-            self.buckets[index] = self.buckets.get(index, 0) + count
+            self.join(Distribution(count, count * start_ns, start_ns, start_ns, {index: count}))
 
     def add_growth(self, now: Distribution) -> None:
         """Add the calls that were counted between this state of the distribution and the later state `now`.
@@ -160,11 +156,8 @@ class Distribution:
         """Return a distribution from the JSON of `as_json`. Raises `TypeError` or `ValueError` for anything else."""
         count, sum_ns, least_ns, most_ns, *pairs = map(int, stored)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST_COUNT for index, times in buckets.items())
-        is_sound = (
-            is_sound and 0 <= sum_ns <= LARGEST_SUM and all(0 <= at <= MOST_COUNT for at in (count, least_ns, most_ns))
-        )
-        if not is_sound:
+        are_counts = all(0 <= number <= MOST_COUNT for number in (count, least_ns, most_ns, *buckets.values()))
+        if not are_counts or not 0 <= sum_ns <= LARGEST_SUM or not all(0 <= index <= LAST_BUCKET for index in buckets):
             raise ValueError(f"found {stored!r:.100}, which no durations make")
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 
@@ -197,15 +190,6 @@ def labels_from_json(stored: Iterable[Sequence[Any]]) -> Labels:
             raise TypeError(f"found {value!r:.60} of {name!r:.60} among the labels of a series")
         labels.append((name, value))
     return tuple(labels)
-
-
-def series_as_json(series: Mapping[Labels, Distribution]) -> list[list[Any]]:
-    return [[labels_as_json(labels), distribution.as_json()] for labels, distribution in series.items()]
-
-
-def series_from_json(stored: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
-    """Return distributions by labels from the list of `series_as_json`. Raises `TypeError` or `ValueError`."""
-    return {labels_from_json(labels): Distribution.of(distribution) for labels, distribution in stored}
 
 
 MOST_EXEMPLARS = 8
@@ -349,11 +333,17 @@ class Histograms:
 
     def state(self) -> dict[str, Any]:
         """Return all distributions as values for JSON, without exemplars."""
-        return {name: series_as_json(series) for name, series in self._series.items()}
+        return {
+            name: [[labels_as_json(labels), distribution.as_json()] for labels, distribution in series.items()]
+            for name, series in self._series.items()
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Histograms:
         """Return the distributions from the values of `state`. Raises `TypeError` or `ValueError` for anything else."""
         histograms = cls()
-        histograms._series = {str(name): series_from_json(series) for name, series in state.items()}
+        histograms._series = {
+            str(name): {labels_from_json(labels): Distribution.of(distribution) for labels, distribution in series}
+            for name, series in state.items()
+        }
         return histograms

@@ -29,11 +29,11 @@ from instrument.recording.mapped_facts import (
     OpenSpan,
     Records,
     RingRows,
-    attributes_in,
     facts_in,
     iterate_records,
     label_of,
     site_of,
+    sound_attributes,
 )
 from instrument.recording.memory_layout import duplicate
 from instrument.recording.metric_definitions import GAUGES
@@ -264,15 +264,10 @@ class Mapped:
         if self._known == (self.generation, columns):
             return self._tree
         slots = np.flatnonzero(nodes["is_known"] != 0)
-        index = nodes["index"][slots].astype(np.int64)
         # The nodes of a tree are numbered one after another; of two of one number, as a damaged file has, the first.
-        order = np.argsort(index, kind="stable")
-        index, slots = index[order], slots[order]
-        first = np.ones(len(index), np.bool_)
-        first[1:] = index[1:] != index[:-1]
-        index, slots = index[first], slots[first]
-        count = int(np.argmin(index == np.arange(len(index)))) if (index != np.arange(len(index))).any() else len(index)
-        slots = slots[:count]
+        index, firsts = np.unique(nodes["index"][slots].astype(np.int64), return_index=True)
+        count = int(np.argmin(np.append(index, -1) == np.arange(len(index) + 1)))
+        slots = slots[firsts[:count]]
         part = self._parts["nodes"]
         number_of = np.full(min(part.used, part.slots) + 1, -1, np.int64)
         number_of[slots] = np.arange(count)
@@ -446,7 +441,7 @@ class Mapped:
             return {}
         data = self._read_bytes(part.offset + slot * part.stride, part.stride)
         owner_id, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
-        return attributes_in(data[layout.ATTRIBUTES.size :][:length]) if owner_id == span_id else {}
+        return sound_attributes(facts_in(data[layout.ATTRIBUTES.size :][:length])) if owner_id == span_id else {}
 
     @property
     def details_bytes(self) -> int:

@@ -110,14 +110,6 @@ class RingRows(NamedTuple):
     missed: int
 
 
-class Detail(NamedTuple):
-    """The details that only some rows have. `active_ns` is -1 if it is the same as the total time."""
-
-    active_ns: int
-    error: str | None
-    attributes: Mapping[str, Any]
-
-
 def iterate_records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
     """Yield consecutive records, each with the text after it, up to the first invalid record.
 
@@ -142,43 +134,35 @@ def facts_in(text: bytes) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def attributes_in(text: bytes) -> dict[str, Any]:
-    """Parse attributes from a JSON object. Values of invalid types are left out."""
-    return _sound_attributes(facts_in(text))
-
-
 def site_of(facts: Mapping[str, Any]) -> Site:
     """Return a site from a JSON object. Invalid fields get their defaults."""
-    sound = {name: facts[name] for name, kind in _SITE.items() if _is_sound(facts.get(name), kind)}
-    return Site(**{"name": UNKNOWN, **sound, "attributes": tuple(_sound_attributes(facts.get("attributes")).items())})
+    sound: dict[str, Any] = {
+        name: value
+        for name, kind in _SITE.items()
+        if isinstance(value := facts.get(name), kind) and (kind is not int or 0 <= facts[name] < FARTHEST_NS)
+    }
+    return Site(**{"name": UNKNOWN, **sound, "attributes": tuple(sound_attributes(facts.get("attributes")).items())})
 
 
 _TYPES = {"str": str, "int": int, "bool": bool}
 _SITE = {member.name: _TYPES[str(member.type)] for member in plain_fields(Site) if str(member.type) in _TYPES}
 
 
-def _is_sound(value: Any, kind: type) -> bool:
-    return 0 <= value < FARTHEST_NS if kind is int and isinstance(value, int) else isinstance(value, kind)
-
-
-def _sound_attributes(attributes: Any) -> dict[str, Any]:
-    if not isinstance(attributes, dict):
-        return {}
+def sound_attributes(attributes: Any) -> dict[str, Any]:
+    """Return the attributes without values of invalid types."""
     return {
         name: value
-        for name, value in attributes.items()
-        if isinstance(value, (str, bool, int, float)) or _is_flat(value)
+        for name, value in (attributes.items() if isinstance(attributes, dict) else ())
+        if all(isinstance(item, (str, int, float)) for item in (value if isinstance(value, list) else (value,)))
     }
 
 
-def _is_flat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, (str, bool, int, float)) for item in value)
-
-
-def detail_of(active_ns: int, facts: Mapping[str, Any]) -> Detail:
+def detail_of(active_ns: int, facts: Mapping[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
+    """Return the details that only some rows have: the active time (-1 if it is the total time), the error, and the
+    attributes."""
     error = facts.get("error")
     active_ns = active_ns if -1 <= active_ns < FARTHEST_NS else -1
-    return Detail(active_ns, error if isinstance(error, str) else None, _sound_attributes(facts.get("attributes")))
+    return active_ns, error if isinstance(error, str) else None, sound_attributes(facts.get("attributes"))
 
 
 def label_of(label: bytes) -> str:

@@ -56,13 +56,21 @@ def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30)
     path = ""
     if directory:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_room(Path(directory), disk_bytes - size_bytes)
+        sizes = []
+        for abandoned in abandoned_recordings(Path(directory)):
+            with contextlib.suppress(OSError):
+                sizes.append((abandoned, abandoned.stat().st_size))
+        file_writing.remove_first(sizes, sum(size for _, size in sizes) - (disk_bytes - size_bytes))
         path = str(Path(directory) / f"{os.getpid()}-{clock.start_ticks(clock.STAT)}{SUFFIX}")
         with contextlib.suppress(OSError):
             Path(path).unlink()  # an earlier session's, whose file may still be mapped
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     elif hasattr(os, "memfd_create"):
-        fd = _create_memfd()
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        try:
+            fd = os.memfd_create("instrument", flags | MFD_NOEXEC_SEAL)
+        except OSError:  # a kernel before 6.3
+            fd = os.memfd_create("instrument", flags)
     else:
         raise OSError("this system has no memory to share with other processes")
     try:
@@ -73,7 +81,9 @@ def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30)
             os.posix_fallocate(fd, 0, size_bytes)
         else:
             os.ftruncate(fd, size_bytes)
-            _seal(fd)
+            # No other process can then truncate it while it is mapped. On old kernels, readers check the length.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         os.pwrite(fd, _pack_header(parts, size_bytes), 0)
     except BaseException:
         os.close(fd)
@@ -109,14 +119,6 @@ def is_alive(path: Path) -> bool:
     return match is not None and match[2] != "0" and clock.start_ticks(Path(f"/proc/{match[1]}/stat")) == int(match[2])
 
 
-def _make_room(directory: Path, room_bytes: int) -> None:
-    sizes = []
-    for path in abandoned_recordings(directory):
-        with contextlib.suppress(OSError):
-            sizes.append((path, path.stat().st_size))
-    file_writing.remove_first(sizes, sum(size for _, size in sizes) - room_bytes)
-
-
 def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and limit < size_bytes:
@@ -124,20 +126,6 @@ def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
     # Where memory is promised strictly, what is not there when it is touched would end the process.
     if is_sparse and _read("/proc/sys/vm/overcommit_memory") == "2":
         raise OSError("this system does not overcommit memory (vm.overcommit_memory = 2), which a recording needs")
-
-
-def _create_memfd() -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create("instrument", flags | MFD_NOEXEC_SEAL)
-    except OSError:  # a kernel before 6.3
-        return os.memfd_create("instrument", flags)
-
-
-def _seal(fd: int) -> None:
-    """Seal the size of a memory file, so that no other process can truncate it while it is mapped."""
-    with contextlib.suppress(OSError):  # an old kernel: readers check the length themselves
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def private_head(ring_bytes: int) -> bytes:

@@ -410,16 +410,13 @@ REQUEST_BIT = 1
 PACKED_ROW = ROW.packer()
 """The 64-byte form of a row. Its field `rare` is 0, 8 if the row has details, or 1 plus twice the active time."""
 
-_unpack = PACKED_ROW.iter_unpack
-
-
 STREAM = object()
 """The key, among a span's attributes, of the stream or `Work` to time on a device. Readers of spans do not get it."""
 
 
 def unpacked_rows(data: bytes) -> Iterator[Row]:
     """Yield the rows in bytes of a recording, without their details."""
-    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _unpack(data):
+    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in PACKED_ROW.iter_unpack(data):
         active_ns = rare >> 1 if rare & 1 else -1
         yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None
 

@@ -179,13 +179,6 @@ class Span:
         """The length of the union of the span's device intervals."""
         return covered_ns((d.start_ns, d.end_ns) for d in self.device) if self.device else 0
 
-    @property
-    def elapsed_ns(self) -> int:
-        """The length of the union of the host interval and the device intervals."""
-        if not self.device:
-            return self.end_ns - self.start_ns
-        return covered_ns([(self.start_ns, self.end_ns), *((d.start_ns, d.end_ns) for d in self.device)])
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -329,16 +322,8 @@ BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="H
 """The site of spans in which one callback blocked an event loop while requests were open."""
 
 
-def is_blocked_loop(site: Site) -> bool:
-    return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
-
-
 COLLECTION = Site("garbage collection", "user", module="gc", qualname="collect")
 """The site of garbage collections, each of which stopped all threads of the process."""
-
-
-def is_collection(site: Site) -> bool:
-    return site.module == COLLECTION.module and site.name == COLLECTION.name
 
 
 EXECUTOR_QUEUE = "queue (executor)"
@@ -352,9 +337,12 @@ LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qual
 """The site of spans for failures of a web application after it had completely answered the request."""
 
 
-def is_late_failure(site: Site) -> bool:
-    """Return True if spans of the site are failures after an answer."""
-    return site.module == LATE_FAILURE.module and site.name == LATE_FAILURE.name
+def _is_like(model: Site) -> Callable[[Site], bool]:
+    """Return a function that returns True for a site of the same module and name, for example from a file."""
+    return lambda site: site.module == model.module and site.name == model.name
+
+
+is_blocked_loop, is_collection, is_late_failure = map(_is_like, (BLOCKED_LOOP, COLLECTION, LATE_FAILURE))
 
 
 def is_request(site: Site) -> bool:
@@ -465,17 +453,10 @@ def describe_uncalled(targets: Sequence[str]) -> str:
     return f"{many} never called: {', '.join(names)}{more}"
 
 
-def covered_ns(parts: Iterable[Interval], limits: Interval | None = None) -> int:
-    """Return the length of the union of the given intervals, within `limits` if given.
-
-    For many intervals, `instrument.trace.intervals` is faster.
-    """
-    some = sorted(parts)
-    reached_ns, last_ns = limits or (min(some, default=(0, 0))[0], max((end for _, end in some), default=0))
-    found_ns = 0
-    for start, end in some:
-        start, end = max(start, reached_ns), min(end, last_ns)
-        if start < end:
-            found_ns += end - start
-            reached_ns = end
-    return found_ns
+def covered_ns(parts: Iterable[Interval]) -> int:
+    """Return the length of the union of the given intervals. For many, `instrument.trace.intervals` is faster."""
+    total_ns, reached_ns = 0, -1 << 63
+    for start_ns, end_ns in sorted(parts):
+        total_ns += max(end_ns - max(start_ns, reached_ns), 0)
+        reached_ns = max(end_ns, reached_ns)
+    return total_ns

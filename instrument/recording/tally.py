@@ -161,13 +161,8 @@ class Tally:
     def sum_tallies(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
         """Return the sum of several tallies, such as those of processes. A thread gets its name from the first tally
         that has one."""
-        paths, lines, buckets, names = (
-            list[CallPath](),
-            [np.zeros(0, TOTALS)],
-            [np.zeros(0, BUCKETS)],
-            dict(threads or {}),
-        )
-        count = 0
+        paths, names, count = list[CallPath](), dict(threads or {}), 0
+        lines, buckets = [np.zeros(0, TOTALS)], [np.zeros(0, BUCKETS)]
         for tally in tallies:
             for thread_id, name in tally.threads.items():
                 names.setdefault(thread_id, name)
@@ -290,11 +285,8 @@ class Tally:
 
         A node's own device time includes that of nodes below it on the same stream. `thread` is None for all threads.
         """
-        if thread not in self._device_below:
-            self._device_below[thread] = self._find_device_below(thread) if self.has_values("device_ns") else {}
-        return self._device_below[thread]
-
-    def _find_device_below(self, thread: int | None) -> Mapping[int, int]:
+        if thread in self._device_below or not self.has_values("device_ns"):
+            return self._device_below.get(thread, {})
         sums = self.sum_by_group(np.arange(len(self.parents)), len(self.parents), thread)
         device, is_called, parents = sums["device_ns"].tolist(), (sums["calls"] != 0).tolist(), self.parents.tolist()
         below, more = [0] * len(device), dict[int, int]()
@@ -304,7 +296,7 @@ class Tally:
                 more[node] = below_ns - own_ns
             if parents[node] >= 0:
                 below[parents[node]] += max(own_ns, below_ns)
-        return more
+        return self._device_below.setdefault(thread, more)
 
     @property
     def calls(self) -> int:

@@ -63,8 +63,8 @@ from instrument.trace.indices import (
     nearest,
     number_by_first_sight,
 )
+from instrument.trace.intervals import shift_to_one_axis
 from instrument.trace.layout import KernelColumns
-from instrument.trace.self_times import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +194,16 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
     device_ns = np.zeros(len(trace), dtype=np.int64)
     if len(kernels):
-        clock = Clock.of(columns.thread_id[kernels], columns.launched_ns[kernels])
-        launches = clock.number_times(columns.thread_id[kernels], columns.launched_ns[kernels])
+        threads = trace.thread_id[rows]
+        launches, starts, ends = shift_to_one_axis(
+            (columns.thread_id[kernels], columns.launched_ns[kernels]),
+            (threads, trace.start_ns[rows]),
+            (threads, trace.end_ns[rows]),
+        )
         order = np.argsort(launches, kind="stable")
         sums = np.concatenate([[0], np.cumsum((columns.end_ns - columns.start_ns)[kernels[order]])])
-        on_known = rows[clock.knows_threads(trace.thread_id[rows])]
-        first, end = (
-            np.searchsorted(launches[order], clock.number_times(trace.thread_id[on_known], times[on_known]))
-            for times in (trace.start_ns, trace.end_ns)
-        )
-        device_ns[on_known] = sums[end] - sums[first]
+        first, end = np.searchsorted(launches[order], starts), np.searchsorted(launches[order], ends)
+        device_ns[rows] = sums[end] - sums[first]
     has_none = mask_of(rows[device_ns[rows] == 0], len(trace))
     work = trace.device.select(trace.device.timed & (trace.device.start_ns < trace.device.end_ns))
     calls_with_work, lengths_ns = device_lengths_below(trace.around, has_none, work.row, work.start_ns, work.end_ns)

@@ -121,8 +121,8 @@ class Account:
         for way, name in ((BEHIND, QUEUE), (BETWEEN, STALL)):
             waits = self._charged_turns
             waits = waits[self._turns.part[waits] == self._turns.names.index(name)]
-            lanes, starts, lengths = self.lanes.lanes_of_threads(threads[waits]), *self._select_intervals(waits)
-            waiting = group[self._turns.request[waits]]
+            lanes, waiting = self.lanes.lanes_of_threads(threads[waits]), group[self._turns.request[waits]]
+            starts, lengths = self._turns.start_ns[waits], self._turns.length_ns[waits]
             ran, blocked = (
                 self._measure_runs(waiting, lanes, starts, starts + lengths, blocked=is_so) for is_so in (False, True)
             )
@@ -136,9 +136,6 @@ class Account:
         rows = np.flatnonzero(np.isin(parts.part, waits_of_ledger) & self._is_charged[parts.request])
         waited_ns = Groups(group[parts.request[rows]], count).sum_by_group(parts.time_ns[rows])
         return Bill(charged, np.asarray(waited_ns + of_work.sum(axis=1), dtype=np.int64))
-
-    def _select_intervals(self, rows: Int64s) -> tuple[Int64s, Int64s]:
-        return self._turns.start_ns[rows], self._turns.length_ns[rows]
 
     def _find_awaited_threads(self) -> Int64s:
         """Return, per turn (`Turns`), the thread of the request's next batch, else the thread with most batches."""
@@ -223,7 +220,7 @@ class Account:
         names = (self._turns.names.index(QUEUE), self._turns.names.index(STALL))
         rows = self._charged_turns
         rows = rows[np.isin(self._turns.part[rows], names) | (self._turns.pair[rows] != NONE)]
-        starts, turn_lengths = self._select_intervals(rows)
+        starts, turn_lengths = self._turns.start_ns[rows], self._turns.length_ns[rows]
         work = np.zeros((self._count, self._count + 1), dtype=np.int64)
         for sign, request, begins, ends in (
             (1, requests, self._trace.start_ns[roots[requests]], self._trace.end_ns[roots[requests]]),
@@ -263,7 +260,11 @@ class Engine:
     def __init__(self, trace: Columns, joined: Joined, all_turns: Turns, lanes: Lanes) -> None:
         served = joined.served
         self._lanes = lanes
-        is_main = _are_main_batches(trace, served.batch)
+        is_main = mask_of(served.batch, len(trace))
+        is_main &= nearest_above(trace.parent, is_main) == NONE
+        threads, counts = np.unique(trace.thread_id[is_main], return_counts=True)
+        if len(threads):  # of the outermost batches, those on the thread that ran most of them
+            is_main &= trace.thread_id == threads[np.argmax(counts)]
         pairs = np.flatnonzero((served.request != NONE) & is_main[served.batch])
         pairs = pairs[np.lexsort((trace.start_ns[served.batch[pairs]], served.request[pairs]))]
         first = find_group_starts(served.request[pairs])
@@ -289,7 +290,12 @@ class Engine:
         ratios = np.ones(len(batches))
         for rows, cost in zip(of_names, self._costs, strict=True):
             ratios[rows] = cost.ratios
-        self._gap_ns = _measure_gap(trace, batches)
+        # The mean time between two batches of a thread. Gaps longer than the median batch do not count.
+        rows = batches[np.lexsort((trace.start_ns[batches], trace.thread_id[batches]))]
+        gaps = trace.start_ns[rows[1:]] - trace.end_ns[rows[:-1]]
+        is_gap = (trace.thread_id[rows[1:]] == trace.thread_id[rows[:-1]]) & (gaps >= 0)
+        is_gap &= gaps <= float(np.median(trace.total_ns[batches])) if len(batches) else False
+        self._gap_ns = float(gaps[is_gap].mean()) if is_gap.any() else 0.0
         ends = np.maximum.reduceat(trace.end_ns[served.batch[pairs]], first) if len(first) else begins
         self._slots = max(measure_overlap([Union(begins, ends)])[1], 1)
         # A request that has had its prefill takes part in the decode of the same turn of the engine.
@@ -305,7 +311,12 @@ class Engine:
         """Replay only the requests for which `is_present` is True."""
         present = np.flatnonzero(is_present[self._place])
         arrivals, costs = self._arrival.tolist(), self._costs
-        stops = self._list_stops(is_present)
+        lanes, pieces = self._lanes, self._lanes.pieces
+        has_batches = np.isin(pieces.groups, pieces.groups[~lanes.is_blocked])
+        # Times in which a request that is present, or an unknown one, blocked the engine's event loop.
+        is_stop = lanes.is_blocked & has_batches & np.append(is_present, [True])[lanes.blocker]
+        starts, ends = pieces.starts[is_stop], pieces.ends[is_stop]
+        stops = deque(sorted(zip(starts.tolist(), (ends - starts).tolist(), strict=True)))
         waiting, active, now_ns = deque(present.tolist()), list[list[int]](), 0.0
         queues = dict.fromkeys(present.tolist(), 0.0)
         while waiting or active:
@@ -337,22 +348,6 @@ class Engine:
         steps = self._steps[item[0]]
         return steps[item[1]][0] if item[1] < len(steps) else NONE
 
-    def _list_stops(self, is_present: Bools) -> deque[tuple[int, int]]:
-        """Return the start and length of each block of the event loop, without those by absent requests."""
-        lanes = self._lanes
-        has_batches = np.isin(lanes.pieces.groups, lanes.pieces.groups[~lanes.is_blocked])
-        is_stop = lanes.is_blocked & has_batches & np.append(is_present, [True])[lanes.blocker]
-        starts, ends = lanes.pieces.starts[is_stop], lanes.pieces.ends[is_stop]
-        return deque(sorted(zip(starts.tolist(), (ends - starts).tolist(), strict=True)))
-
-
-def _are_main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
-    """Return True for the outermost batches on the thread with the most outermost batches."""
-    is_batch = mask_of(batch_rows, len(trace))
-    is_batch &= nearest_above(trace.parent, is_batch) == NONE
-    threads, counts = np.unique(trace.thread_id[is_batch], return_counts=True)
-    return is_batch & (trace.thread_id == threads[np.argmax(counts)]) if len(threads) else is_batch
-
 
 class _Costs:
     """The cost of batches with one name, linear in members and weight. `ratios` are recorded times divided by that
@@ -371,13 +366,3 @@ class _Costs:
     def of(self, members: int, weight: int) -> float:
         modelled: float = self._base + self._per_member * members + self._per_weight * weight
         return max(modelled, 0.0)
-
-
-def _measure_gap(trace: Columns, batches: Int64s) -> float:
-    """Return the mean time between successive batches of a thread, without gaps longer than the median batch."""
-    order = np.lexsort((trace.start_ns[batches], trace.thread_id[batches]))
-    rows = batches[order]
-    gaps = trace.start_ns[rows[1:]] - trace.end_ns[rows[:-1]]
-    is_gap = (trace.thread_id[rows[1:]] == trace.thread_id[rows[:-1]]) & (gaps >= 0)
-    is_gap &= gaps <= float(np.median(trace.total_ns[batches])) if len(batches) else False
-    return float(gaps[is_gap].mean()) if is_gap.any() else 0.0

@@ -10,8 +10,9 @@ and is fitted to all steps of the same name. The excess over the expected time i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ from instrument.trace.indices import (
     number_combinations,
     rows_of,
 )
-from instrument.trace.intervals import Union, union
+from instrument.trace.intervals import Union, shared_ns, union
 from instrument.trace.joined import THOUSANDTHS, Joined, Served
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, list_moments
 
@@ -83,34 +84,25 @@ def find_blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typic
     if part is None or times[part] <= typical.get(part, 0):
         return None
     moments = list_moments(trace, joined, place)
-    excess_ns = times[part] - typical.get(part, 0)
-    cause = _find_collection(trace, joined, place, part, moments, excess_ns)
-    cause = cause or _find_cause(trace, joined, ledger, place, part, moments)
-    return Blame(part, times[part], typical.get(part, 0), cause)
-
-
-def _find_collection(
-    trace: Columns, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
-) -> Cause | None:
-    is_collected = trace.are_of_sites([is_collection(site) for site in trace.sites])
-    if not is_collected.any():
-        return None
     parts = (SHARE, WAITING) if part in (SHARE, WAITING) else (part,)
-    turns = [moment for moment in moments if moment.part in parts]
-    times = union(*(np.array([moment[edge] for moment in turns], dtype=np.int64) for edge in (1, 2)))
-    cause = _find_longest(trace, joined, place, times, is_collected) if turns else None
-    return cause if cause is not None and 2 * cause.ran_ns >= excess_ns else None
+    turns = [(index, moment) for index, moment in enumerate(moments) if moment.part in parts]
+    blamed = union(*(np.array([moment[edge] for _, moment in turns], dtype=np.int64) for edge in (1, 2)))
+    blame = Blame(part, times[part], typical.get(part, 0), None)
+    is_collected = trace.are_of_sites([is_collection(site) for site in trace.sites])
+    cause = _find_longest(trace, joined, place, blamed, is_collected) if turns else None
+    if cause is None or 2 * cause.ran_ns < blame.excess_ns:
+        if len(parts) > 1:
+            cause = _find_batch_cause(trace, joined, ledger, place, part, [moment for _, moment in turns])
+        else:
+            cause = _find_cause(trace, joined, place, part, turns, blamed, moments)
+    return replace(blame, cause=cause)
 
 
 def _find_cause(
-    trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
-) -> Cause | None:
-    if part in (SHARE, WAITING):
-        return _find_batch_cause(
-            trace, joined, ledger, place, part, [moment for moment in moments if moment.pair != NONE]
-        )
-    turns = [(index, moment) for index, moment in enumerate(moments) if moment.part == part]
-    times = union(*(np.array([edge[at] for _, edge in turns], dtype=np.int64) for at in (1, 2)))
+    trace: Columns, joined: Joined, place: int, part: str, turns: Sequence[tuple[int, Moment]], times: Union,
+    moments: Sequence[Moment],
+) -> Cause | None:  # fmt: skip
+    """Return the span that ran longest in the turns of a part, on the threads that the request waited for."""
     # Requests and coroutines are no candidates: they may only wait for the span below that takes the time.
     works = trace.are_of_sites([site.kind != "request" and not site.suspends for site in trace.sites])
     on_threads = np.isin(trace.thread_id, list(_find_threads(trace, joined, place, part, turns, moments)))
@@ -155,32 +147,27 @@ def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_w
         return None
     rows = rows[times.length_within(trace.start_ns[rows], trace.end_ns[rows]) > 0]
     groups: dict[tuple[str, str], list[int]] = {}
-    for row, (name, shown) in zip(rows.tolist(), _name_spans(trace, rows), strict=True):
-        served = _find_request(joined, shown)
-        groups.setdefault((name, name_request(trace, joined, NONE if served == place else served)), []).append(row)
-    if not groups:
-        return None
-    sums = {key: _measure_runs(trace, times, np.array(named_rows)) for key, named_rows in groups.items()}
-    (name, request), ran_ns = max(sums.items(), key=lambda item: (item[1], item[0]))
-    return Cause(name, request, ran_ns)
-
-
-def _measure_runs(trace: Columns, times: Union, rows: Int64s) -> int:
-    ran = union(trace.start_ns[rows], trace.end_ns[rows])
-    return int(times.length_within(ran.starts, ran.ends).sum())
-
-
-def _name_spans(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
-    """Return the name of each span, and the row that determines its request. A blocked loop has those of the span that
-    blocked it."""
-    shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
-    is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
-    places = np.flatnonzero(is_blocked)
+    # A blocked loop has the name and the row of the span that blocked it.
+    labels = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
+    places = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites])[rows])
     names, blocking = trace.attributes.values(BLOCKED_BY, rows[places]), find_blocking_rows(trace, rows[places])
     for index, blocking_name, row in zip(places.tolist(), names, blocking.tolist(), strict=True):
         if blocking_name:
-            shown[index] = str(blocking_name), row
-    return shown
+            labels[index] = str(blocking_name), row
+    for row, (name, shown) in zip(rows.tolist(), labels, strict=True):
+        served = int(joined.of[shown])
+        first, last = np.searchsorted(joined.served.batch, [shown, shown + 1])
+        if served == NONE and first < last:  # a batch counts for the request with the largest weight
+            served = int(joined.served.request[first + int(np.argmax(joined.served.weight[first:last]))])
+        groups.setdefault((name, name_request(trace, joined, NONE if served == place else served)), []).append(row)
+    if not groups:
+        return None
+    sums = {
+        key: shared_ns(times, union(trace.start_ns[named_rows], trace.end_ns[named_rows]))  # overlaps count once
+        for key, named_rows in groups.items()
+    }
+    (name, request), ran_ns = max(sums.items(), key=lambda item: (item[1], item[0]))
+    return Cause(name, request, ran_ns)
 
 
 def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
@@ -207,17 +194,6 @@ def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
     )
 
 
-def _find_request(joined: Joined, row: int) -> int:
-    """Return the index of a span's request. A batch has the request with the largest weight."""
-    if joined.of[row] != NONE:
-        return int(joined.of[row])
-    served = joined.served
-    first, last = np.searchsorted(served.batch, [row, row + 1])
-    if first == last:
-        return NONE
-    return int(served.request[first + int(np.argmax(served.weight[first:last]))])
-
-
 def _find_batch_cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
@@ -225,25 +201,18 @@ def _find_batch_cause(
     with the largest share."""
     if not moments:
         return None
-    served = joined.served
-    spent = {moment.pair: 0 for moment in moments}
+    served, spent, by_name = joined.served, Counter[int](), Counter[tuple[str, str]]()
     for moment in moments:
         spent[moment.pair] += moment.end_ns - moment.start_ns
-
-    def of_part(pair: int) -> int:
-        own_ns = min(spent[pair], int(ledger.given_ns[pair]))
-        return own_ns if part == SHARE else spent[pair] - own_ns
-
-    by_name: dict[tuple[str, str], int] = {}
-    for pair in spent:
-        row = int(served.batch[pair])
+    for pair, spent_ns in spent.items():
+        own_ns, row = min(spent_ns, int(ledger.given_ns[pair])), int(served.batch[pair])
         name, request = trace.sites[trace.site[row]].name, ""
         if part == WAITING:
             first, last = np.searchsorted(served.batch, [row, row + 1])
             other_pairs = [at for at in range(int(first), int(last)) if served.request[at] != place]
             main = max(other_pairs, key=lambda at: int(ledger.given_ns[at]), default=None)
             request = "" if main is None else name_request(trace, joined, int(served.request[main])) or served.key[main]
-        by_name[name, request] = by_name.get((name, request), 0) + of_part(pair)
+        by_name[name, request] += own_ns if part == SHARE else spent_ns - own_ns
     (name, request), ran_ns = max(by_name.items(), key=lambda item: (item[1], item[0]))
     return Cause(name, request, ran_ns)
 
@@ -338,9 +307,14 @@ def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCos
             continue
         padded = np.maximum(members * largest, weight)[steps]
         of_padded = _fit_expected(np.stack([*loads[:2], padded]), spent_ns[steps], length_ns[steps])
-        pads = of_padded is not None and _is_nearer(
-            length_ns[steps], of_padded[0], expected[0], padded > UNEVEN * weight[steps]
-        )
+        is_uneven = padded > UNEVEN * weight[steps]
+        pads = of_padded is not None and int(is_uneven.sum()) >= LEAST_STEPS
+        if of_padded is not None and pads:
+            errors = [
+                np.median(np.abs(by_path[is_uneven].sum(axis=1) / length_ns[steps][is_uneven] - 1))
+                for by_path, _ in (of_padded, expected)
+            ]
+            pads = bool(errors[0] < PADS * errors[1])
         per_path_ns, slope = of_padded if of_padded is not None and pads else expected
         summed = per_path_ns.sum(axis=1)
         heavy_ns[steps] = np.clip(slope * heaviest[steps], 0, summed)
@@ -429,16 +403,6 @@ def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tup
     by_path = np.linalg.lstsq((loads[:, used] / predicted).T, spent_ns[some][used] / predicted[:, None], rcond=1e-6)[0]
     expected = np.maximum((all_loads / scale[:, None]).T @ by_path, 0.0)
     return expected, max(float(by_path[2].sum()) / float(scale[2]), 0.0)
-
-
-def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven: Bools) -> bool:
-    """Return True if, over uneven steps, the first expected times are clearly nearer to the real lengths than the
-    second ones."""
-    if int(is_uneven.sum()) < LEAST_STEPS:
-        return False
-    lengths = length_ns[is_uneven]
-    errors = [np.median(np.abs(by_path[is_uneven].sum(axis=1) / lengths - 1)) for by_path in (first_ns, second_ns)]
-    return bool(errors[0] < PADS * errors[1])
 
 
 def select_loads(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:

@@ -107,31 +107,30 @@ def call_tree(
         level = count_ancestors(np.where(np.append(is_included, False)[trace.parent], trace.parent, np.int32(NONE)))
     on_line = trace.on_line_of_parent & is_included[trace.parent]
     node_of, parent, some_row = _number_nodes(trace, level, is_included, on_line)
-    count = len(parent)
+    count, calls = len(parent), np.flatnonzero(counted)
+    first_row = np.full(count, len(trace))
+    first_row[node_of[calls[::-1]]] = calls[::-1]
+    old = np.argsort(np.array(least_number_below(parent.tolist(), first_row.tolist()), dtype=np.int64), kind="stable")
+    new_of = index_rows(old, count)
+    node_of, parent, some_row = new_of[node_of], new_of[parent[old]], some_row[old]
     is_elsewhere = ~on_line[some_row]
     is_of = np.array([*(site.kind in kinds for site in trace.sites), False])[trace.site[some_row]]
     around = np.where(is_elsewhere, NONE, parent)
     below = (around != NONE) & is_of[around] if count else is_of
     inside = nearest(around.astype(np.int32), below) != NONE
-    host, first_row, first_ns = _measure_host(trace, counted, node_of, (first, last), count)
+    groups = Groups(node_of[calls], count)
+    starts, ends = clip_intervals(trace.start_ns[calls], trace.end_ns[calls], (first, last))
     device, streams = _measure_device(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
-    first_below = least_number_below(parent.tolist(), first_row.tolist())
-    old = np.array(sorted(range(count), key=first_below.__getitem__), dtype=np.int64)
-    new_of = index_rows(old, count)
     return CallPaths(
-        parent=np.where(parent[old] == NONE, NONE, new_of[parent[old]]) if count else parent,
-        site=trace.site[some_row[old]].astype(np.int64),
-        thread_id=trace.thread_id[some_row[old]],
-        is_elsewhere=is_elsewhere[old],
-        first_ns=first_ns[old],
-        host=_reorder_times(host, old),
-        device=_reorder_times(device, old),
-        streams=[stream_times._replace(node=int(new_of[stream_times.node])) for stream_times in streams],
+        parent=parent,
+        site=trace.site[some_row].astype(np.int64),
+        thread_id=trace.thread_id[some_row],
+        is_elsewhere=is_elsewhere,
+        first_ns=groups.least(starts, FARTHEST_NS),
+        host=NodeTimes.of(groups, ends - starts),
+        device=device,
+        streams=streams,
     )
-
-
-def _reorder_times(times: NodeTimes, order: Int64s) -> NodeTimes:
-    return NodeTimes(times.calls[order], times.total_ns[order], times.most_ns[order], times.least_ns[order])
 
 
 def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
@@ -157,16 +156,6 @@ def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bo
     return node_of, np.concatenate(parents), np.concatenate(some_rows)
 
 
-def _measure_host(
-    trace: Columns, counted: Bools, node_of: Int64s, window: Interval, count: int
-) -> tuple[NodeTimes, Int64s, Int64s]:  # fmt: skip
-    calls = np.flatnonzero(counted)
-    groups = Groups(node_of[calls], count)
-    starts, ends = clip_intervals(trace.start_ns[calls], trace.end_ns[calls], window)
-    first_row, first_ns = groups.least(calls, len(trace)), groups.least(starts, FARTHEST_NS)
-    return NodeTimes.of(groups, ends - starts), first_row, first_ns
-
-
 def _measure_device(
     trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, is_timed: Bools, inside: Bools, window: Interval,
     count: int,
@@ -183,21 +172,16 @@ def _measure_device(
     )
     rows, nodes = work.row[is_kept], nodes[is_kept]
     starts, ends = np.maximum(work.start_ns[is_kept], first), np.minimum(work.end_ns[is_kept], last)
-    streams = _measure_streams(nodes, work.device[is_kept], work.stream[is_kept], ends - starts)
+    devices, streams = work.device[is_kept], work.stream[is_kept]
+    keys, firsts = number_combinations(nodes, devices, streams)
+    times = NodeTimes.of(Groups(keys, len(firsts)), ends - starts)
+    columns = (nodes[firsts], devices[firsts], streams[firsts], *(getattr(times, name) for name in times.__slots__))
+    stream_times = [StreamTimes(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
     is_call = (node_of != NONE) & is_timed[node_of]
     around = np.where(on_line, trace.parent, np.int32(NONE))
     calls, lengths_ns = device_lengths_below(around, is_call, rows, starts, ends)
     is_counted = counted[calls]
-    return NodeTimes.of(Groups(node_of[calls[is_counted]], count), lengths_ns[is_counted]), streams
-
-
-def _measure_streams(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: Int64s) -> list[StreamTimes]:
-    if not len(nodes):
-        return []
-    keys, firsts = number_combinations(nodes, devices, streams)
-    times = NodeTimes.of(Groups(keys, len(firsts)), lengths_ns)
-    columns = (nodes[firsts], devices[firsts], streams[firsts], *(getattr(times, name) for name in times.__slots__))
-    return [StreamTimes(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+    return NodeTimes.of(Groups(node_of[calls[is_counted]], count), lengths_ns[is_counted]), stream_times
 
 
 def device_lengths_below(

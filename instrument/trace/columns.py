@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.mapped import INTERVALS
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.recording.trace_context import LINK, RemoteParent
@@ -57,19 +56,19 @@ class AttributesOfRows(Attributes):
     """The attributes of spans as dicts by row. The dicts must not change."""
 
     def __init__(self, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> None:
-        self._found = attributes_by_row
+        self._attributes = attributes_by_row
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        return self._found.get(row, {})
+        return self._attributes.get(row, {})
 
     def rows(self) -> Int64s:
-        return np.array([*self._found], dtype=np.int64)
+        return np.array([*self._attributes], dtype=np.int64)
 
     def having(self, name: str) -> Int64s:
-        return np.array([row for row, attributes in self._found.items() if name in attributes], dtype=np.int64)
+        return np.array([row for row, attributes in self._attributes.items() if name in attributes], dtype=np.int64)
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        return [self._found.get(row, {}).get(name) for row in rows.tolist()]
+        return [self._attributes.get(row, {}).get(name) for row in rows.tolist()]
 
 
 class ComposedAttributes(Attributes):
@@ -135,12 +134,6 @@ def override_rows(attributes: Attributes, count: int, more: Mapping[int, Mapping
     part = np.zeros(count, dtype=np.int32)
     part[list(more)] = 1
     return ComposedAttributes([attributes, AttributesOfRows(more)], part, np.arange(count))
-
-
-def append_rows(attributes: Attributes, count: int, more: Sequence[Mapping[str, AttributeValue]]) -> Attributes:
-    row_in_part = np.concatenate([np.arange(count), np.arange(len(more))])
-    part = np.repeat(np.array([0, 1], dtype=np.int32), [count, len(more)])
-    return ComposedAttributes([attributes, AttributesOfRows(dict(enumerate(more)))], part, row_in_part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,13 +333,11 @@ def _refuse_unsound(trace: Columns) -> None:
     if any(len(column) != count for column in columns) or any(len(column) != len(work) for column in inner):
         raise ValueError("its columns are of different lengths; it is damaged")
     for starts, ends in ((trace.start_ns, trace.end_ns), (work.start_ns, work.end_ns)):
-        if not are_in_range(starts, -FARTHEST_NS, FARTHEST_NS) or not are_in_range(ends, -FARTHEST_NS, FARTHEST_NS):
+        if not all(are_in_range(times, -FARTHEST_NS, FARTHEST_NS) for times in (starts, ends)):
             raise ValueError("it has a time out of range; it is damaged")
         if (ends < starts).any():
             raise ValueError("a span in it ends before it begins; it is damaged")
-    if not are_in_range(trace.active_ns, -FARTHEST_NS, FARTHEST_NS) or not are_in_range(
-        trace.self_ns, -FARTHEST_NS, FARTHEST_NS
-    ):
+    if not all(are_in_range(times, -FARTHEST_NS, FARTHEST_NS) for times in (trace.active_ns, trace.self_ns)):
         raise ValueError("it has a duration out of range; it is damaged")
     tables = (
         (trace.site, 0, len(trace.sites)), (trace.error, NONE, len(trace.errors)), (work.label, 0, len(work.labels)),
@@ -362,10 +353,6 @@ def _refuse_unsound(trace: Columns) -> None:
 def are_in_range(column: NDArray[Any], first: int, end: int) -> bool:
     """Return True if all numbers are at least `first` and less than `end`."""
     return not len(column) or bool(first <= column.min() and column.max() < end)
-
-
-def view_cells(packed: bytes) -> NDArray[np.void]:
-    return np.frombuffer(packed, INTERVALS)
 
 
 def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:

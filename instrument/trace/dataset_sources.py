@@ -6,7 +6,7 @@ For running processes, the tables `requests`, `batches` and `members` have rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -23,8 +23,6 @@ from instrument.trace.dataset_tables import (
     DatasetProcess,
     SpanKeys,
     TraceRows,
-    arrow_schema,
-    import_pyarrow,
     make_keys,
     make_table,
 )
@@ -110,6 +108,7 @@ def make_window_tables(
     losses: list[tuple[Any, ...]] = []
     processes: list[tuple[Any, ...]] = []
     for number, facts, offset_ns, apart_ns in windows:
+        origin = facts.origin
         uuid_of = {gpu.device: gpu.uuid or None for gpu in facts.gpus}
         for sample in facts.samples:
             if sample.value is not None and sample.value == sample.value:
@@ -118,44 +117,22 @@ def make_window_tables(
                 gauges[key] = uuid_of.get(sample.device), float(sample.value), unit
         begin_ns = facts.start_ns + offset_ns
         losses += [(number, begin_ns, remove_surrogates(reason), count) for reason, count in facts.losses.items()]
-        processes.append((number, *list_window_values(facts, begin_ns, offset_ns, apart_ns)))
+        processes.append((
+            number, begin_ns, facts.end_ns - facts.start_ns,
+            facts.held_from_ns + offset_ns if facts.held_from_ns else None, origin.pid, origin.boot,
+            remove_surrogates(origin.profile), origin.generation, origin.recorder,
+            remove_surrogates(facts.died) or None, apart_ns, list(map(remove_surrogates, facts.notes)),
+        ))  # fmt: skip
     columns: dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]] = {
         "gauges": (("start_unix_ns", "name", "device", "device_uuid", "value", "unit"),
                    [(*key, *values) for key, values in gauges.items()]),
         "losses": (("start_unix_ns", "reason", "count"), losses),
-        "processes": (WINDOW_COLUMNS, processes),
+        "processes": (("start_unix_ns", "duration_ns", "held_from_unix_ns", "pid", "boot", "profile", "generation",
+                       "recorder", "died", "apart_ns", "notes"), processes),
     }  # fmt: skip
     for name, (names, rows) in columns.items():
-        yield name, make_table_of_rows(name, names, rows, members)
-
-
-WINDOW_COLUMNS = (
-    "start_unix_ns", "duration_ns", "held_from_unix_ns", "pid", "boot", "profile", "generation", "recorder", "died",
-    "apart_ns", "notes",
-)  # fmt: skip
-
-
-def list_window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) -> tuple[Any, ...]:
-    """Return a row of the table `processes`, in the order of `WINDOW_COLUMNS`."""
-    origin = facts.origin
-    held_ns = facts.held_from_ns + offset_ns if facts.held_from_ns else None
-    return (
-        begin_ns, facts.end_ns - facts.start_ns, held_ns, origin.pid, origin.boot, remove_surrogates(origin.profile),
-        origin.generation, origin.recorder, remove_surrogates(facts.died) or None, apart_ns,
-        list(map(remove_surrogates, facts.notes)),
-    )  # fmt: skip
-
-
-def make_table_of_rows(
-    name: str, names: Sequence[str], rows: Sequence[Sequence[Any]], members: Sequence[DatasetProcess]
-) -> Any:
-    """Return a table of rows. The first value of each row is the index of its process among `members`."""
-    columns = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
-    types, arrow = arrow_schema(name), import_pyarrow()
-    arrays = {
-        column: arrow.array(values, types.field(column).type) for column, values in zip(names, columns[1:], strict=True)
-    }
-    return make_table(name, arrays, np.array(columns[0], dtype=np.int64), members)
+        process, *values = zip(*rows, strict=True) if rows else [()] * (len(names) + 1)
+        yield name, make_table(name, dict(zip(names, values, strict=True)), np.array(process, np.int64), members)
 
 
 def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
@@ -205,12 +182,22 @@ class SettledRows(TraceRows):
         runs = {member.facts.origin.run for member in members}
         if not decisions.run and len(runs) == 1 and all(member.ids is None for member in members):
             trace = _add_key_traces(trace, decisions, remembered, runs.pop())
-        absent = _map_absent(decisions)
+        absent: list[dict[int, int]] = [{} for _ in members]
+        """The numbers that each process gave to missing parents and roots, by their ids in this trace."""
+        above = (trace.parent_id, trace.parent, gathered.own_parent), (trace.root_id, decisions.unit, gathered.own_root)
+        for ids, rows, numbers in above:
+            for row in np.flatnonzero((rows == NONE) & (ids != 0)).tolist():
+                absent[gathered.member[row]][int(ids[row])] = int(numbers[row])
         members = [
-            member._replace(numbers=MergedProcess(member.facts, (), {}, absent=absent.get(number, {})))
-            for number, member in enumerate(members)
+            member._replace(numbers=MergedProcess(member.facts, (), {}, absent=of_member))
+            for member, of_member in zip(members, absent, strict=True)
         ]
-        keys = make_keys(trace, process, members, _find_absent_callers(decisions))
+        callers: dict[int, RemoteParent] = {}
+        """The callers of requests that were released before their last rows came, by their ids in this trace."""
+        for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():
+            if (remote := decisions.find_absent_caller(row)) is not None:
+                callers[int(trace.root_id[row])] = remote
+        keys = make_keys(trace, process, members, callers)
         base_ns = np.array([member.offset_ns for member in members], dtype=np.int64)
         super().__init__(
             trace, decisions.joined, process, members, keys, base_ns, gathered.own_thread, trace.device.device
@@ -278,25 +265,3 @@ def _join_device_intervals(
     names = ("row", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     return DeviceIntervals(**columns, labels=parts[0].labels).ordered()
-
-
-def _map_absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
-    """Return, for each process, a map from the ids of missing parents and roots to the process's own numbers for
-    them."""
-    gathered, trace = decisions.gathered, decisions.found
-    absent: dict[int, dict[int, int]] = {}
-    above = (trace.parent_id, trace.parent, gathered.own_parent), (trace.root_id, decisions.unit, gathered.own_root)
-    for ids, rows, numbers in above:
-        for row in np.flatnonzero((rows == NONE) & (ids != 0)).tolist():
-            absent.setdefault(int(gathered.member[row]), {})[int(ids[row])] = int(numbers[row])
-    return absent
-
-
-def _find_absent_callers(decisions: Decisions) -> Mapping[int, RemoteParent]:
-    """Return the callers of trees whose root was released before its last rows came, by the root's id in this trace."""
-    trace = decisions.found
-    callers: dict[int, RemoteParent] = {}
-    for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():
-        if (remote := decisions.find_absent_caller(row)) is not None:
-            callers[int(trace.root_id[row])] = remote
-    return callers

@@ -211,10 +211,6 @@ _PARTS = {**PARTS, SUB_REQUESTS: "sub_requests_ns"}
 _TOKENS = {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS}
 
 
-def _measure_length(interval: tuple[int, int] | None) -> int | None:
-    return None if interval is None else interval[1] - interval[0]
-
-
 class TraceRows:
     """Makes tables of the rows of a joined trace. `process` has the index of each row's process among `members`.
 
@@ -248,6 +244,15 @@ class TraceRows:
     def make_spans(self, rows: Int64s) -> Any:
         trace, sites, site = self.trace, self.trace.sites, self.trace.site[rows]
         codes = [f"{place.module}:{place.qualname}" if place.qualname else None for place in sites]
+        links = np.zeros((len(rows), 3), dtype=np.uint64)
+        for place in np.flatnonzero(np.isin(rows, trace.attributes.having(LINK))).tolist():
+            link = trace.attributes[int(rows[place])][LINK]
+            if isinstance(link, (list, tuple)) and len(link) == 2 and all(map(_is_int64, link)):
+                links[place] = self._link_of(int(rows[place]), tuple(link))
+        threads, process = self._thread_id[rows], self.process[rows]
+        places, firsts = number_combinations(process, rank_distinct(threads)[1])
+        pairs = zip(process[firsts].tolist(), threads[firsts].tolist(), strict=True)
+        names = [self.members[member].facts.threads.get(thread) or None for member, thread in pairs]
         columns = {
             "parent_span_id": make_ids(self.keys.parent[rows]),
             "root_span_id": make_ids(self.keys.root[rows]),
@@ -262,35 +267,22 @@ class TraceRows:
             "error": make_texts(trace.error[rows], trace.errors),
             "clipped": trace.clipped[rows],
             **make_attribute_columns(trace, rows),
-            **self._make_links(rows),
-            **self._name_threads(rows),
+            "link_trace_id": make_ids(links[:, 0], links[:, 1]),
+            "link_span_id": make_ids(links[:, 2]),
+            "thread_id": threads,
+            "thread": make_texts(places, names),
         }
         return self._make_table("spans", rows, trace.start_ns[rows], columns)
-
-    def _make_links(self, rows: Int64s) -> Values:
-        links = np.zeros((len(rows), 3), dtype=np.uint64)
-        for place in np.flatnonzero(np.isin(rows, self.trace.attributes.having(LINK))).tolist():
-            link = self.trace.attributes[int(rows[place])][LINK]
-            if isinstance(link, (list, tuple)) and len(link) == 2 and all(map(_is_int64, link)):
-                links[place] = self._link_of(int(rows[place]), tuple(link))
-        return {"link_trace_id": make_ids(links[:, 0], links[:, 1]), "link_span_id": make_ids(links[:, 2])}
 
     def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
         """Return the two halves of the trace id, and the span id, of a linked span, 0 if unknown."""
         (cause,) = rows_of(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
         return (0, 0, 0) if cause == NONE else tuple(int(ids[cause]) for ids in self.keys[:3])  # type: ignore[return-value]
 
-    def _name_threads(self, rows: Int64s) -> Values:
-        threads = self._thread_id[rows]
-        places, firsts = number_combinations(self.process[rows], rank_distinct(threads)[1])
-        pairs = zip(self.process[rows][firsts].tolist(), threads[firsts].tolist(), strict=True)
-        names = [self.members[process].facts.threads.get(thread) or None for process, thread in pairs]
-        return {"thread_id": threads, "thread": make_texts(places, names)}
-
     def make_requests(self, places: Int64s, is_complete: Bools) -> Any:
         """Return the table of the requests with the given indices. `is_complete` has a value for each row of the
         trace."""
-        trace, parts, keys, arrow = self.trace, self._ledger, self._joined.keys, import_pyarrow()
+        trace, parts, keys = self.trace, self._ledger, self._joined.keys
         rows, device, types = self._joined.rows[places], self._device_ledger, arrow_schema("requests")
         times = parts.times_by_part(_PARTS, len(self._joined.rows))
         phases: dict[int, dict[str, int]] = {}
@@ -298,11 +290,12 @@ class TraceRows:
         for place, part, time_ns in numbers:
             if (name := parts.names[part]) not in _PARTS:
                 phases.setdefault(place, {})[remove_surrogates(name)] = time_ns
-        lengths = {
-            item.place: (_measure_length(item.prefill), _measure_length(item.decode))
+        lengths: dict[tuple[str, int], int] = {
+            (name, item.place): interval[1] - interval[0]
             for item in find_stages(trace, self._joined)
+            for name, interval in (("prefill", item.prefill), ("decode", item.decode))
+            if interval is not None
         }
-        of_places = [lengths.get(place, (None, None)) for place in places.tolist()]
         columns = {
             **{name: column[places] for name, column in times.items()},
             **{
@@ -315,8 +308,7 @@ class TraceRows:
             "error": make_texts(trace.error[rows], trace.errors),
             "phases_ns": make_maps([phases.get(place) for place in places.tolist()], types.field("phases_ns").type),
             "device_ns": (device.own_ns + device.shared_ns)[places],
-            "prefill_ns": arrow.array([prefill for prefill, _ in of_places], arrow.int64()),
-            "decode_ns": arrow.array([decode for _, decode in of_places], arrow.int64()),
+            **{f"{name}_ns": [lengths.get((name, at)) for at in places.tolist()] for name in ("prefill", "decode")},
             "is_complete": is_complete[rows],
             **make_attribute_columns(trace, rows),
         }

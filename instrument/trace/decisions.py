@@ -20,7 +20,7 @@ from instrument.recording.trace_context import RemoteParent, is_sampled, state_o
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import NONE, mask_of, nearest, number_combinations, rows_of
 from instrument.trace.joined import join
-from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows
+from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows, have_details, split_remote
 from instrument.trace.request_trees import grafted
 from instrument.trace.sampling_criteria import EndedRequest
 from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, Newest, UnsettledRows
@@ -54,7 +54,16 @@ class Gathered:
         attributes: dict[int, Mapping[str, AttributeValue]] = {}
         details = RowDetails(columns, attributes.__setitem__)
         for member, part, first in zip(members, parts, starts.tolist(), strict=False):
-            _add_details(details, member, part, first)
+            place, own_ids = part["place"], part["span_id"]
+            for at in np.flatnonzero(np.append(have_details(member.rows), False)[place]).tolist():
+                details.add(first + at, member.details.get(int(own_ids[at])) or RowDetail())
+            for at in np.flatnonzero(place == NONE).tolist():
+                details.add(first + at, RowDetail(-1, None, *split_remote(member.opened[int(own_ids[at])].attributes)))
+            if member.caller is not None:
+                is_early_root = (own_ids == part["root_id"]) & (own_ids & REQUEST_BIT == 0)
+                is_early_root &= part["start_ns"] < member.served_from_ns
+                for at in np.flatnonzero(is_early_root).tolist():
+                    details.remote.setdefault(first + at, member.caller)
         parent_id, root_id = self._number_ids_above(parts, starts)
         thread, _ = number_combinations(self.member.astype(np.int64), self.own_thread)
         self.trace = Columns(
@@ -80,7 +89,7 @@ class Gathered:
     def _number_ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
         """Return the ids of parents and of roots. A parent or root without a row gets an unused id."""
         above = int(starts[-1]) + 1
-        ids_by_name: dict[str, list[Int64s]] = {"parent": [np.zeros(0, np.int64)], "root": [np.zeros(0, np.int64)]}
+        columns = [np.zeros((2, 0), np.int64)]
         for part, first in zip(parts, starts.tolist(), strict=False):
             above_ids = np.concatenate([part["parent_id"], part["root_id"]])
             rows = rows_of(part["span_id"], above_ids).astype(np.int64)
@@ -90,9 +99,9 @@ class Gathered:
                 _, numbers = np.unique(above_ids[absent], return_inverse=True)
                 ids[absent] = above + numbers.reshape(-1)
                 above += int(numbers.max()) + 1
-            ids_by_name["parent"].append(ids[: len(part["span_id"])])
-            ids_by_name["root"].append(ids[len(part["span_id"]) :])
-        return np.concatenate(ids_by_name["parent"]), np.concatenate(ids_by_name["root"])
+            columns.append(ids.reshape(2, -1))
+        parent_id, root_id = np.concatenate(columns, axis=1)
+        return parent_id, root_id
 
     @property
     def is_request_root(self) -> Bools:
@@ -123,19 +132,6 @@ def _gather_member(member: UnsettledRows, sites: dict[Site, int], horizon_ns: in
     }
 
 
-def _add_details(details: RowDetails, member: UnsettledRows, part: Mapping[str, NDArray[Any]], first: int) -> None:
-    place, own_ids = part["place"], part["span_id"]
-    for at in np.flatnonzero(np.append(member.with_details(), False)[place]).tolist():
-        details.add(first + at, member.details.get(int(own_ids[at])) or RowDetail())
-    for at in np.flatnonzero(place == NONE).tolist():
-        details.add(first + at, RowDetail.of_open(member.opened[int(own_ids[at])]))
-    if member.caller is not None:
-        is_early_root = (own_ids == part["root_id"]) & (own_ids & REQUEST_BIT == 0)
-        is_early_root &= part["start_ns"] < member.served_from_ns
-        for at in np.flatnonzero(is_early_root).tolist():
-            details.remote.setdefault(first + at, member.caller)
-
-
 def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     """Return True for rows that may be settled now or that decide about other rows."""
     rows = member.rows
@@ -145,7 +141,7 @@ def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     undue = root_id[is_root & (rows["end_ns"] > horizon_ns)]
     opened = np.fromiter((span_id for span_id in member.opened if span_id & REQUEST_BIT), np.uint64)
     is_undue = is_request & np.isin(root_id, np.concatenate([undue, opened]))
-    matter = ~is_undue | is_root | member.with_details()
+    matter = ~is_undue | is_root | have_details(rows)
     missing = np.setdiff1d(rows["parent_id"][matter], rows["span_id"][matter])
     while len(missing):
         more = ~matter & np.isin(rows["span_id"], missing)
@@ -205,9 +201,11 @@ class Decisions:
         self._mark_adopted()
         self.states: dict[int, str] = {}
         """The `tracestate` of each randomly sampled request, by its root."""
-        self.kept, self.passed = self._decide_requests()
-        self._settle_trees(self.kept, self.passed)
-        self._settle_batches(self.served)
+        self.kept: set[int] = set()
+        self.passed: set[int] = set()
+        self._decide_requests()
+        self._settle_trees()
+        self._settle_batches()
         self._settle_others()
 
     def _limit_key_traces(self, trace: Columns) -> Columns:
@@ -227,8 +225,11 @@ class Decisions:
         return self.members[int(self.gathered.member[row])]
 
     def _ended_request(self, row: int) -> EndedRequest:
-        member = self.member_of(row)
-        return member.ended_request(member.rows[self.gathered.place[row]])
+        trace = self.gathered.trace
+        return EndedRequest(
+            int(self.gathered.own[row]), trace.sites[trace.site[row]], int(trace.start_ns[row]), int(trace.end_ns[row]),
+            bool(trace.error[row] != NONE), trace.attributes[row], trace.remote.get(row),
+        )  # fmt: skip
 
     def sent_trace_id(self, root: int) -> int:
         """Return the trace id that a tree has at a collector."""
@@ -249,7 +250,8 @@ class Decisions:
     def sent_span_id(self, row: int) -> int:
         return self.member_of(row).ids.span_id(int(self.gathered.own[row]))
 
-    def _decide_requests(self) -> tuple[set[int], set[int]]:
+    def _decide_requests(self) -> None:
+        """Find the roots of due requests that are kept, and the roots of dropped ones."""
         gathered, state = self.gathered, self.gathered.state
         parts: dict[int, list[int]] = {}
         for row in np.flatnonzero(self.is_root & (state != SETTLED) & (self.unit != NONE)).tolist():
@@ -270,17 +272,13 @@ class Decisions:
             ended.setdefault(int(gathered.member[unit]), []).append(self._ended_request(unit))
         for member, requests in ended.items():
             self.members[member].sampler.update_usual_times(requests)
-        kept_roots: set[int] = set()
-        passed: set[int] = set()
         standing_out: list[tuple[int, int, int]] = []
         for unit in due:
-            self._decide_tree(unit, parts[unit], kept_roots, passed, undue_traces, standing_out)
-        for unit in list(passed):  # a part of its trace may have been kept after it was looked at
+            self._decide_tree(unit, parts[unit], undue_traces, standing_out)
+        for unit in list(self.passed):  # a part of its trace may have been kept after it was looked at
             if self.sent_trace_id(unit) in self._remembered.kept:
-                passed.discard(unit)
-                self._keep_tree(unit, kept_roots)
-        self._keep_before(standing_out, kept_roots, passed)
-        return kept_roots, passed
+                self._keep_tree(unit)
+        self._keep_before(standing_out)
 
     def _mark_adopted(self) -> None:
         """Set the state of rows from an earlier reader: `SETTLED` if that reader had settled them, else `WAITING`."""
@@ -303,66 +301,52 @@ class Decisions:
             member.adopted += waits
 
     def _decide_tree(
-        self,
-        unit: int,
-        parts: Sequence[int],
-        kept_roots: set[int],
-        passed: set[int],
-        undue_traces: set[int],
-        standing_out: list[tuple[int, int, int]],
+        self, unit: int, parts: Sequence[int], undue_traces: set[int], standing_out: list[tuple[int, int, int]]
     ) -> None:
         ended = [
             (self.member_of(row).sampler, self._ended_request(row), row)
             for row in parts
             if self.gathered.state[row] != OPEN
         ]
-        is_kept = self._is_sampled(unit) or self.sent_trace_id(unit) in self._remembered.kept
+        trace_id, sample = self.sent_trace_id(unit), self.member_of(unit).sampler.capture.sample
+        # If a request has a caller's trace, the caller has decided about the random sample.
+        is_of_sample = self._ended_request(unit).remote is None and is_sampled(trace_id, sample)
+        if is_of_sample:
+            self.states[unit] = state_of_share(sample)
+        is_kept = is_of_sample or trace_id in self._remembered.kept
         if is_kept or any(sampler.is_asked_for(request) for sampler, request, _ in ended):
-            self._keep_tree(unit, kept_roots)
+            self._keep_tree(unit)
             return
         for sampler, request, row in ended:
             if sampler.is_notable(request):
                 if sampler.allowance.take_token(request.end_ns):
                     if request.root_id not in self.member_of(row).early:  # what came before those is long gone
                         standing_out.append((int(self.gathered.member[row]), request.start_ns, request.end_ns))
-                    self._keep_tree(unit, kept_roots)
+                    self._keep_tree(unit)
                 else:
                     self.member_of(row).counts[BEYOND_LIMIT] += 1
-                    passed.add(unit)
+                    self.passed.add(unit)
                 return
         for sampler, request, row in ended:
             if sampler.is_early(request) and not (self.member_of(row).is_over or self._is_last):
                 self.member_of(row).early.add(request.root_id)
                 return
-        if self._is_last or self.sent_trace_id(unit) not in undue_traces:
-            passed.add(unit)
+        if self._is_last or trace_id not in undue_traces:
+            self.passed.add(unit)
 
-    def _is_sampled(self, unit: int) -> bool:
-        """Return True if a request is in the random sample. The decision of a caller takes precedence."""
-        if self._ended_request(unit).remote is not None:
-            return False
-        sample = self.member_of(unit).sampler.capture.sample
-        if not is_sampled(self.sent_trace_id(unit), sample):
-            return False
-        self.states[unit] = state_of_share(sample)
-        return True
-
-    def _keep_tree(self, unit: int, kept_roots: set[int]) -> None:
-        kept_roots.add(unit)
+    def _keep_tree(self, unit: int) -> None:
+        self.passed.discard(unit)
+        self.kept.add(unit)
         self._remembered.kept[self.sent_trace_id(unit)] = None
 
-    def _keep_before(
-        self, standing_out: Iterable[tuple[int, int, int]], kept_roots: set[int], passed: set[int]
-    ) -> None:
+    def _keep_before(self, standing_out: Iterable[tuple[int, int, int]]) -> None:
         gathered = self.gathered
         recent = np.flatnonzero(self.is_root & (gathered.state == PASSED)).tolist()
         for member, start_ns, end_ns in standing_out:
             before_ns = self.members[member].sampler.capture.before_ns
-            for unit in [*recent, *passed] if before_ns else ():
+            for unit in [*recent, *self.passed] if before_ns else ():
                 if gathered.member[unit] == member and start_ns - before_ns <= gathered.trace.end_ns[unit] <= end_ns:
-                    passed.discard(unit)
-                    if unit not in kept_roots:
-                        self._keep_tree(unit, kept_roots)
+                    self._keep_tree(unit)
 
     # ---------------------------------------------------------------- rows
 
@@ -376,15 +360,15 @@ class Decisions:
         is_marked[NONE] = False
         return is_marked[self.unit]
 
-    def _settle_trees(self, kept_roots: set[int], passed: set[int]) -> None:
+    def _settle_trees(self) -> None:
         gathered, undecided = self.gathered, self.is_undecided
         late: dict[bool, set[int]] = {True: set(), False: set()}
         units = np.unique(self.unit[undecided & (self.unit != NONE)])
         for unit in units[self.is_root[units] & (gathered.state[units] == SETTLED)].tolist():
             decided = self.member_of(unit).decided.get(int(gathered.own[unit]))
             late[decided is not None and decided.is_kept].add(unit)
-        self.out |= undecided & self.find_rows_of_trees(kept_roots | late[True])
-        self.gone |= undecided & self.find_rows_of_trees(passed | late[False])
+        self.out |= undecided & self.find_rows_of_trees(self.kept | late[True])
+        self.gone |= undecided & self.find_rows_of_trees(self.passed | late[False])
         # Late rows of requests that are not here any more.
         rootless = undecided & (self.unit == NONE) & (gathered.own_root & REQUEST_BIT != 0)
         for row in np.flatnonzero(rootless).tolist():
@@ -446,11 +430,11 @@ class Decisions:
             return True
         return False if self.gone[root] or self.gathered.state[root] == PASSED else None
 
-    def _settle_batches(self, served: Mapping[int, Sequence[int]]) -> None:
+    def _settle_batches(self) -> None:
         """Settle batches outside of requests. A batch is kept if it serves a kept request, or by the random sample."""
         due, sampled = self._are_of_others, self.are_sampled()
         state, end_ns = self.gathered.state, self.gathered.trace.end_ns
-        hurries = self._is_last or self._at_once
+        served, hurries = self.served, self._is_last or self._at_once
         for batch in self.found.attributes.having(BATCH_KEYS).tolist():
             if not due[batch]:
                 continue

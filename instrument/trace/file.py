@@ -24,7 +24,6 @@ from typing import IO, Any
 import numpy as np
 
 from instrument.errors import TraceError
-from instrument.recording.spans import Sample
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import tally_of
@@ -37,7 +36,7 @@ from instrument.trace.layout import (
     unpack_columns,
     unpack_kernels,
 )
-from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, encode_metadata
+from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, encode_metadata, read_sample
 from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, check_type, encode, make_safe
 from instrument.trace.trace import SpanViews, Trace
 
@@ -153,14 +152,22 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
     """Read a recording. Raises `TraceError` for an unreadable or damaged file."""
     with _convert_errors(path):
-        arrays = _read_arrays(Path(path), limit_bytes)
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            if sum(member.file_size for member in members) > limit_bytes:
+                raise ValueError(f"it unpacks to more than {limit_bytes} bytes")
+            arrays = {member.filename.removesuffix(".npy"): _read_array(archive.read(member)) for member in members}
+        if not arrays.keys() >= {"metadata", "span_id_steps"}:
+            raise ValueError("it is no recording of `instrument`; give one, or a Chrome trace")
+        if len(arrays["span_id_steps"]) > LIMIT_SPANS:
+            raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
         content = json.loads(arrays.pop("metadata").tobytes())
         if content["layout"] != LAYOUT:
             raise ValueError(f"its layout is {content['layout']!r:.20}; read it with the version that wrote it")
         read = Metadata(check_type(content["trace"], dict))
         more = check_type(content["spans"], dict)
         columns = unpack_columns(arrays, more, read.sites)
-        facts = read.make_trace(SpanViews(columns), [_read_sample(read.base_ns, *sample) for sample in more["samples"]])
+        facts = read.make_trace(SpanViews(columns), [read_sample(read.base_ns, *sample) for sample in more["samples"]])
         names = [check_type(name, str) for name in more["kernel_names"]]
         facts.kernels = unpack_kernels(arrays, names, read.base_ns)
         facts.allocations = unpack_allocations(arrays, read.base_ns)
@@ -185,29 +192,6 @@ def load_facts(path: str | os.PathLike[str]) -> Trace:
             raise ValueError("its metadata is too long")
         content = json.loads(_read_array(archive.read(member)).tobytes())
         return Metadata(check_type(content["trace"], dict)).make_trace([], [])
-
-
-def _read_sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:
-    return Sample(
-        check_type(name, str),
-        check_type(device, int),
-        base_ns + check_type(since_ns, int),
-        check_type(value, float, int),
-    )
-
-
-def _read_arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
-    arrays: dict[str, Column] = {}
-    with zipfile.ZipFile(path) as archive:
-        if sum(member.file_size for member in archive.infolist()) > limit_bytes:
-            raise ValueError(f"it unpacks to more than {limit_bytes} bytes")
-        for member in archive.infolist():
-            arrays[member.filename.removesuffix(".npy")] = _read_array(archive.read(member))
-    if not arrays.keys() >= {"metadata", "span_id_steps"}:
-        raise ValueError("it is no recording of `instrument`; give one, or a Chrome trace")
-    if len(arrays["span_id_steps"]) > LIMIT_SPANS:
-        raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
-    return arrays
 
 
 def _read_array(data: bytes) -> Column:

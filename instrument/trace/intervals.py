@@ -126,10 +126,12 @@ def shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64
     least, most = min((int(row.min()) for row in full), default=0), max((int(row.max()) for row in full), default=0)
     count, width = max((int(column.max()) for column in groups if len(column)), default=0) + 1, most - least + 2
     if min((int(column.min()) for column in groups if len(column)), default=0) < 0 or count * width >= FARTHEST:
-        known_groups, ranks = find_distinct(np.concatenate(groups)), find_distinct(np.concatenate(times))
+        known_groups = find_distinct(np.concatenate(groups))
         groups = [np.searchsorted(known_groups, column) for column in groups]
-        times = [np.searchsorted(ranks, column) for column in times]
-        least, width = 0, len(ranks) + 1
+        if len(known_groups) * width >= FARTHEST:
+            ranks = find_distinct(np.concatenate(times))
+            times = [np.searchsorted(ranks, column) for column in times]
+            least, width = 0, len(ranks) + 1
     return [group * width - least + time for group, time in zip(groups, times, strict=True)]
 
 

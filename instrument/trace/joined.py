@@ -20,7 +20,17 @@ import numpy as np
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY
 from instrument.trace.columns import Attributes, Bools, Columns, Int32s, Int64s
-from instrument.trace.indices import NONE, compute_running_most, count_up_to, find_last_up_to, mask_of, nearest, rows_of
+from instrument.trace.indices import (
+    NONE,
+    Groups,
+    compute_running_most,
+    count_up_to,
+    find_last_up_to,
+    mask_of,
+    nearest,
+    number_by_first_sight,
+    rows_of,
+)
 
 THOUSANDTHS = 1000
 """The stored number for a weight of 1. Weights are stored in thousandths."""
@@ -75,11 +85,22 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     """
     if owner is None:
         owner = trace.topmost_wanted_rows(trace.are_of_kind("request"))
-    keyed, key_of, numbers = _number_keys(trace)
+    keyed = trace.attributes.having(KEY)
+    values = trace.attributes.values(KEY, keyed)
+    keyed = keyed[np.array([isinstance(value, str) and bool(value) for value in values], dtype=np.bool_)]
+    numbers: dict[str, int] = {}
+    """The number of each key."""
+    texts = (value for value in values if isinstance(value, str) and value)
+    key_of = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
     owner = split_sub_requests(trace, owner, keyed, key_of)
     first = FirstKeys(trace, owner, keyed, key_of)
     owner = remove_strays(trace, owner, first)
-    above = _parents_or_roots(trace)
+    # The parent of each row, or its root if the parent was not kept but the root was.
+    roots = rows_of(trace.span_id, trace.root_id)
+    tops = (trace.parent == NONE) & (trace.root_id == trace.span_id)
+    is_lost = (trace.parent == NONE) & (roots != NONE) & ~tops
+    is_lost &= tops[roots] if len(trace) else False
+    above = np.where(is_lost, roots, trace.parent).astype(np.int32)
     bears = owner[keyed] != NONE
     starts = trace.start_ns[keyed]
     pairs, since_ns = _pair_keys(key_of[bears], owner[keyed[bears]].astype(np.int64), starts[bears])
@@ -121,32 +142,12 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     )
 
 
-def _number_keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
-    """Return the rows with a key, the number of each row's key, and a map from each key to its number."""
-    keyed = trace.attributes.having(KEY)
-    values = trace.attributes.values(KEY, keyed)
-    is_text = np.array([isinstance(value, str) and bool(value) for value in values], dtype=np.bool_)
-    texts = [value for value in values if isinstance(value, str) and value]
-    numbers: dict[str, int] = {}
-    key_of = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
-    return keyed[is_text], key_of, numbers
-
-
 def _pair_keys(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, Int64s]:
     if not len(keys):
         return np.zeros((2, 0), dtype=np.int64), times_ns
     order = np.lexsort((times_ns, requests, keys))
     pairs, firsts = np.unique(np.stack([keys, requests])[:, order], axis=1, return_index=True)
     return pairs, times_ns[order][firsts]
-
-
-def _parents_or_roots(trace: Columns) -> Int32s:
-    roots = rows_of(trace.span_id, trace.root_id)
-    if not len(trace):
-        return roots
-    tops = (trace.parent == NONE) & (trace.root_id == trace.span_id)
-    is_lost = (trace.parent == NONE) & (roots != NONE) & tops[roots] & ~tops
-    return np.where(is_lost, roots, trace.parent).astype(np.int32)
 
 
 def _resolve_requests(
@@ -249,7 +250,10 @@ _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]
 def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
     if (members := _members_of.get(attributes)) is None:
         rows = attributes.having(BATCH_KEYS)
-        of_rows = [read_batch_keys(value) for value in attributes.values(BATCH_KEYS, rows)]
+        of_rows = [
+            [key for key in value[:BATCH_LIMIT] if isinstance(key, str)] if isinstance(value, (list, tuple)) else []
+            for value in attributes.values(BATCH_KEYS, rows)
+        ]
         counts = np.fromiter(map(len, of_rows), np.int64, len(of_rows))
         weights = read_batch_weights(attributes.values(BATCH_WEIGHTS, rows), counts)
         keys = tuple(chain.from_iterable(of_rows))
@@ -259,26 +263,15 @@ def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ..
 
 def merge_repeated(served: Served) -> Served:
     """Return the pairs with each request only once per batch, and the sum of its weights there."""
-    places = np.arange(len(served.batch))
-    members = np.where(served.request == NONE, NONE - 1 - places, served.request)  # a key of no request stays distinct
-    order = np.lexsort((places, members, served.batch))
-    batch, members = served.batch[order], members[order]
-    firsts = np.flatnonzero(
-        np.concatenate([[True], (batch[1:] != batch[:-1]) | (members[1:] != members[:-1])])[: len(order)]
-    )
-    if len(firsts) == len(order):
+    further = served.request.max(initial=NONE) + 1 + np.arange(len(served.batch))
+    members = np.where(served.request == NONE, further, served.request)  # a key of no request stays distinct
+    order = np.lexsort((members, served.batch))
+    batch, member = served.batch[order], members[order]
+    if not ((batch[1:] == batch[:-1]) & (member[1:] == member[:-1])).any():
         return served
-    rows = order[firsts]
-    back = np.argsort(rows)
-    weight = np.add.reduceat(served.weight[order], firsts)[back]
-    rows = rows[back]
-    return Served(served.batch[rows], served.request[rows], weight, tuple(served.key[at] for at in rows.tolist()))
-
-
-def read_batch_keys(value: Any) -> Sequence[str]:
-    """Return the keys in the value of a batch's attribute, at most `BATCH_LIMIT`."""
-    keys = value if isinstance(value, (list, tuple)) else ()
-    return [key for key in keys[:BATCH_LIMIT] if isinstance(key, str)]
+    groups, firsts = number_by_first_sight(served.batch, members)
+    weight = Groups(groups, len(firsts)).sum_by_group(served.weight).astype(np.int64)
+    return Served(served.batch[firsts], served.request[firsts], weight, tuple(served.key[at] for at in firsts.tolist()))
 
 
 def read_batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:

@@ -166,18 +166,22 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
         raise ValueError("its arrays are of different lengths; it is damaged")
     above = np.arange(count) - arrays["rows_to_parent"]
     _check_rows(above, count)
-    _check_rows(arrays["thread"], len(arrays["thread_ids"]))
-    _check_rows(arrays["task"], len(arrays["task_ids"]))
     is_top = arrays["rows_to_parent"] == 0
     errors, labels = _check_texts(facts["errors"]), _check_texts(facts["labels"])
+    rows, ends = sum_differences(arrays["attributes_row_steps"]), sum_differences(arrays["attributes_lengths"])
+    numbers, texts = arrays["attributes"], arrays["attributes_bytes"].tobytes()
+    _check_rows(rows, count)
+    _check_rows(numbers, len(ends))
+    if len(rows) != len(numbers) or (len(ends) and (ends[-1] != len(texts) or (np.diff(ends) < 0).any())):
+        raise ValueError("its attributes are cut off; it is damaged")
     return Columns(
         sites=tuple(sites),
         errors=errors,
         span_id=span_id,
         parent_id=_fill_rare(arrays, "parent_id", np.where(is_top, 0, span_id[above])),
         root_id=_fill_rare(arrays, "root_id", span_id[topmost_rows(np.where(is_top, NONE, above).astype(np.int32))]),
-        thread_id=arrays["thread_ids"].astype(np.int64)[arrays["thread"]],
-        task_id=arrays["task_ids"].astype(np.int64)[arrays["task"]],
+        thread_id=_read_table(arrays, "thread"),
+        task_id=_read_table(arrays, "task"),
         start_ns=start_ns,
         end_ns=start_ns + total_ns,
         active_ns=_fill_rare(arrays, "active_ns", total_ns.copy()),
@@ -186,7 +190,7 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
         error=_fill_rare(arrays, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
         clipped=_fill_rare(arrays, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
         device=_unpack_intervals(arrays, start_ns, labels),
-        attributes=_unpack_attributes(arrays, count),
+        attributes=PackedAttributes(count, rows, numbers, ends, texts),
         remote={
             int(row): RemoteParent(
                 int(trace_id, 16), int(span_id, 16), int(flags), bool(is_local), bool(in_server_span)
@@ -229,16 +233,6 @@ def _unpack_intervals(arrays: Arrays, start_ns: Int64s, labels: tuple[str, ...])
         uncertainty_ns=arrays["device_uncertainty_ns"].astype(np.int64),
         labels=labels,
     )
-
-
-def _unpack_attributes(arrays: Arrays, count: int) -> PackedAttributes:
-    rows, ends = sum_differences(arrays["attributes_row_steps"]), sum_differences(arrays["attributes_lengths"])
-    numbers, texts = arrays["attributes"], arrays["attributes_bytes"].tobytes()
-    _check_rows(rows, count)
-    _check_rows(numbers, len(ends))
-    if len(rows) != len(numbers) or (len(ends) and (ends[-1] != len(texts) or (np.diff(ends) < 0).any())):
-        raise ValueError("its attributes are cut off; it is damaged")
-    return PackedAttributes(count, rows, numbers, ends, texts)
 
 
 # Kernels as columns
@@ -391,6 +385,5 @@ def unpack_allocations(columns: Arrays, base_ns: int) -> Allocations:
 
 def _read_table(columns: Arrays, name: str) -> Int64s:
     table, places = columns[f"{name}_ids"], columns[name]
-    if not are_in_range(places, 0, len(table)):
-        raise ValueError("it refers to a row that does not exist; it is damaged")
+    _check_rows(places, len(table))
     return np.asarray(table.astype(np.int64)[places])

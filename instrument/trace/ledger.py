@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.recording.spans import BATCH_KEYS, KEY, OUTCOME, Site
 from instrument.trace.columns import Bools, Columns, Int64s
@@ -139,7 +140,13 @@ def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: In
     at_once = np.flatnonzero(_may_overlap(device[parts.groups], parts.starts, parts.ends))
     if not len(at_once):
         return np.asarray(Groups(its_batch, len(trace)).sum_by_group(lengths), dtype=np.int64)
-    inner, outer = _find_nested(trace, served)
+    # A batch nested in another one of the same thread and task competes with it.
+    is_batch = mask_of(served.batch, len(trace))
+    inner = np.flatnonzero(is_batch)
+    outer = nearest_above(trace.parent, is_batch)[inner].astype(np.int64)
+    is_within = (outer != NONE) & (trace.thread_id[outer] == trace.thread_id[inner])
+    is_within &= trace.task_id[outer] == trace.task_id[inner]
+    inner, outer = inner[is_within], outer[is_within]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(served.key), len(trace))}
     unknown = np.array([numbers[key] for key in served.key], dtype=np.int64)
     pair_of_nested = np.arange(len(inner)) + len(trace) + len(numbers)
@@ -168,18 +175,6 @@ def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: In
     begins, finishes = np.lexsort((lost_from, places)), np.lexsort((lost_to, to_places))
     lost = lengths_by_group(interval_of[places[begins]], lost_from[begins], lost_to[finishes], len(its_batch))
     return np.asarray(Groups(its_batch, len(trace)).sum_by_group(lengths - lost), dtype=np.int64)
-
-
-def _find_nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
-    is_batch = mask_of(served.batch, len(trace))
-    rows = np.flatnonzero(is_batch)
-    outer = nearest_above(trace.parent, is_batch)[rows].astype(np.int64)
-    is_within = (
-        (outer != NONE)
-        & (trace.thread_id[outer] == trace.thread_id[rows])
-        & (trace.task_id[outer] == trace.task_id[rows])
-    )
-    return rows[is_within], outer[is_within]
 
 
 def _may_overlap(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
@@ -211,7 +206,11 @@ class Turns(NamedTuple):
 def turns_of(trace: Columns, joined: Joined) -> Turns:
     """Return the turns of each request. Unknown time has no turn."""
     work, batches = _find_work(trace, joined), _find_batches(trace, joined)
-    between, inner = _find_gaps(trace, joined, work, batches), _find_sub_requests(trace, joined)
+    between = _find_gaps(trace, joined, work, batches)
+    # The requests that began within another request and count as separate requests.
+    around = np.append(joined.of, NONE)[trace.parent[joined.rows]]
+    nested = np.flatnonzero((around != NONE) & (around != np.arange(len(around))))
+    inner = _clip_to_requests(trace, joined, around[nested], joined.rows[nested], np.full(len(nested), NONE))
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
     part_of_site = np.array(
         [NONE if name is None else names.setdefault(name, len(names)) for name in map(phase_of, trace.sites)] or [NONE],
@@ -340,6 +339,10 @@ class Intervals(NamedTuple):
     end_ns: Int64s
     pair: Int64s
 
+    def take(self, places: NDArray[Any]) -> Intervals:
+        """Return the intervals with these indices, or those for which a mask is True."""
+        return Intervals(*(column[places] for column in self))
+
 
 def _clip_to_requests(trace: Columns, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> Intervals:
     around = joined.rows[request]
@@ -355,19 +358,11 @@ def _find_work(trace: Columns, joined: Joined) -> Intervals:
     return _clip_to_requests(trace, joined, joined.of[rows], rows, np.full(len(rows), NONE))
 
 
-def _find_sub_requests(trace: Columns, joined: Joined) -> Intervals:
-    above = trace.parent[joined.rows]
-    around = np.append(joined.of, NONE)[above]
-    inner = np.flatnonzero((around != NONE) & (around != np.arange(len(around))))
-    return _clip_to_requests(trace, joined, around[inner], joined.rows[inner], np.full(len(inner), NONE))
-
-
 def _find_batches(trace: Columns, joined: Joined) -> Intervals:
     pairs = np.flatnonzero(joined.served.request != NONE)
     intervals = _clip_to_requests(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
     order = np.lexsort((intervals.end_ns, intervals.start_ns, intervals.request))
-    order = order[(intervals.start_ns < intervals.end_ns)[order]]
-    return Intervals(*(column[order] for column in intervals))
+    return intervals.take(order[(intervals.start_ns < intervals.end_ns)[order]])
 
 
 def _find_gaps(
@@ -414,12 +409,22 @@ def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
     return Intervals(request, rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
 
 
-def _time_hand_offs(trace: Columns, hand_offs: Intervals, places: Int64s, upto: Int64s) -> Int64s:
-    """Return the time of each hand-off: the end of the span, or its begin if it failed or ended after `upto`."""
-    rows = hand_offs.row[places]
-    is_done = (hand_offs.end_ns[places] <= upto) & (trace.error[rows] == NONE)
+def _begin_queues(
+    trace: Columns, hand_offs: Intervals, groups: Int64s, of: Int64s, begins: Int64s, upto: Int64s, otherwise: Int64s
+) -> Int64s:
+    """Return the begin of the queue of each group in `of`. `groups` has the group of each span in `hand_offs`.
+
+    The newest hand-off span up to a time hands off its request at its end, or at its begin if it failed or ended after
+    `upto`. The queue begins then, but not before the request does (`begins`), or at `otherwise` without such a span.
+    """
+    if not len(groups):
+        return otherwise
+    newest = find_last_up_to(groups, hand_offs.start_ns, of, upto)
+    rows = hand_offs.row[newest]
+    is_done = (hand_offs.end_ns[newest] <= upto) & (trace.error[rows] == NONE)
     is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))
-    return np.where(is_done, hand_offs.end_ns[places], hand_offs.start_ns[places])
+    handed_over = np.where(is_done, hand_offs.end_ns[newest], hand_offs.start_ns[newest])
+    return np.where(newest == NONE, otherwise, np.maximum(handed_over, begins))
 
 
 def _find_queues(
@@ -433,11 +438,9 @@ def _find_queues(
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
     last = find_last_up_to(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
-    from_ns = np.where(last == NONE, begins, edges[last] if len(edges) else begins)
-    newest = find_last_up_to(hand_offs.request, hand_offs.start_ns, requests, upto)
-    handed_over = np.flatnonzero(newest != NONE)
-    from_ns[handed_over] = _time_hand_offs(trace, hand_offs, newest[handed_over], upto[handed_over])
-    return requests, np.maximum(from_ns, begins), upto, 0
+    edge_ns = np.where(last == NONE, begins, np.maximum(edges[last], begins) if len(edges) else begins)
+    from_ns = _begin_queues(trace, hand_offs, hand_offs.request, requests, begins, upto, edge_ns)
+    return requests, from_ns, upto, 0
 
 
 def _find_lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
@@ -446,19 +449,13 @@ def _find_lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batc
     is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
     is_lost[batches.request] = False
     requests = np.flatnonzero(is_lost)
-    ends = trace.end_ns[rows[requests]]
-    newest = find_last_up_to(hand_offs.request, hand_offs.start_ns, requests, ends)
-    handed_over = np.flatnonzero(newest != NONE)
-    requests, ends = requests[handed_over], ends[handed_over]
-    from_ns = _time_hand_offs(trace, hand_offs, newest[handed_over], ends)
-    return requests, np.maximum(from_ns, trace.start_ns[rows[requests]]), ends, 0
+    begins, ends = trace.start_ns[rows[requests]], trace.end_ns[rows[requests]]
+    return requests, _begin_queues(trace, hand_offs, hand_offs.request, requests, begins, ends, ends), ends, 0
 
 
 def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
-    hand_offs, batches = (
-        Intervals(*(column[np.isin(part.request, several)] for column in part)) for part in (hand_offs, batches)
-    )
+    hand_offs, batches = (part.take(np.isin(part.request, several)) for part in (hand_offs, batches))
     numbers: dict[str, int] = {}
     of_batch = np.array(
         [numbers.setdefault(joined.served.key[pair], len(numbers)) for pair in batches.pair.tolist()], dtype=np.int64
@@ -470,17 +467,13 @@ def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, b
     _, firsts = np.unique(groups, return_index=True)
     firsts = firsts[batches.request[firsts - 1] == batches.request[firsts]]
     firsts = firsts[firsts > 0]  # the batches of a request are consecutive, in the order of time
-    with_key = np.flatnonzero(of_span != NONE)
-    key_spans = Intervals(*(column[with_key] for column in hand_offs))
-    of_hand_offs = key_spans.request * len(numbers) + of_span[with_key]
-    order = np.lexsort((np.arange(len(with_key)), key_spans.start_ns, of_hand_offs))
-    key_spans = Intervals(*(column[order] for column in key_spans))
-    newest = find_last_up_to(of_hand_offs[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
-    queued = np.flatnonzero(newest != NONE)
-    firsts = firsts[queued]
-    upto = batches.start_ns[firsts]
-    requests = batches.request[firsts]
-    from_ns = np.maximum(_time_hand_offs(trace, key_spans, newest[queued], upto), trace.start_ns[joined.rows[requests]])
+    of_hand_offs = np.where(of_span == NONE, NONE, hand_offs.request * len(numbers) + of_span)
+    order = np.lexsort((hand_offs.start_ns, of_hand_offs))
+    requests, upto = batches.request[firsts], batches.start_ns[firsts]
+    begins = trace.start_ns[joined.rows[requests]]
+    from_ns = _begin_queues(
+        trace, hand_offs.take(order), of_hand_offs[order], groups[firsts], begins, upto, upto
+    )  # fmt: skip
     return requests, from_ns, upto, 0
 
 
@@ -491,7 +484,7 @@ def _find_transports(
     threads = find_distinct(trace.thread_id[find_distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
-    own_work = Intervals(*(column[order[elsewhere[order]]] for column in work))
+    own_work, accepted = work.take(order[elsewhere[order]]), work.take(order[~elsewhere[order]])
     parts: list[_Part] = []
     # From the end of all batches so far to the next own work, if no batch of the request comes before it.
     after = _find_next(own_work.request, own_work.start_ns, batches.request, reach)
@@ -502,9 +495,6 @@ def _find_transports(
     returning = returning[last[returning] | (starts <= next_batch[returning])]
     parts.append((batches.request[returning], reach[returning], own_work.start_ns[after[returning]], 2))
     # From own work to the first work on a batch thread.
-    accepting = np.lexsort((work.start_ns, work.request))
-    accepting = accepting[~elsewhere[accepting]]
-    accepted = Intervals(*(column[accepting] for column in work))
     begins = trace.start_ns[joined.rows[batches.request[firsts]]]
     first = _find_next(accepted.request, accepted.start_ns, batches.request[firsts], begins)
     before = np.flatnonzero(first != NONE)

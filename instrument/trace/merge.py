@@ -9,7 +9,7 @@ version is kept.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -146,30 +146,30 @@ class _Merge:
         self._groups = groups
         base_ns = groups[0][0].trace.origin.realtime_of(0)
         self._absent: dict[tuple[int, int], int] = {}
-        self._parts: list[MergedFile] = []
+        self.parts: list[MergedFile] = []
         first = 0
         for process, group in enumerate(groups):
             newest = max((saved.trace for saved in group), key=attrgetter("end_ns"))
             moved_ns = 0 if clock == MONOTONIC else newest.origin.realtime_of(0) - base_ns
             for saved in group:
-                self._parts.append(MergedFile(saved, process, first, moved_ns))
+                self.parts.append(MergedFile(saved, process, first, moved_ns))
                 first += len(saved.trace.columns)
-        self.parts: Sequence[MergedFile] = self._parts
-        self._numbers = Numbers(self._parts)
+        self._numbers = Numbers(self.parts)
         columns = self._merge_columns(first)
-        facts = replace(merge_facts(self._parts, self._numbers), apart_ns=apart_ns)
-        tally = merge_tally(self._parts, self._numbers, columns, facts.threads)
-        processes = merge_processes(self._parts, self._numbers, self._absent) if len(groups) > 1 else ()
+        facts = replace(merge_facts(self.parts, self._numbers), apart_ns=apart_ns)
+        tally = merge_tally(self.parts, self._numbers, columns, facts.threads)
+        processes = merge_processes(self.parts, self._numbers, self._absent) if len(groups) > 1 else ()
         self.saved = Saved(replace(facts, processes=processes).with_columns(columns), tally)
 
     # ------------------------------------------------------------ spans
 
     def _merge_columns(self, count: int) -> Columns:
-        parts = self._parts
+        parts = self.parts
         site = _join_columns(self._numbers.find_merged_sites(part) for part in parts)
         start_ns = _join_columns(part.trace.start_ns + part.moved_ns for part in parts)
         end_ns = _join_columns(part.trace.end_ns + part.moved_ns for part in parts)
-        thread_id = _join_columns(self._numbers.merged_threads_of_rows(part) for part in parts)
+        threads = self._numbers.threads
+        thread_id = _join_columns(threads.distinct_column(part.trace.thread_id, part.process) for part in parts)
         span_id = _join_columns(part.trace.span_id for part in parts)
         chosen = self._choose_rows(span_id, site, thread_id, start_ns, end_ns)
         kept_rows = np.flatnonzero(chosen == np.arange(count))
@@ -208,7 +208,7 @@ class _Merge:
     ) -> Int64s:
         """Return, for each row of all files, the row that is kept for the same span. It may be in another file."""
         chosen = np.arange(len(span_id))
-        process = np.repeat([part.process for part in self._parts], [len(part.trace) for part in self._parts])
+        process = np.repeat([part.process for part in self.parts], [len(part.trace) for part in self.parts])
         in_several_files = {process for process, group in enumerate(self._groups) if len(group) > 1}
         rows = np.flatnonzero(np.isin(process, list(in_several_files)))
         rows = rows[
@@ -227,24 +227,24 @@ class _Merge:
 
     def _merge_ids_above(self) -> tuple[Int64s, Int64s]:
         absent = self._absent
-        above = 1 + sum(len(part.trace) for part in self._parts)
-        ids_by_name: dict[str, list[Int64s]] = {"parent_id": [], "root_id": []}
-        for part in self._parts:
-            other_files = [file for file in self._parts if file.process == part.process and file is not part]
-            for name, columns in ids_by_name.items():
-                process_ids = getattr(part.trace, name)
-                ids = _find_ids(part, process_ids)
-                for file in other_files:
+        above = 1 + sum(len(part.trace) for part in self.parts)
+        columns = []
+        for part in self.parts:
+            process_ids = np.concatenate([part.trace.parent_id, part.trace.root_id])
+            ids = _find_ids(part, process_ids)
+            for file in self.parts:
+                if file.process == part.process and file is not part:
                     unknown = ids == NONE
                     ids[unknown] = _find_ids(file, process_ids[unknown])
-                ids[process_ids == 0] = 0
-                for row in np.flatnonzero(ids == NONE).tolist():
-                    ids[row] = absent.setdefault((part.process, int(process_ids[row])), above + len(absent))
-                columns.append(ids)
-        return _join_columns(ids_by_name["parent_id"]), _join_columns(ids_by_name["root_id"])
+            ids[process_ids == 0] = 0
+            for row in np.flatnonzero(ids == NONE).tolist():
+                ids[row] = absent.setdefault((part.process, int(process_ids[row])), above + len(absent))
+            columns.append(ids.reshape(2, -1))
+        parent_id, root_id = np.concatenate(columns, axis=1)
+        return parent_id, root_id
 
     def _merge_intervals(self) -> DeviceIntervals:
-        parts = self._parts
+        parts = self.parts
         masks = [part.is_kept[part.trace.device.row] for part in parts]
         row = _join_columns(part.row[part.trace.device.row[mask]] for part, mask in zip(parts, masks, strict=True))
         labels, label = _join_tables(
@@ -254,7 +254,7 @@ class _Merge:
             replace(
                 device := part.trace.device.select(mask),
                 device=self._numbers.merged_devices(device.device, part),
-                stream=self._numbers.merged_streams(device.stream, part),
+                stream=self._numbers.streams.distinct_column(device.stream, part.process),
                 start_ns=device.start_ns + part.moved_ns,
                 end_ns=device.end_ns + part.moved_ns,
             )
@@ -309,12 +309,14 @@ ENDED_THREADS = 0, "(ended threads)"
 def fold_recordings(files: Sequence[Saved]) -> Saved:
     """Fold recordings of ended processes, or earlier results, into one of bounded size. Raises `TraceError`."""
     saved = merge(files).saved
-    facts = saved.trace
-    columns, since_ns = _keep_newest_spans(saved.trace.columns, SPANS_KEPT)
-    losses, lost = dict(facts.losses), len(saved.trace.columns) - len(columns)
-    if lost:
+    facts, losses, since_ns = saved.trace, dict(saved.trace.losses), 0
+    is_kept, lost = np.ones(len(facts.columns), dtype=np.bool_), len(facts.columns) - SPANS_KEPT
+    if lost > 0:  # the oldest are dropped, and from `since_ns` on no span is missing
+        in_order = np.argsort(facts.columns.end_ns, kind="stable")
+        is_kept[in_order[:lost]] = False
+        since_ns = int(facts.columns.end_ns[in_order[lost - 1]]) + 1
         losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + lost
-    samples = facts.samples[-SAMPLES_KEPT:]
+    columns, samples = _drop_unused_sites(facts.columns, is_kept), facts.samples[-SAMPLES_KEPT:]
     # The original notes: a prefix per process would make them more and longer with each fold.
     notes = [*dict.fromkeys(note for file in files for note in file.trace.notes if note != MORE_NOTES)]
     devices = {*columns.device.device.tolist(), *(sample.device for sample in samples)}
@@ -333,17 +335,6 @@ def fold_recordings(files: Sequence[Saved]) -> Saved:
         died="",  # each was reported when it happened; the run's report counts them
     )
     return Saved(facts.with_columns(columns), _fold_threads(saved.counted()))
-
-
-def _keep_newest_spans(trace: Columns, count: int) -> tuple[Columns, int]:
-    """Return the `count` spans that ended last, and the time in ns from which no span is missing, 0 if all are
-    there."""
-    is_kept, since_ns = np.ones(len(trace), dtype=np.bool_), 0
-    if len(trace) > count:
-        in_order = np.argsort(trace.end_ns, kind="stable")
-        is_kept[in_order[:-count]] = False
-        since_ns = int(trace.end_ns[in_order[-count - 1]]) + 1
-    return _drop_unused_sites(trace, is_kept), since_ns
 
 
 def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
@@ -403,6 +394,10 @@ def split_by_process(saved: Saved) -> list[Saved]:
     of_row = np.array([of_thread.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)[places]
     recordings = []
     for number, process in enumerate(processes):
+
+        def find_own(thread: int, number: int = number, process: MergedProcess = process) -> int | None:
+            return process.threads.get(thread, thread) if of_thread.get(thread, 0) == number else None
+
         # One id may be in several windows: a span that was open at their edges. Totals are of all of them together.
         starts = np.array([start_ns for start_ns, _ in process.windows], dtype=np.int64) + process.moved_ns
         window = np.searchsorted(starts, saved.trace.columns.start_ns, side="right").clip(min=1) - 1
@@ -413,12 +408,22 @@ def split_by_process(saved: Saved) -> list[Saved]:
             part = replace(facts, start_ns=start_ns, end_ns=end_ns, samples=samples)
             tally = None
             if is_one and saved.tally is not None:
-                tally = _select_tally(saved.tally, process, number, of_thread)
+                names = {
+                    own_thread: process.facts.threads.get(own_thread, name)
+                    for thread, name in saved.tally.threads.items()
+                    if (own_thread := find_own(thread)) is not None
+                }
+                tally = saved.tally.with_paths(thread_of=find_own, threads=names, moved_ns=-process.moved_ns)
             recordings.append(Saved(part.with_columns(columns), tally))
     return recordings
 
 
 def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
+
+    def relink(_: int, link: Any) -> Any:
+        ids = parse_link(link)
+        return link if ids is None else tuple(_restore_ids(trace, ids, process).tolist())
+
     rows = np.flatnonzero(is_wanted)
     columns, moved_ns = trace.with_attributes(is_wanted), process.moved_ns
     # The process did not know parents and roots of other processes. Its own topmost span was the root.
@@ -444,7 +449,7 @@ def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: M
         start_ns=columns.start_ns - moved_ns,
         end_ns=columns.end_ns - moved_ns,
         device=device,
-        attributes=_restore_attributes(trace, rows, process),
+        attributes=ComposedAttributes([trace.attributes], np.zeros(len(rows), dtype=np.int32), rows, relink),
     )
 
 
@@ -452,26 +457,6 @@ def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
     rows = rows_of(trace.span_id, ids)
     absent = restore_numbers(ids, process.absent)
     return np.where(rows == NONE, absent, trace.own_id[rows]) if len(trace) else absent
-
-
-def _restore_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
-    def relink(_: int, link: Any) -> Any:
-        ids = parse_link(link)
-        return link if ids is None else tuple(_restore_ids(trace, ids, process).tolist())
-
-    return ComposedAttributes([trace.attributes], np.zeros(len(rows), dtype=np.int32), rows, relink)
-
-
-def _select_tally(tally: Tally, process: MergedProcess, number: int, of_thread: Mapping[int, int]) -> Tally:
-    def own(thread: int) -> int | None:
-        return process.threads.get(thread, thread) if of_thread.get(thread, 0) == number else None
-
-    names = {
-        own_thread: process.facts.threads.get(own_thread, name)
-        for thread, name in tally.threads.items()
-        if (own_thread := own(thread)) is not None
-    }
-    return tally.with_paths(thread_of=own, threads=names, moved_ns=-process.moved_ns)
 
 
 def _select_facts(facts: Trace, number: int) -> Trace:

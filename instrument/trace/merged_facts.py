@@ -5,9 +5,10 @@ The threads, streams and devices of merged processes get distinct numbers, and e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Any
@@ -72,32 +73,6 @@ def restore_numbers(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> In
     return _renumber(numbers, lambda number: own_numbers.get(number, number))
 
 
-class JoinedSites:
-    """Joins the sites of several files: one site per key, with the attributes that all sites of the key share."""
-
-    def __init__(self) -> None:
-        self._places: dict[tuple[object, ...], int] = {}
-        self._found: list[list[Site]] = []
-
-    def index_of(self, site: Site) -> int:
-        place = self._places.setdefault(site.key, len(self._found))
-        if place == len(self._found):
-            self._found.append([])
-        if not any(site is known_site or site.attributes == known_site.attributes for known_site in self._found[place]):
-            self._found[place].append(site)
-        return place
-
-    @cached_property
-    def joined(self) -> tuple[Site, ...]:
-        """The joined sites by index. Read this only after the last call of `index_of`."""
-        joined = []
-        for first, *more in self._found:
-            shared = [pair for pair in first.attributes if all(pair in site.attributes for site in more)]
-            flags: dict[str, Any] = {name: any(getattr(site, name) for site in (first, *more)) for name in _FLAGS}
-            joined.append(replace(first, attributes=tuple(shared), **flags))
-        return tuple(joined)
-
-
 _FLAGS = [item.name for item in fields(Site) if item.type == "bool"]
 
 
@@ -111,21 +86,6 @@ class MergedFile:
         """The row in the merged trace of each row of this file. Another file may have provided the same span."""
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
-    def sites(self) -> list[Site]:
-        sites = [*self.trace.sites]
-        if self.saved.tally is not None:
-            sites += self.saved.tally.sites()
-        startup = self.saved.trace.startup
-        if startup is not None:
-            sites += [call.site for call in (*startup.firsts, *filter(None, [startup.request]))]
-        return sites
-
-    def spans_and_tally_sites(self) -> set[Site]:
-        sites = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
-        if self.saved.tally is not None:
-            sites |= {row.path[-1] for row in self.saved.tally.rows() if row.totals.calls}
-        return sites
-
     @property
     def of_all(self) -> slice:
         """The slice of this file's rows among the rows of all files."""
@@ -133,43 +93,40 @@ class MergedFile:
 
 
 class Numbers:
-    """The merged sites and the merged numbers of threads, streams and devices of all files."""
+    """The merged sites and the merged numbers of threads, streams and devices of all files.
+
+    `sites` has one site per key of the sites of spans, tallies and start-ups, with the attributes that all sites of the
+    key share.
+    """
 
     def __init__(self, parts: Sequence[MergedFile]) -> None:
-        self._threads, self._streams, self._devices = DistinctNumbers(), DistinctNumbers(), DistinctNumbers()
-        self._own_devices: dict[int, dict[int, int]] = {}
-        self._sites = JoinedSites()
+        self.threads, self.streams, self._devices = DistinctNumbers(), DistinctNumbers(), DistinctNumbers()
+        self.own_devices: dict[int, dict[int, int]] = {}
+        variants: dict[tuple[object, ...], list[Site]] = {}
         for part in parts:
-            for site in part.sites():
-                self._sites.index_of(site)
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        return self._sites.joined
+            tally, startup = part.saved.tally, part.saved.trace.startup
+            calls = () if startup is None else (*startup.firsts, *filter(None, [startup.request]))
+            for site in (*part.trace.sites, *(() if tally is None else tally.sites()), *(call.site for call in calls)):
+                same_key = variants.setdefault(site.key, [])
+                if not any(site is variant or site.attributes == variant.attributes for variant in same_key):
+                    same_key.append(site)
+        self._places = {key: place for place, key in enumerate(variants)}
+        joined = []
+        for first, *more in variants.values():
+            shared = [pair for pair in first.attributes if all(pair in site.attributes for site in more)]
+            flags: dict[str, Any] = {name: any(getattr(site, name) for site in (first, *more)) for name in _FLAGS}
+            joined.append(replace(first, attributes=tuple(shared), **flags))
+        self.sites: tuple[Site, ...] = tuple(joined)
 
     def joined_site(self, site: Site) -> Site:
-        return self.sites[self._sites.index_of(site)]
+        return self.sites[self._places[site.key]]
 
     def find_merged_sites(self, part: MergedFile) -> Int64s:
-        places = [self._sites.index_of(site) for site in part.trace.sites]
-        return np.array(places, dtype=np.int64)[part.trace.site]
-
-    def merged_thread(self, number: int, part: MergedFile) -> int:
-        """Return the merged number of a thread. Number 0 means the process's ended threads."""
-        return self._threads.distinct_number(number, part.process)
-
-    def merged_threads_of_rows(self, part: MergedFile) -> Int64s:
-        return self._threads.distinct_column(part.trace.thread_id, part.process)
+        return np.array([self._places[site.key] for site in part.trace.sites], dtype=np.int64)[part.trace.site]
 
     def merged_threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the merged numbers of threads. The number 0 means no thread and remains 0."""
-        threads = np.zeros(len(numbers), dtype=np.int64)
-        of_some = numbers != 0
-        threads[of_some] = self._threads.distinct_column(numbers[of_some], part.process)
-        return threads
-
-    def merged_streams(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        return self._streams.distinct_column(numbers, part.process)
+        return _renumber(numbers, lambda number: number and self.threads.distinct_number(number, part.process))
 
     def merged_devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         return _renumber(numbers, lambda number: self.merged_device(number, part))
@@ -180,16 +137,8 @@ class Numbers:
             return number
         uuid = next((gpu.uuid for gpu in part.saved.trace.gpus if gpu.device == number), "")
         joined = self._devices.distinct_number(number, uuid or part.process)
-        self._own_devices.setdefault(part.process, {})[joined] = number
+        self.own_devices.setdefault(part.process, {})[joined] = number
         return joined
-
-    def own_numbers_of(self, process: int) -> dict[str, dict[int, int]]:
-        """Return maps for threads, devices and streams, from their merged numbers to their numbers in a process."""
-        return {
-            "threads": self._threads.map_to_own_numbers(process),
-            "devices": self._own_devices.get(process, {}),
-            "streams": self._streams.map_to_own_numbers(process),
-        }
 
 
 MOST_DEATHS = 3
@@ -207,9 +156,8 @@ def label_of(saved: Saved) -> str:
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
 
-def _group_by_process(parts: Sequence[MergedFile]) -> Iterator[list[MergedFile]]:
-    for _, files in groupby(parts, attrgetter("process")):
-        yield list(files)
+def _group_by_process(parts: Sequence[MergedFile]) -> list[list[MergedFile]]:
+    return [list(files) for _, files in groupby(parts, attrgetter("process"))]
 
 
 def _choose_files(parts: Sequence[MergedFile]) -> list[MergedFile]:
@@ -233,15 +181,13 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
                 names.setdefault(0, part.saved.tally.threads[0])
         counting = _choose_files(files)
         if not counting or any(part.saved.tally is None for part in counting):
-            is_of_process = np.zeros(len(columns), dtype=np.bool_)
-            for part in files:
-                is_of_process[part.row[part.is_kept]] = True
-            counted.append(tally_of(columns.select(is_of_process), threads, limit_links=LIMIT_LINKS))
+            rows = np.sort(np.concatenate([part.row[part.is_kept] for part in files]))
+            counted.append(tally_of(columns.take(rows), threads, limit_links=LIMIT_LINKS))
             continue
         counted += (
             part.saved.counted().with_paths(
                 lambda path: tuple(map(numbers.joined_site, path)),
-                partial(numbers.merged_thread, part=part),
+                partial(numbers.threads.distinct_number, owner=part.process),
                 {},
                 part.moved_ns,
             )
@@ -252,7 +198,7 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
 
 def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     """Return the facts of all files, without spans. Gauges of single processes are omitted if there are several."""
-    processes = list(_group_by_process(parts))
+    processes = _group_by_process(parts)
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
     watched = list(filter(None, map(_find_watched, processes)))
     profiled: dict[str, Any] = {}
@@ -260,10 +206,9 @@ def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
         part = watched[0]
         devices, threads = partial(numbers.merged_devices, part=part), partial(numbers.merged_threads, part=part)
         profiled = move_watched(part.saved.trace, devices, threads, part.moved_ns)
-    losses: dict[str, int] = {}
+    losses = Counter[str]()
     for part in newest:
-        for reason, count in part.saved.trace.losses.items():
-            losses[reason] = losses.get(reason, 0) + count
+        losses.update(part.saved.trace.losses)
     services = dict.fromkeys(part.saved.trace.origin.service for part in parts)
     edges_ns = [part.saved.trace.held_from_ns + part.moved_ns for part in parts if part.saved.trace.held_from_ns]
     notes = _merge_notes(processes)
@@ -278,7 +223,7 @@ def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
         end_ns=end_ns,
         spans=[],
         threads=_merge_threads(parts, numbers),
-        losses=losses,
+        losses=dict(losses),
         notes=notes,
         window=parts[0].saved.trace.window,
         cost=_merge_cost(processes, end_ns - start_ns),
@@ -292,12 +237,10 @@ def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
 
 
 def _find_watched(parts: Sequence[MergedFile]) -> MergedFile | None:
-    def length_ns(part: MergedFile) -> int:
-        first_ns, last_ns = part.saved.trace.watched or (0, -1)
-        return last_ns - first_ns
-
-    profiled = [part for part in parts if part.saved.trace.watched is not None or part.saved.trace.flops]
-    return max(profiled, key=length_ns, default=None)
+    windows = [(part, part.saved.trace.watched or (0, -1)) for part in parts]
+    profiled = [(part, window) for part, window in windows if window != (0, -1) or part.saved.trace.flops]
+    part, _ = max(profiled, key=lambda pair: pair[1][1] - pair[1][0], default=(None, None))
+    return part
 
 
 def merge_processes(
@@ -306,7 +249,7 @@ def merge_processes(
     """Return the processes of a merged trace. `absent` has the merged ids of spans that no file has, by process and own
     id."""
     merged = []
-    processes = list(_group_by_process(parts))
+    processes = _group_by_process(parts)
     watched = [part.process for part in filter(None, map(_find_watched, processes))]
     for files in processes:
         newest = max((part.saved.trace for part in files), key=attrgetter("end_ns"))
@@ -325,7 +268,9 @@ def merge_processes(
                     threads={thread: name for part in files for thread, name in part.saved.trace.threads.items()},
                 ),
                 windows,
-                **numbers.own_numbers_of(process),
+                threads=numbers.threads.map_to_own_numbers(process),
+                devices=numbers.own_devices.get(process, {}),
+                streams=numbers.streams.map_to_own_numbers(process),
                 absent={new_id: own_id for (owner, own_id), new_id in absent.items() if owner == process},
                 moved_ns=files[0].moved_ns,
                 is_watched=watched == [process],
@@ -338,11 +283,10 @@ def _describe_deaths(newest: Sequence[Trace]) -> str:
     """Return a text on the abnormal ends of processes: the first few, the number of further ones, and the most recent
     one."""
     deaths = [facts.died for facts in sorted(newest, key=attrgetter("end_ns")) if facts.died]
-    unnamed_count = len(deaths) - MOST_DEATHS
-    if unnamed_count <= 0:
-        return " ".join(deaths)
-    words = f"{unnamed_count} more ended without a goodbye" if unnamed_count > 1 else "One more ended without a goodbye"
-    return " ".join([*deaths[: MOST_DEATHS - 1], f"{words}.", deaths[-1]])
+    if (unnamed_count := len(deaths) - MOST_DEATHS) > 0:
+        words = f"{unnamed_count if unnamed_count > 1 else 'One'} more ended without a goodbye."
+        deaths = [*deaths[: MOST_DEATHS - 1], words, deaths[-1]]
+    return " ".join(deaths)
 
 
 def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
@@ -355,9 +299,8 @@ def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, s
         for part in files:
             labels = part.saved.trace.threads
             for thread in dict.fromkeys([*labels, *np.unique(part.trace.thread_id).tolist()]):
-                names.setdefault(
-                    numbers.merged_thread(thread, part), prefix + (labels.get(thread) or f"thread {thread}")
-                )
+                name = labels.get(thread) or f"thread {thread}"
+                names.setdefault(numbers.threads.distinct_number(thread, part.process), prefix + name)
     return names
 
 
@@ -365,7 +308,9 @@ def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
     """Return all notes, each once. A note of some processes begins with their names."""
     parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
-    sites = [site for part in parts for site in part.spans_and_tally_sites()]
+    sites = {part.trace.sites[place] for part in parts for place in np.unique(part.trace.site).tolist()}
+    for tally in (part.saved.tally for part in parts):
+        sites.update(row.path[-1] for row in (tally.rows() if tally is not None else ()) if row.totals.calls)
     called_sites = {f"{site.module}:{site.qualname}" for site in sites}
     if any(map(is_request, sites)):  # also of a process that ended without notes of its own
         at_work.add(board.called_mark("requests"))
@@ -380,13 +325,12 @@ def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
                 uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
         for note in dict.fromkeys(note for part in files for note in part.saved.trace.notes if note not in refuted):
             users.setdefault(note, []).append(label_of(files[0].saved))
-    notes = [note if len(names) == len(processes) else f"{_list_names(names)}: {note}" for note, names in users.items()]
+    notes = []
+    for note, names in users.items():
+        more = f" and {len(names) - NOTED_BY} more" if len(names) > NOTED_BY else ""
+        prefix = f"{', '.join(names[:NOTED_BY])}{more}: " if len(names) < len(processes) else ""
+        notes.append(prefix + note)
     return [*notes, *([describe_uncalled([*uncalled])] if uncalled else [])]
-
-
-def _list_names(names: Sequence[str]) -> str:
-    more = len(names) - NOTED_BY
-    return ", ".join(names) if more <= 0 else f"{', '.join(names[:NOTED_BY])} and {more} more"
 
 
 def _merge_cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:
@@ -436,15 +380,11 @@ def _sort_by_time(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 
 
 def _merge_startup(part: MergedFile, numbers: Numbers) -> Startup | None:
-    facts = part.saved.trace.startup
-    if facts is None:
-        return None
+    startup = part.saved.trace.startup
 
     def move_call(call: FirstCall) -> FirstCall:
         return replace(call, site=numbers.joined_site(call.site))
 
-    return replace(
-        facts,
-        firsts=tuple(map(move_call, facts.firsts)),
-        request=None if facts.request is None else move_call(facts.request),
+    return startup and replace(
+        startup, firsts=tuple(map(move_call, startup.firsts)), request=startup.request and move_call(startup.request)
     )

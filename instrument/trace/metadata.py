@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
     FIRSTS,
     HOST,
-    WORK,
     Cost,
     FirstCall,
     Flops,
@@ -41,7 +41,6 @@ from instrument.recording.tally import TOTALS, Tally, Totals, buckets_of
 from instrument.trace.layout import (
     WIDTHS,
     Column,
-    KernelColumns,
     pack_allocations,
     pack_kernels,
     unpack_allocations,
@@ -59,14 +58,10 @@ from instrument.trace.text import (
     make_safe,
     remove_surrogates,
 )
-from instrument.trace.trace import ALLOCATION, Allocation, Allocations, MergedProcess, Trace
+from instrument.trace.trace import Allocation, MergedProcess, Trace
 
 FORMAT = 6
-"""The version of the metadata. Up to version 5, kernels and allocations were lists. In version 4, the tally had no
-waiting times."""
-
-READ = (4, 5, 6)
-"""The versions of the metadata that `Metadata` can read."""
+"""The version of the metadata."""
 
 LIMIT_LINKS = 20_000_000
 """The maximum number of sites in all call paths of a file together. It bounds the memory for a hostile file."""
@@ -113,6 +108,12 @@ def encode_metadata(
     """Yield the JSON text of the key `instrument` in pieces. Times in the text count from `base_ns`."""
     counted = "null" if tally is None else _pack_tally(tally, base_ns, sites)
     read = {sample.name for sample in trace.samples}
+    packed, kernel_names = pack_kernels(trace.kernels, base_ns)
+    packed |= pack_allocations(trace.allocations, base_ns)
+    columns = {
+        name: [column.dtype.str, base64.b64encode(zlib.compress(column.tobytes(), 1)).decode()]
+        for name, column in packed.items()
+    }
     facts = {
         "format": FORMAT,
         "about": "Times in ns. A device slice is the stretch of a stream between two events, not a kernel.",
@@ -130,7 +131,7 @@ def encode_metadata(
             if not is_number(sample.value)
         ],
         **({} if trace.watched is None else {"watched": [at_ns - base_ns for at_ns in trace.watched]}),
-        **(_pack_work(trace, base_ns) if trace.kernels or trace.allocations else {}),
+        **({"kernel_names": kernel_names, "columns": columns} if trace.kernels or trace.allocations else {}),
         "startup": trace.startup and _pack_startup(trace.startup, base_ns, sites),
         **({"flops": [[row.thread_id, row.at_ns - base_ns, row.flops] for row in trace.flops]} if trace.flops else {}),
     }
@@ -173,38 +174,14 @@ def _escape_del(text: str) -> str:
     return text.replace("\x7f", "\\u007f")
 
 
-def _pack_work(trace: Trace, base_ns: int) -> dict[str, Any]:
-    """Return the kernels and allocations of torch.profiler's record, with columns as packed text."""
-    columns, names = pack_kernels(trace.kernels, base_ns)
-    columns |= pack_allocations(trace.allocations, base_ns)
-    texts = {name: base64.b64encode(zlib.compress(column.tobytes(), 1)).decode() for name, column in columns.items()}
-    return {"kernel_names": names, "columns": {name: [columns[name].dtype.str, texts[name]] for name in columns}}
-
-
 def _pack_startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any]:
-    imports, process_ns = startup.imports, startup.process_ns
+    process_ns, request = startup.process_ns, startup.request
     return {
         "session_ns": startup.session_ns - base_ns,
         "process_ns": None if process_ns is None else process_ns - base_ns,
-        "imports": None
-        if imports is None
-        else [
-            [
-                remove_surrogates(entry.package),
-                entry.entries,
-                entry.total_ns,
-                entry.self_ns,
-                entry.in_spans_ns,
-                entry.late_ns,
-            ]
-            for entry in imports
-        ],
+        "imports": startup.imports and [make_safe(astuple(entry)) for entry in startup.imports],
         "firsts": [_pack_first_call(call, base_ns, sites) for call in startup.firsts],
-        **(
-            {"request": _pack_first_call(startup.request, base_ns, sites), "why": startup.why}
-            if startup.request
-            else {}
-        ),
+        **({"request": _pack_first_call(request, base_ns, sites), "why": startup.why} if request else {}),
     }
 
 
@@ -218,26 +195,20 @@ def _pack_tally(tally: Tally, base_ns: int, sites: Sites) -> str:
     parents, site_of, sites_of_tree = tally.parents.tolist(), tally.site_of.tolist(), tally.tree.sites
     numbers: dict[int, int] = {-1: -1}
     nodes: list[tuple[int, int]] = []
-
-    def number(node: int) -> int:
-        missing = []
-        while node not in numbers:
-            missing.append(node)
-            node = parents[node]
-        for missing_node in reversed(missing):
-            numbers[missing_node] = len(nodes)
-            nodes.append((numbers[parents[missing_node]], places[sites_of_tree[site_of[missing_node]]]))
-        return numbers[missing[0] if missing else node]
-
     for node in np.unique(tally.lines["node"]).tolist():  # in their order, which calls that begin together follow
-        number(node)
+        path = []
+        while node not in numbers:
+            path.append(node)
+            node = parents[node]
+        for below in reversed(path):
+            numbers[below] = len(nodes)
+            nodes.append((numbers[parents[below]], places[sites_of_tree[site_of[below]]]))
     ends = np.cumsum(np.bincount(tally.buckets["line"], minlength=len(tally))).tolist()
     pairs = tally.buckets[["bucket", "times"]].tolist()
     lines, begin, rows = tally.lines.copy(), 0, []
     lines["first_ns"] -= base_ns
     for (node, thread_id, *sums), end in zip(lines[["node", "thread_id", *_SUMS]].tolist(), ends, strict=True):
-        histogram = [number for bucket in pairs[begin:end] for number in bucket]
-        rows.append(encode([number(node), thread_id, *sums, histogram]))
+        rows.append(encode([numbers[node], thread_id, *sums, [*chain.from_iterable(pairs[begin:end])]]))
         begin = end
     threads = encode(make_safe(list(tally.threads.items())))
     return f'{{"threads":{threads},"nodes":{encode(nodes)},"rows":[\n' + ",\n".join(rows) + "]}"
@@ -250,8 +221,8 @@ class Metadata:
     """Reads the value of the key `instrument`. Facts other than the sites and the base of times are read on access."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
-        if facts["format"] not in READ:
-            versions = f"its format is {facts['format']!r:.20}, and this version reads {READ[0]} to {FORMAT}"
+        if facts["format"] != FORMAT:
+            versions = f"its format is {facts['format']!r:.20}, and this version reads {FORMAT}"
             raise ValueError(f"{versions}; read it with the version of instrument that wrote it")
         self.base_ns: int = check_type(facts["base_ns"], int)
         self.sites = [read_site(entry) for entry in facts["sites"]]
@@ -263,11 +234,15 @@ class Metadata:
         has."""
         facts = self._facts
         samples += [
-            Sample(check_type(name, str), check_type(device, int), self.base_ns + check_type(since_ns, int), None)
+            read_sample(self.base_ns, name, device, since_ns, None)
             for name, device, since_ns in facts.get("not_told", ())
         ]
         samples.sort(key=lambda s: (s.at_ns, s.device, s.name))
         kernels, allocations = self._read_work()
+        watched: Interval | None = None
+        if "watched" in facts:
+            first, last = (check_type(self.base_ns + check_type(at_ns, int), int) for at_ns in facts["watched"])
+            watched = first, max(first, last)
         return replace(
             _read_process(facts),
             spans=spans,
@@ -275,7 +250,7 @@ class Metadata:
             gpus=tuple(read_dataclass(Gpu, gpu) for gpu in facts.get("gpus", ())),
             kernels=kernels,
             allocations=allocations,
-            watched=self._read_watched(),
+            watched=watched,
             startup=self._read_startup(),
             flops=tuple(
                 Flops(thread_id, self.base_ns + since_ns, flops)
@@ -290,17 +265,14 @@ class Metadata:
         if facts is None:
             return None
         imports, process_ns, why = facts["imports"], facts["process_ns"], facts.get("why", "")
+        if imports is not None:
+            imports = tuple(ImportTime(check_type(package, str), *check_ints(sums)) for package, *sums in imports)
         if why not in FIRSTS:
             raise ValueError(f"it has {why!r:.40} for a reason, which does not exist; it is damaged")
         return Startup(
             session_ns=self.base_ns + check_type(facts["session_ns"], int),
             process_ns=None if process_ns is None else self.base_ns + check_type(process_ns, int),
-            imports=None
-            if imports is None
-            else tuple(
-                ImportTime(check_type(package, str), *(check_type(time, int) for time in sums))
-                for package, *sums in imports
-            ),
+            imports=imports,
             firsts=tuple(self._read_first_call(*first) for first in facts["firsts"]),
             request=self._read_first_call(*facts["request"]) if "request" in facts else None,
             why=why,
@@ -311,44 +283,13 @@ class Metadata:
             self.sites[check_index(site)], self.base_ns + check_type(since_ns, int), check_type(total_ns, int)
         )
 
-    def _read_watched(self) -> Interval | None:
-        if "watched" not in self._facts:
-            return None
-        first, last = (check_type(self.base_ns + check_type(at_ns, int), int) for at_ns in self._facts["watched"])
-        return first, max(first, last)
-
     def _read_work(self) -> tuple[Sequence[Kernel], Sequence[Allocation]]:
         texts = check_type(self._facts.pop("columns", {}), dict)
-        names = [check_type(name, str) for name in self._facts.get("kernel_names", ())]
         if not texts:
-            return self._read_listed_kernels(names), self._read_listed_allocations()
+            return (), ()
         columns = {name: _read_column(*of_name) for name, of_name in texts.items()}
-        kernels = unpack_kernels(columns, names, self.base_ns)
-        return kernels, unpack_allocations(columns, self.base_ns)
-
-    def _read_listed_kernels(self, names: Sequence[str]) -> Sequence[Kernel]:
-        """Return the kernels from a file of an earlier version, a list of numbers per kernel with times relative to the
-        base."""
-        kernels = []
-        for name, kind, *numbers in self._facts.get("kernels", ()):
-            device, stream, start_ns, length_ns, thread_id, launched_ns = check_ints(numbers)
-            start_ns, launched_ns = start_ns + self.base_ns, launched_ns + (self.base_ns if thread_id else 0)
-            work = Kernel(
-                names[check_index(name)], kind, device, stream, start_ns, start_ns + length_ns, thread_id, launched_ns
-            )
-            if kind not in WORK or length_ns < 0:
-                raise ValueError("a kernel in it is not valid; it is damaged")
-            kernels.append(work)
-        return KernelColumns.of(kernels).move_times(0)
-
-    def _read_listed_allocations(self) -> Allocations:
-        """Return the allocations from a file of an earlier version: packed text, or a list of numbers per
-        allocation."""
-        allocations = self._facts.get("allocations", [])
-        if isinstance(allocations, str):
-            return Allocations(_read_column("<i8", allocations).view(ALLOCATION), self.base_ns)
-        rows = [tuple(check_ints([*numbers, 0][:7])) for numbers in allocations]
-        return Allocations(np.array(rows, ALLOCATION), self.base_ns)
+        names = [check_type(name, str) for name in self._facts["kernel_names"]]
+        return unpack_kernels(columns, names, self.base_ns), unpack_allocations(columns, self.base_ns)
 
     def read_tally(self) -> Tally | None:
         saved = self._facts["tally"]
@@ -363,15 +304,13 @@ class Metadata:
                 raise ValueError("its call paths are too long; it is damaged")
         lines, of_line, buckets, times = list[Totals](), list[int](), list[int](), list[int]()
         for node, thread_id, *numbers, histogram in saved["rows"]:
-            if self._facts["format"] == READ[0]:  # it had no waiting times; a coroutine's self time counts as waiting
-                path = paths[_read_place(node)]
-                numbers.insert(_SUMS.index("waiting_ns"), numbers[3] if path and path[-1].suspends else 0)
-            numbers += [0] * (len(numbers) == len(_SUMS) - 1)  # no count of cancelled requests
-            sums = dict(zip(_SUMS, (check_type(number, int) for number in numbers), strict=True))
+            sums = dict(zip(_SUMS, check_ints(numbers), strict=True))
             sums["first_ns"] = check_type(sums["first_ns"] + self.base_ns, int)
             if sums["calls"] < 0:
                 raise ValueError(f"a call path in it was called {sums['calls']} times; it is damaged")
-            pairs = [*zip(map(_read_bucket, histogram[::2]), map(check_index, histogram[1::2]), strict=True)]
+            pairs = [*zip(map(check_index, histogram[::2]), map(check_index, histogram[1::2]), strict=True)]
+            if any(bucket > LAST_BUCKET for bucket, _ in pairs):
+                raise ValueError("a histogram in it has an unknown bucket; it is damaged")
             of_line += [len(lines)] * len(pairs)
             buckets += (bucket for bucket, _ in pairs)
             times += (calls for _, calls in pairs)
@@ -421,8 +360,9 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
 def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
     """Return the notes on unmet rules of one process, from a file or its exit facts. Raises for damaged facts."""
     waiting = tuple((check_type(mark, str), check_type(note, str)) for mark, note in facts.get("waiting", ()))
-    texts = (tuple(check_type(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled"))
-    at_work, uncalled = texts
+    at_work, uncalled = (
+        tuple(check_type(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled")
+    )
     return OwnNotes(at_work, waiting, uncalled)
 
 
@@ -432,19 +372,17 @@ def _read_merged_process(facts: Any) -> MergedProcess:
     windows = _read_pairs(facts["windows"])
     own_numbers: Any = {name: dict(_read_pairs(numbers[name])) for name in NUMBERS_OF_PROCESS}
     is_watched = check_type(facts["is_watched"], bool)
-    samples = tuple(
-        Sample(
-            check_type(name, str),
-            HOST,
-            check_type(at_ns, int),
-            None if value is None else check_type(value, float, int),
-        )
-        for name, at_ns, value in facts.get("samples", ())
-    )
+    samples = tuple(read_sample(0, name, HOST, at_ns, value) for name, at_ns, value in facts.get("samples", ()))
     if any(not -INT64 >> 2 < time_ns < INT64 >> 2 for time_ns in (moved_ns, *(sample.at_ns for sample in samples))):
         raise ValueError("it has a time out of range; it is damaged")
     of_process = replace(_read_process(facts), samples=samples)
     return MergedProcess(of_process, windows, **own_numbers, moved_ns=moved_ns, is_watched=is_watched)
+
+
+def read_sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:
+    """Return a reading of a gauge whose time counts from `base_ns`. The value None means an unreported gauge."""
+    value = None if value is None else check_type(value, float, int)
+    return Sample(check_type(name, str), check_type(device, int), base_ns + check_type(since_ns, int), value)
 
 
 def _read_pairs(rows: Any) -> list[tuple[int, int]]:
@@ -458,12 +396,6 @@ def read_site(facts: dict[str, Any]) -> Site:
     if site.kind not in KINDS:
         raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which does not exist; it is damaged")
     return site
-
-
-def _read_bucket(value: Any) -> int:
-    if (bucket := check_index(value)) > LAST_BUCKET:
-        raise ValueError("a histogram in it has an unknown bucket; it is damaged")
-    return bucket
 
 
 def _read_names(pairs: Any) -> dict[int, str]:

@@ -17,9 +17,9 @@ from instrument.recording.mapped import ROWS, Mapped, details_in
 from instrument.recording.mapped_facts import Header, OpenSpan, Records, RingRows, detail_of, facts_in
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.paths import CallTree
-from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Origin, OwnNotes, Site, is_request
+from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Origin, OwnNotes, is_request
 from instrument.recording.trace_context import REMOTE, RemoteParent, remote_of
-from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s, device_intervals
+from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s, device_intervals
 from instrument.trace.indices import NONE
 from instrument.trace.metadata import own_notes_of
 from instrument.trace.self_times import self_times_of
@@ -50,14 +50,11 @@ class RowDetail(NamedTuple):
     def of(cls, active_ns: int, text: bytes) -> RowDetail:
         """Return the details of a row from their form in a recording: an active time and a text."""
         active_ns, error, attributes = detail_of(active_ns, facts_in(text))
-        return cls(active_ns, error, *_split_remote(attributes))
-
-    @classmethod
-    def of_open(cls, span: OpenSpan) -> RowDetail:
-        return cls(-1, None, *_split_remote(span.attributes))
+        return cls(active_ns, error, *split_remote(attributes))
 
 
-def _split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
+def split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
+    """Return the attributes without the caller's span, and that span, None without one."""
     if REMOTE not in attributes:
         return attributes, None
     noted = attributes[REMOTE]
@@ -79,7 +76,9 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
         newest += [int(intervals["end_ns"].max())] if len(intervals) else []
         newest += [sample.at_ns for sample in samples[-1:]]
         end_ns = max([*newest, *(span.start_ns for span in snapshot.open_spans)], default=time.monotonic_ns())
-    begin_ns = min(header.begun_ns, end_ns)
+    begin_ns, own_notes = min(header.begun_ns, end_ns), OwnNotes()
+    with suppress(AttributeError, TypeError, ValueError):  # a damaged header has no notes
+        own_notes = own_notes_of(header.facts.get("own_notes") or {})
     try:
         columns, lacking = snapshot.columns(end_ns, lambda span_id: device_intervals(intervals, span_id), marks=True)
         losses = {**mapped.losses(), **({NO_DETAIL: lacking} if lacking else {})}
@@ -91,7 +90,7 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
             threads=mapped.threads(),
             losses=losses,
             notes=header.notes,
-            own_notes=_read_own_notes(header),
+            own_notes=own_notes,
             held_from_ns=snapshot.held_from_ns(since_ns, end_ns),
             gpus=header.gpus,
             samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
@@ -104,13 +103,6 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
 
 
-def _read_own_notes(header: Header) -> OwnNotes:
-    """Return the notes that are true for this process alone, none if the header is damaged."""
-    with suppress(AttributeError, TypeError, ValueError):
-        return own_notes_of(header.facts.get("own_notes") or {})
-    return OwnNotes()
-
-
 def find_first_request(mapped: Mapped) -> int:
     """Return the start time of the first ended request in a recording, `NEVER_NS` if there is none."""
     tree = mapped.tree()
@@ -119,12 +111,10 @@ def find_first_request(mapped: Mapped) -> int:
 
 
 def read_origin(header: Header) -> Origin:
-    values: dict[str, Any] = {}
-    for item in fields(Origin):
-        kind = int if item.type == "int" else str
-        value = header.origin.get(item.name)
-        if isinstance(value, kind):
-            values[item.name] = value
+    kinds = {item.name: int if item.type == "int" else str for item in fields(Origin)}
+    values: dict[str, Any] = {
+        name: value for name, value in header.origin.items() if isinstance(value, kinds.get(name, ()))
+    }
     values.update(pid=header.pid, monotonic_ns=header.monotonic_ns, realtime_ns=header.realtime_ns, boot=header.boot_id)
     return Origin(**{"service": "", **values})
 
@@ -229,14 +219,9 @@ class RowSnapshot:
 
     def held_from_ns(self, start_ns: int, end_ns: int) -> int:
         """Return the time from which on no span of a window is missing, 0 if none is missing at all."""
-        oldest = self._find_oldest(start_ns, end_ns) if self.wrapped or self.given_up else {}
-        edges_ns = [at_ns for thread_id, at_ns in oldest.items() if thread_id in self.wrapped]
-        edges_ns += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
-        return max(edges_ns, default=0)
-
-    def _find_oldest(self, start_ns: int, end_ns: int) -> dict[int, int]:
-        """Return, for each thread with a span in the window, the earliest end of such a span, at most the window's
-        end."""
+        if not (self.wrapped or self.given_up):
+            return 0
+        # The earliest end of a span in the window, by thread, at most the window's end.
         oldest: dict[int, int] = {}
         for ring in self.rings:  # each in the order of ends
             ends = ring.rows["end_ns"][(ring.rows["end_ns"] > start_ns) & (ring.rows["start_ns"] < end_ns)]
@@ -245,7 +230,9 @@ class RowSnapshot:
         for span in self.open_spans:
             if span.start_ns < end_ns:
                 oldest.setdefault(span.thread_id, end_ns)
-        return oldest
+        edges_ns = [at_ns for thread_id, at_ns in oldest.items() if thread_id in self.wrapped]
+        edges_ns += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
+        return max(edges_ns, default=0)
 
     def has_begun(self, after_ns: int, before_ns: int) -> bool:
         starts = [ring.rows["start_ns"] for ring in self.rings]
@@ -279,7 +266,13 @@ class RowSnapshot:
         read_ns = end_ns if start_ns is None else self.read_ns
         columns = columns_of_rows(rows, threads, opened, read_ns)
         count, starts, ends, span_id = len(rows), columns["start_ns"], columns["end_ns"], columns["span_id"]
-        columns["children_ns"][count:] = _measure_children(opened, read_ns)
+        # The children of an open span may be open themselves.
+        children_ns = {span.span_id: span.children_ns for span in opened}
+        line = {span.span_id: (span.thread_id, span.task_id) for span in opened}
+        for span in opened:
+            if line.get(span.parent_id) == line[span.span_id]:
+                children_ns[span.parent_id] += max(read_ns - span.start_ns, 0)
+        columns["children_ns"][count:] = list(children_ns.values())
         gathered, lacking = GatheredAttributes(), 0
         further = RowDetails(columns, lambda row, attributes: gathered.add(row, to_json(attributes)))
         details = details_in(self.details)
@@ -287,7 +280,7 @@ class RowSnapshot:
             written_detail = details.get(int(span_id[row]))
             detail = RowDetail() if written_detail is None else RowDetail.of(*written_detail)
             if row >= count:
-                attributes, remote = _split_remote({**detail.attributes, **opened[row - count].attributes})
+                attributes, remote = split_remote({**detail.attributes, **opened[row - count].attributes})
                 attributes = {**attributes, OPEN: True} if marks else attributes
                 detail = detail._replace(attributes=attributes, remote=remote or detail.remote)
             else:
@@ -302,16 +295,17 @@ class RowSnapshot:
             ends = np.where(clipped, np.maximum(np.minimum(ends, end_ns), starts), ends)
             active_ns = np.where(clipped, np.minimum(active_ns, ends - starts), active_ns)
             self_ns = np.where(clipped, np.minimum(self_ns, ends - starts), self_ns)
-        sites, site = _number_sites(self.tree, columns["node"])
+        of_node = np.array(self.tree.site_of, dtype=np.int64)[columns["node"]]
+        used = np.bincount(of_node, minlength=len(self.tree.sites)) > 0
         snapshot = Columns(
-            sites=sites,
+            sites=tuple(self.tree.sites[number] for number in np.flatnonzero(used).tolist()),
             errors=tuple(further.errors),
             **{name: columns[name] for name in ("span_id", "parent_id", "root_id", "thread_id", "task_id")},
             start_ns=starts,
             end_ns=ends,
             active_ns=active_ns,
             self_ns=self_ns,
-            site=site,
+            site=(np.cumsum(used) - 1).astype(np.int32)[of_node],
             error=further.error,
             clipped=clipped,
             device=device_of(span_id),
@@ -329,19 +323,3 @@ class RowSnapshot:
         if len(cut):
             snapshot.self_ns[cut] = np.minimum(snapshot.self_ns[cut], self_times_of(snapshot, np.asarray(cut)))
         return snapshot, lacking
-
-
-def _measure_children(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
-    children_ns = {span.span_id: span.children_ns for span in opened}
-    line = {span.span_id: (span.thread_id, span.task_id) for span in opened}
-    for span in opened:
-        if line.get(span.parent_id) == line[span.span_id]:
-            children_ns[span.parent_id] += max(read_ns - span.start_ns, 0)
-    return list(children_ns.values())
-
-
-def _number_sites(tree: CallTree, node: Int64s) -> tuple[tuple[Site, ...], Int32s]:
-    numbers = np.array(tree.site_of, dtype=np.int64)[node]
-    used = np.bincount(numbers, minlength=len(tree.sites)) > 0
-    places = (np.cumsum(used) - 1).astype(np.int32)
-    return tuple(tree.sites[number] for number in np.flatnonzero(used).tolist()), places[numbers]

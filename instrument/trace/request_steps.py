@@ -347,16 +347,3 @@ def _count_prefills(weights: Sequence[int]) -> int:
             break
         count += 1
     return max(count, 1)
-
-
-def measure_usual(parts: Parts, steps: Steps) -> Int64s:
-    """Return the median length of each request's steps."""
-    lengths = (parts.end_ns - parts.start_ns)[steps.lead]
-    order = np.lexsort((lengths, steps.request))
-    return np.asarray(lengths[order][steps.first + steps.count // 2])
-
-
-def find_end_of_firsts(steps: Steps, counts: Int64s) -> Int64s:
-    """Return the time at which the first `counts` steps of each request had ended."""
-    is_first: Bools = steps.ordinal < np.repeat(counts, steps.count)
-    return np.asarray(np.maximum.reduceat(np.where(is_first, steps.end_ns, -FARTHEST), steps.first))

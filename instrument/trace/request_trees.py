@@ -36,9 +36,10 @@ from instrument.recording.spans import (
     is_interruption,
 )
 from instrument.recording.trace_context import LINK, RemoteParent
-from instrument.trace.columns import Bools, Columns, Int32s, Int64s, override_rows
+from instrument.trace.columns import Columns, Int64s, override_rows
 from instrument.trace.indices import NONE, nearest, topmost_rows
 from instrument.trace.joined import Joined, join
+from instrument.trace.layout import order_by_start
 from instrument.trace.trace import MergedProcess, Trace, spans_of, with_spans
 
 if TYPE_CHECKING:  # an exporter reads no files
@@ -72,7 +73,12 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     requests = joined.rows[joined.of[moves]]
     parent[moves] = _find_hand_offs(trace, joined, moves)
     for fallback in (requests, trace.parent[moves]):
-        stuck = _are_cyclic(parent)[moves]
+        above = parent.copy()  # by pointer doubling; those of a cycle never end
+        for _ in range(len(parent).bit_length() + 1):
+            if not (above != NONE).any():
+                break
+            above = np.where(above == NONE, np.int32(NONE), above[above]).astype(np.int32)
+        stuck = (above != NONE)[moves]
         parent[moves[stuck]] = fallback[stuck]
     moved = moves[parent[moves] != trace.parent[moves]]
     root_id, parent_id = trace.root_id.copy(), trace.parent_id.copy()
@@ -102,22 +108,16 @@ def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
     of_parent = np.append(joined.of, NONE)[trace.parent]
     moves = (joined.of != NONE) & (of_parent != joined.of)
     moves[joined.rows] = False
-    moves[_rows_above_request(trace, joined)] = False
+    # A row that serves a request and is above it cannot move below it.
+    places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
+    while (goes_on := above != NONE).any():
+        places, above = places[goes_on], above[goes_on]
+        moves[above[joined.of[above] == places]] = False
+        above = trace.parent[above]
     # A span of the request's own tree stays, even if its parent was not kept.
     own_root = np.append(trace.root_id[joined.rows], 0)[joined.of]
     moves &= (trace.parent != NONE) | (trace.root_id != own_root)
     return np.flatnonzero(moves)
-
-
-def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
-    """Return the rows that serve a request and are above it. They cannot move below it."""
-    rows_above = [np.zeros(0, dtype=np.int64)]
-    places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
-    while (goes_on := above != NONE).any():
-        places, above = places[goes_on], above[goes_on]
-        rows_above.append(above[joined.of[above] == places].astype(np.int64))
-        above = trace.parent[above]
-    return np.asarray(np.concatenate(rows_above))
 
 
 def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
@@ -148,29 +148,13 @@ def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
             if pair in of_keys
             for candidate in of_keys[pair][: bisect_left(starts[pair], int(trace.start_ns[row]))][-LOOK_BACK:]
         ]
-        hand_off = _choose_hand_off(trace, before, is_own, int(trace.start_ns[row]))
-        if hand_off is not None:
-            hand_offs[index] = hand_off
+        # The newest that was open then, else the last one in the request's tree that had ended.
+        still_open = [candidate for candidate in before if trace.end_ns[candidate] > trace.start_ns[row]]
+        if still_open:
+            hand_offs[index] = max(still_open, key=lambda at: (trace.start_ns[at], -trace.end_ns[at], at))
+        elif ended := [candidate for candidate in before if is_own[candidate]]:
+            hand_offs[index] = max(ended, key=lambda at: (trace.end_ns[at], at))
     return hand_offs
-
-
-def _choose_hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
-    """Return the newest of the given rows that was open at a time, else the last one in the request's tree that had
-    ended."""
-    still_open = [row for row in before if trace.end_ns[row] > at_ns]
-    if still_open:
-        return max(still_open, key=lambda row: (trace.start_ns[row], -trace.end_ns[row], row))
-    ended = [row for row in before if is_own[row]]
-    return max(ended, key=lambda row: (trace.end_ns[row], row), default=None)
-
-
-def _are_cyclic(parent: Int32s) -> Bools:
-    above = parent.copy()
-    for _ in range(len(parent).bit_length() + 1):
-        if not (above != NONE).any():
-            break
-        above = np.where(above == NONE, np.int32(NONE), above[above]).astype(np.int32)
-    return np.asarray(above != NONE)
 
 
 def make_remotes_by_key(
@@ -227,10 +211,19 @@ def move_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[in
             is_known &= place != NONE
             if place != NONE:
                 facts = facts_by_request.setdefault(int(requests[place]), {})
+                before = facts.get(name)
                 with suppress(TypeError):  # of values that cannot be added or compared, the first stays
-                    facts[name] = _update_fact(keep, facts.get(name), value)
-        if is_known:
-            attributes_by_row[row] = _drop_fact_lists(attributes)
+                    if keep == "list":
+                        value = (*(before or ()), value)[:ATTRIBUTE_LIMIT]
+                    elif before is not None and keep != "last":
+                        value = before + value if keep == "sum" else max(before, value)
+                    facts[name] = value
+        if is_known:  # the lists of facts are now attributes of requests
+            names = [text.partition(" ")[2] for text in _list_fact_texts(attributes)]
+            lists = [name for name in names if name + FACT_KEYS in attributes]
+            for name in (FACTS, *lists, *(name + FACT_KEYS for name in lists)):
+                attributes.pop(name, None)
+            attributes_by_row[row] = attributes
     for row, facts in facts_by_request.items():
         attributes_by_row[row] = {**attributes_by_row.get(row, trace.attributes[row]), **facts}
     return replace(trace, attributes=override_rows(trace.attributes, len(trace), attributes_by_row))
@@ -251,22 +244,6 @@ def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str 
 def _list_fact_texts(attributes: Mapping[str, Any]) -> list[str]:
     listed = attributes.get(FACTS)
     return [text for text in listed if isinstance(text, str)] if isinstance(listed, (list, tuple)) else []
-
-
-def _drop_fact_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
-    names = [text.partition(" ")[2] for text in _list_fact_texts(attributes)]
-    lists = [name for name in names if name + FACT_KEYS in attributes]
-    read_names = {FACTS, *lists, *(name + FACT_KEYS for name in lists)}
-    return {name: value for name, value in attributes.items() if name not in read_names}
-
-
-def _update_fact(keep: str, before: Any, value: Any) -> Any:
-    """Return the last, the largest, the sum or a list of a fact's values, as `keep` requires."""
-    if keep == "list":
-        return (*(before or ()), value)[:ATTRIBUTE_LIMIT]
-    if before is None or keep == "last":
-        return value
-    return before + value if keep == "sum" else max(before, value)
 
 
 class ProcessRows(NamedTuple):
@@ -292,7 +269,8 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
     further = np.arange(len(merged.saved.trace.columns), len(trace))
     process[further] = process[trace.parent[further]]
     is_interrupting = trace.are_of_sites(list(map(is_interruption, trace.sites)))
-    order = _sort_by_tree(trace)
+    order = order_by_start(trace)
+    order = order[np.argsort(trace.root_id[order], kind="stable")]
     for number, parts in groupby(merged.parts, attrgetter("process")):
         process_parts = list(parts)
         facts = max((part.saved.trace for part in process_parts), key=attrgetter("end_ns"))
@@ -302,14 +280,6 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
         hits = find_interruptions(trace, rows, np.flatnonzero(is_interrupting & (process == number)))
         process_numbers = merged.saved.trace.processes[number] if merged.saved.trace.processes else None
         yield ProcessRows(replace(facts, origin=origin, threads=threads), process_numbers, rows, hits)
-
-
-def _sort_by_tree(trace: Columns) -> Int64s:
-    starts, ends = trace.start_ns, trace.end_ns
-    is_later = (starts[1:] > starts[:-1]) | ((starts[1:] == starts[:-1]) & (ends[1:] <= ends[:-1]))
-    if is_later.all():  # then a stable sort by root is enough, in a fifth of the time
-        return np.argsort(trace.root_id, kind="stable")
-    return np.lexsort((trace.span_id, -ends, starts, trace.root_id))
 
 
 def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:

@@ -14,8 +14,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
-from instrument.trace.indices import NONE, find_distinct, mask_of, nearest, number_combinations, rows_by_level
+from instrument.trace.columns import Bools, Columns, Int64s
+from instrument.trace.indices import (
+    NONE,
+    find_distinct,
+    index_rows,
+    mask_of,
+    nearest,
+    number_combinations,
+    rows_by_level,
+)
 from instrument.trace.intervals import lengths_by_group, shift_to_one_axis
 from instrument.trace.layout import order_by_start
 
@@ -121,38 +129,6 @@ class _Open(NamedTuple):
     end: Int64s
 
 
-class Clock(NamedTuple):
-    """Numbers pairs of a thread and a time, ordered by thread, then by time."""
-
-    threads: Int64s
-    least_ns: int
-    width: int
-    distinct_ns: Int64s | None
-    """The sorted distinct times, in which the number of a time is its index. None if the number is the distance from
-    `least_ns`."""
-
-    @classmethod
-    def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:
-        threads, least_ns, most_ns = find_distinct(thread_ids), int(times_ns.min()), int(times_ns.max())
-        width = most_ns - least_ns + 2
-        if least_ns > -FARTHEST_NS and most_ns < FARTHEST_NS and len(threads) * width < FARTHEST_NS:
-            return cls(threads, least_ns, width, None)
-        distinct_ns = find_distinct(times_ns)
-        return cls(threads, 0, len(distinct_ns) + 1, distinct_ns)
-
-    def knows_threads(self, thread_ids: Int64s) -> Bools:
-        places = np.searchsorted(self.threads, thread_ids).clip(max=len(self.threads) - 1)
-        return np.asarray(self.threads[places] == thread_ids)
-
-    def number_times(self, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the number of each pair of a thread and a time. Times outside of the clock's range are clipped."""
-        thread = np.searchsorted(self.threads, thread_ids)
-        if self.distinct_ns is not None:
-            return np.asarray(thread * self.width + np.searchsorted(self.distinct_ns, times_ns))
-        clipped_ns = np.clip(times_ns, self.least_ns, self.least_ns + self.width - 1)
-        return np.asarray(thread * self.width + (clipped_ns - self.least_ns))
-
-
 def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
     """Return the row of the innermost wanted span that was open at each given time and thread, `NONE` without any.
 
@@ -161,10 +137,17 @@ def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_n
     """
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)
-    clock = Clock.of(thread_ids, times_ns)
-    query_moments = clock.number_times(thread_ids, times_ns)
+    rows = order_by_start(trace)
+    is_wanted = is_wanted & ~were_suspended(trace) & np.isin(trace.thread_id, find_distinct(thread_ids))
+    rows = rows[is_wanted[rows]]
+    threads = trace.thread_id[rows]
+    query_moments, starts, ends = shift_to_one_axis(
+        (thread_ids, times_ns), (threads, trace.start_ns[rows]), (threads, trace.end_ns[rows])
+    )
     moments = find_distinct(query_moments)
-    opened = _find_opened(trace, is_wanted, clock, moments)
+    first, end = np.searchsorted(moments, starts), np.searchsorted(moments, ends)
+    is_open = first < end
+    opened = _Open(rows[is_open], first[is_open], end[is_open])
     if not len(opened.row):
         return np.full(len(query_moments), NONE, dtype=np.int64)
     last = find_highest(opened.first, opened.end, np.arange(len(opened.row)), len(moments))
@@ -173,42 +156,30 @@ def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_n
     return np.asarray(rows[np.searchsorted(moments, query_moments)])
 
 
-def _find_opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
-    rows = order_by_start(trace)
-    is_wanted = is_wanted & ~were_suspended(trace) & clock.knows_threads(trace.thread_id)
-    rows = rows[is_wanted[rows]]
-    edges = (clock.number_times(trace.thread_id[rows], times[rows]) for times in (trace.start_ns, trace.end_ns))
-    first, end = (np.searchsorted(moments, edge) for edge in edges)
-    open_places = np.flatnonzero(first < end)
-    return _Open(rows[open_places], first[open_places], end[open_places])
-
-
 def _find_several(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
     """Return the moments at which another task had an open span that does not enclose the innermost open span."""
     line, firsts = number_combinations(trace.thread_id[opened.row], trace.task_id[opened.row])
     if len(firsts) == len(find_distinct(trace.thread_id[opened.row[firsts]])):
         return np.zeros(0, dtype=np.int64)  # no thread has several tasks
     moments = np.flatnonzero(last != NONE)
-    other_counts = _count_on_other_lines(opened, line, last, moments)
-    moments, other_counts = moments[other_counts > 0], other_counts[other_counts > 0]
-    around = _count_around_on_other_lines(trace, opened, line, last[moments], moments)
-    return np.asarray(moments[around != other_counts])
-
-
-def _count_on_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: Int64s) -> Int64s:
-    """Return, for each moment, the number of open spans on other tracks than the innermost span's."""
     count = len(last)
     changes = np.bincount(opened.first, minlength=count + 1) - np.bincount(opened.end, minlength=count + 1)
     by_line = [np.sort(line * (count + 1) + edges) for edges in (opened.first, opened.end)]
     # Spans of earlier lines count in both and cancel out.
     line_moments = line[last[moments]] * (count + 1) + moments
     begun_counts, ended_counts = (np.searchsorted(edges, line_moments, side="right") for edges in by_line)
-    return np.asarray(np.cumsum(changes)[moments] - (begun_counts - ended_counts))
+    other_counts = np.cumsum(changes)[moments] - (begun_counts - ended_counts)
+    moments, other_counts = moments[other_counts > 0], other_counts[other_counts > 0]
+    around = _count_around_on_other_lines(trace, opened, line, last[moments], moments)
+    return np.asarray(moments[around != other_counts])
 
 
 def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
     """Return, for each span at its moment, the number of open spans around it on other tracks."""
-    up, level = _find_parents(trace, opened), trace.level[opened.row]
+    # The index of each open span's parent, `NONE` if the parent was not open or is on another thread.
+    above, level = index_rows(opened.row, len(trace))[trace.parent[opened.row]], trace.level[opened.row]
+    threads = trace.thread_id[opened.row]
+    up = np.where(threads[above] == threads, above, NONE).astype(np.int32)
     is_run = (up != NONE) & (line[up] == line) & (opened.first[up] <= opened.first) & (opened.end <= opened.end[up])
     top = nearest(up, ~is_run)
     counts, own_line = np.zeros(len(spans), dtype=np.int64), line[spans]
@@ -222,11 +193,3 @@ def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, sp
         goes_on = (spans != NONE) & (opened.first[spans] <= times) & (times < opened.end[spans])
         walking, spans = walking[goes_on], spans[goes_on]
     return counts
-
-
-def _find_parents(trace: Columns, opened: _Open) -> Int32s:
-    place_of = np.full(len(trace) + 1, NONE, dtype=np.int32)
-    place_of[opened.row] = np.arange(len(opened.row))
-    up = place_of[trace.parent[opened.row]]
-    thread_id = trace.thread_id[opened.row]
-    return np.where(thread_id[up] == thread_id, up, np.int32(NONE)).astype(np.int32)

@@ -6,6 +6,7 @@ rows like a trace from a file. Each row is settled once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -19,7 +20,7 @@ from instrument.trace.columns import AttributesOfRows, Bools, Columns, Int64s
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
 from instrument.trace.indices import NONE, are_at_or_above, nearest, nearest_above
 from instrument.trace.request_steps import StepKinds
-from instrument.trace.request_trees import trace_id_of
+from instrument.trace.request_trees import find_outer_spans, trace_id_of
 from instrument.trace.stages import Stages, find_stages, make_stage_spans
 from instrument.trace.trace import spans_of
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
@@ -69,18 +70,27 @@ class SentRows:
         self.root_id: Int64s = np.zeros(len(self._unit), np.int64)
         self.callers: list[RemoteParent] = []
         self.caller_of: Int64s = np.full(len(self._unit), NONE)
-        self.outcome: dict[int, Settled] = {}
-        self._remotes = {**self._found.remote, **self._find_sampled_traces()}
+        self.outcome = defaultdict[int, Settled](Settled)
+        self._remotes = dict(self._found.remote)
+        for unit, state in decisions.states.items():
+            if state:  # the sampling ratio of a randomly sampled request
+                trace = RemoteParent(decisions.sent_trace_id(unit), 0, OWN_TRACE_FLAGS)
+                self._remotes[unit] = replace(self._remotes.get(unit, trace), state=state)
         roots, passed = decisions.kept, decisions.passed
         decided = roots | passed if asks_queues else roots
-        its_stages = self._find_stages(decided) if decided else []
+        its_stages: list[Stages] = []
+        self._stage_view = self._joined
+        if decided:  # the stages of the requests in these trees
+            served = self._joined.served
+            theirs = np.append(decisions.find_rows_of_trees(decided)[self._joined.rows], False)
+            request = np.where(theirs[served.request], served.request, NONE)
+            self._stage_view = replace(self._joined, served=replace(served, request=request))
+            all_stages = find_stages(self._found, self._stage_view, self._kinds)
+            its_stages = [entry for entry in all_stages if theirs[entry.place]]
         self._send_rows()
         self._send_stages(its_stages)
         if asks_queues:
             self._count_served(its_stages, roots)
-
-    def _outcome_of(self, member: int) -> Settled:
-        return self.outcome.setdefault(member, Settled())
 
     def _send_rows(self) -> None:
         """Add the rows to send, with their ids at the collector, to the outcomes of their processes."""
@@ -105,7 +115,12 @@ class SentRows:
         caller = number_of[unit]
         pieces = np.unique(piece[piece != NONE])
         number_of[pieces] = len(callers) + np.arange(len(pieces))
-        callers += [self._find_caller(row) for row in pieces.tolist()]
+        for row in pieces.tolist():  # its parent is in another process
+            unit_of_row = int(self._unit[row])
+            remote = self._remotes.get(unit_of_row)
+            flags, state = (OWN_TRACE_FLAGS, "") if remote is None else (remote.flags, remote.state)
+            trace_id = self._decisions.sent_trace_id(unit_of_row)
+            callers.append(RemoteParent(trace_id, self._decisions.sent_span_id(int(parent[row])), flags, state=state))
         caller = np.where(piece != NONE, number_of[piece], caller)
         for at in np.flatnonzero((piece == NONE) & (unit == NONE)).tolist():
             decided = self._decisions.member_of(int(rows[at])).decided.get(int(root_id[at]))
@@ -139,7 +154,7 @@ class SentRows:
             }
             for at, remote in remote_by_row.items():
                 self._members[number].traces[int(root_id[places[at]])] = remote.trace_id
-            settled = self._outcome_of(number)
+            settled = self.outcome[number]
             settled.trace = trace.take(
                 picked, span_id=own_ids[places], own_id=own_ids[places], parent_id=parent_id[places],
                 root_id=root_id[places], thread_id=gathered.own_thread[picked],
@@ -150,22 +165,19 @@ class SentRows:
             )  # fmt: skip
             settled.links = {at: links[row] for at, row in enumerate(picked.tolist()) if row in links} if links else {}
 
-    def _find_sampled_traces(self) -> dict[int, RemoteParent]:
-        """Return the traces of randomly sampled requests, with the sampling ratio in their `tracestate`."""
-        remotes = {}
-        for unit, state in self._decisions.states.items():
-            if state:
-                trace = RemoteParent(self._decisions.sent_trace_id(unit), 0, OWN_TRACE_FLAGS)
-                remotes[unit] = replace(self._found.remote.get(unit, trace), state=state)
-        return remotes
-
     def _collect_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
         trace = self._found
         having = np.asarray(trace.attributes.rows(), np.int64)
         attributes = {row: trace.attributes[row] for row in having[self._out[having]].tolist()}
-        for row, link in self._link_nested_requests().items():
-            if self._out[row] and LINK not in attributes.get(row, {}):
-                attributes[row] = {**attributes.get(row, {}), **link}
+        own_ids = self._gathered.own
+        for row, (above_id, around_id) in find_outer_spans(trace, self._joined).items():
+            above, around = above_id - 1, around_id - 1
+            if self._out[row] and around < len(own_ids):  # else the row of that root is missing
+                remote = RemoteParent(self._decisions.sent_trace_id(around), 1)
+                attributes[row] = {
+                    **attributes.get(row, {}),
+                    **link_of(int(own_ids[above]), int(own_ids[around]), remote),
+                }
         for row in [
             row
             for row, row_attributes in attributes.items()
@@ -197,15 +209,6 @@ class SentRows:
                 parent_by_row[row] = int(self._gathered.own[top]), RemoteParent(trace_id_of(run, key), 0)
         return parent_by_row
 
-    def _find_caller(self, piece: int) -> RemoteParent:
-        unit = int(self._unit[piece])
-        remote = self._remotes.get(unit)
-        flags, state = (OWN_TRACE_FLAGS, "") if remote is None else (remote.flags, remote.state)
-        above = int(self._found.parent[piece])
-        return RemoteParent(
-            self._decisions.sent_trace_id(unit), self._decisions.sent_span_id(above), flags, state=state
-        )
-
     def _link_batches(self) -> Mapping[int, tuple[LinkedSpan, ...]]:
         served, links_by_batch = self._joined.served, dict[int, dict[LinkedSpan, None]]()
         pairs = np.flatnonzero((served.request != NONE) & self._out[served.batch])
@@ -223,30 +226,7 @@ class SentRows:
                 links_by_batch.setdefault(batch, {})[link] = None
         return {batch: tuple(row_links) for batch, row_links in links_by_batch.items()}
 
-    def _link_nested_requests(self) -> Mapping[int, Mapping[str, AttributeValue]]:
-        """Return a link to the span around each nested request with a key, by the request's row."""
-        link_by_row: dict[int, Mapping[str, AttributeValue]] = {}
-        for place in self._joined.keys:
-            row = int(self._joined.rows[place])
-            above = int(self._found.parent[row])
-            if above == NONE or self._joined.of[above] == NONE or self._unit[row] != row:
-                continue
-            around = int(self._unit[above])
-            if around not in (NONE, row):
-                trace = RemoteParent(self._decisions.sent_trace_id(around), 1)
-                link_by_row[row] = link_of(int(self._gathered.own[above]), int(self._gathered.own[around]), trace)
-        return link_by_row
-
     # ---------------------------------------------------------------- stages
-
-    def _find_stages(self, units: set[int]) -> list[Stages]:
-        served = self._joined.served
-        theirs = np.append(self._decisions.find_rows_of_trees(units)[self._joined.rows], False)
-        request = np.where(theirs[served.request], served.request, NONE)
-        joined = replace(self._joined, served=replace(served, request=request))
-        self._stage_view = joined
-        all_stages = find_stages(self._found, joined, self._kinds)
-        return [entry for entry in all_stages if theirs[entry.place]]
 
     def _send_stages(self, its_stages: Sequence[Stages]) -> None:
         gathered = self._gathered
@@ -260,7 +240,7 @@ class SentRows:
                 span.parent_id, span.root_id = span_id, int(self.root_id[row])
                 span.thread_id, span.task_id = int(gathered.own_thread[row]), int(self._found.task_id[row])
                 span.remote = None if number == NONE else self.callers[number]
-            self._outcome_of(int(gathered.member[row])).derived += spans
+            self.outcome[int(gathered.member[row])].derived += spans
 
     def _count_served(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
         """Add each request that batches served, kept or not, to the outcome of its process."""
@@ -279,7 +259,7 @@ class SentRows:
             span.span_id, span.thread_id = int(self._gathered.own[row]), int(self._gathered.own_thread[row])
             trace = (self._decisions.sent_trace_id(unit), self._decisions.sent_span_id(row)) if unit in roots else None
             size = float(sizes[batches].mean()) if len(batches) else 0.0
-            self._outcome_of(int(self._gathered.member[row])).served.append(ServedRequest(span, queue_ns, size, trace))
+            self.outcome[int(self._gathered.member[row])].served.append(ServedRequest(span, queue_ns, size, trace))
 
 
 DECISION_WAIT_NS = 2 * 10**9
@@ -319,13 +299,16 @@ class Settling:
         read_ns = min([now_ns, *living])
         horizon_ns = OPEN_NS if is_last else read_ns - (0 if at_once else DECISION_WAIT_NS)
         most_ns = min([horizon_ns, *(member.unpack(horizon_ns, MOST_AT_ONCE) for member in self.members)])
-        most_ns = self._limit_round(most_ns)
+        ends = [member.rows["end_ns"][member.state != SETTLED] for member in self.members]
+        due_ns = np.concatenate([np.zeros(0, np.int64), *ends])
+        due_ns = due_ns[due_ns <= most_ns]
+        if len(due_ns) > MOST_AT_ONCE:
+            most_ns = int(np.partition(due_ns, MOST_AT_ONCE)[MOST_AT_ONCE])
         self.has_more = most_ns < horizon_ns
         if self.has_more:
             horizon_ns, at_once, is_last = most_ns, at_once or is_last, False
         self.settled_ns = max(self.settled_ns, min(horizon_ns, read_ns))
-        due = ((member.state != SETTLED) & (member.rows["end_ns"] <= horizon_ns) for member in self.members)
-        if not any(is_due.any() for is_due in due):
+        if not (due_ns <= horizon_ns).any():
             return {}
         gathered = Gathered(self.members, horizon_ns)
         decisions = Decisions(self._remembered, gathered, horizon_ns, is_last=is_last, at_once=at_once)
@@ -334,13 +317,6 @@ class Settling:
             take(decisions, now_ns)
         _release_rows(decisions, sent_rows, horizon_ns, is_last=is_last)
         return sent_rows.outcome
-
-    def _limit_round(self, horizon_ns: int) -> int:
-        """Return the time up to which this round settles rows, so that they are about `MOST_AT_ONCE` at most."""
-        ends = [member.rows["end_ns"][member.state != SETTLED] for member in self.members]
-        due = np.concatenate([np.zeros(0, np.int64), *ends])
-        due = due[due <= horizon_ns]
-        return horizon_ns if len(due) <= MOST_AT_ONCE else int(np.partition(due, MOST_AT_ONCE)[MOST_AT_ONCE])
 
 
 def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
@@ -369,10 +345,15 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
     passed_before = (gathered.state == PASSED) & ~settled
     roots_before = set() if is_last else set(np.flatnonzero(is_root & passed_before).tolist())
     expired = passed_before & ~_may_be_needed(decisions, roots_before)
+    # Waiting rows that can still be decided, and those of them that wait for an open span.
+    waits = decisions.is_undecided & (gathered.state == WAITING)
+    waits &= (decisions.unit != NONE) | (gathered.own_root & REQUEST_BIT == 0)
+    is_open = np.append(gathered.state == OPEN, True)[decisions.unit]
     for number, member in enumerate(decisions.members):
         rows = np.flatnonzero((gathered.member == number) & (gathered.place != NONE))
         member.passed += int(np.count_nonzero(dropped[rows] & (gathered.state[rows] != PASSED)))
-        member.lingers = member.packed > 0 or _has_undecided_rows(decisions, number)
+        undecided = waits & (gathered.member == number) & ~(is_open & member.is_over)
+        member.lingers = member.packed > 0 or bool(undecided.any())
         is_context = (settled[rows] & ~recent[rows]) | (gathered.state[rows] == SETTLED)
         stays = is_context & says_keys[rows] & (not is_last)
         old = np.flatnonzero(stays & ~needed[rows] & (trace.end_ns[rows] <= horizon_ns - CONTEXT_NS))
@@ -401,11 +382,3 @@ def _may_be_needed(decisions: Decisions, units: set[int]) -> Bools:
             and end_ns[unit] >= newest[int(member[unit])] - before_ns
         }
     )
-
-
-def _has_undecided_rows(decisions: Decisions, number: int) -> bool:
-    gathered, unit = decisions.gathered, decisions.unit
-    waits = (gathered.member == number) & decisions.is_undecided & (gathered.state == WAITING)
-    is_open = np.append(gathered.state == OPEN, True)[unit]
-    unknown = (unit == NONE) & (gathered.own_root & REQUEST_BIT != 0)
-    return bool((waits & ~(is_open & decisions.members[number].is_over) & ~unknown).any())

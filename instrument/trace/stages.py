@@ -21,20 +21,12 @@ import numpy as np
 
 from instrument.recording.metric_definitions import GENERATION, has_generation_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
-from instrument.trace.columns import Bools, Columns, Int64s
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import find_group_starts, number_combinations
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, Intervals, find_served_intervals
-from instrument.trace.request_steps import (
-    Parts,
-    StepKinds,
-    Steps,
-    count_prefills,
-    find_end_of_firsts,
-    find_steps,
-    measure_usual,
-)
+from instrument.trace.request_steps import Parts, StepKinds, count_prefills, find_steps
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
@@ -105,10 +97,15 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
     `kinds` has the kinds of steps that were learned earlier, and learns from these requests.
     """
     batches, between = find_served_intervals(trace, joined)
-    queues = _find_queues(between)
+    is_queue = between.row == 0
+    edges = zip(between.start_ns[is_queue].tolist(), between.end_ns[is_queue].tolist(), strict=True)
+    queues = dict(zip(between.request[is_queue].tolist(), edges, strict=True))
     unserved = np.setdiff1d(np.array(list(queues), dtype=np.int64), batches.request)
     unserved = unserved[~trace.clipped[joined.rows[unserved]]]
-    generating = _find_generations(trace, joined)
+    # Requests are generations by a rule or an attribute.
+    are_generations = trace.are_of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites])
+    rows = [np.flatnonzero(are_generations), *(trace.attributes.having(name) for name in GENERATION)]
+    generating = set(joined.of[np.concatenate(rows)].tolist())
     given_up = [Stages(place, queues[place], None, None, 0, (), place in generating) for place in unserved.tolist()]
     if not len(batches.request):
         return given_up
@@ -133,15 +130,32 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
     is_said = np.isin(joined.served.batch, trace.attributes.having(BATCH_WEIGHTS))
     kinds.weigh(names, of_names[trace.site[joined.served.batch[is_said]]], joined.served.weight[is_said])
     steps = find_steps(parts, kinds.kind_by_name())
-    sent_ns = _find_first_parts(trace, joined.rows[place])
+    # The time at which each request sent the first part of its answer, `FARTHEST` without a streamed answer.
+    values = (trace.attributes.values(name, joined.rows[place]) for name in (FIRST_ITEM, ITEMS))
+    begun_ns = trace.start_ns[joined.rows[place]].tolist()
+    first_ns = [
+        min(start_ns + after_ns, FARTHEST)
+        if isinstance(after_ns, int) and isinstance(items, int) and 0 <= after_ns < FARTHEST and items > 1
+        else FARTHEST
+        for start_ns, after_ns, items in zip(begun_ns, *values, strict=True)
+    ]
+    sent_ns = np.array(first_ns, dtype=np.int64)
     counts = count_prefills(parts, steps, sent_ns.__getitem__, kinds.least)
-    is_generation = np.isin(place, list(generating)) | ((sent_ns < FARTHEST) & _have_loops(parts, steps))
+    # So is a streamed answer that several steps of one name served.
+    groups, firsts = number_combinations(steps.request, parts.name[steps.lead])
+    several = steps.request[firsts][np.bincount(groups, minlength=len(firsts)) > 1]
+    has_loop = np.isin(steps.request[steps.first], several)
+    is_generation = np.isin(place, list(generating)) | ((sent_ns < FARTHEST) & has_loop)
     is_whole = ~trace.clipped[joined.rows[place]]
+    is_prefill = steps.ordinal < np.repeat(counts, steps.count)
+    prefilled_ns = np.maximum.reduceat(np.where(is_prefill, steps.end_ns, -FARTHEST), steps.first)
     columns = (
-        place, parts.start_ns[first], find_end_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
-        steps.count, counts, is_generation, is_whole,
+        place, parts.start_ns[first], prefilled_ns, np.maximum.reduceat(parts.end_ns, first), steps.count, counts,
+        is_generation, is_whole,
     )  # fmt: skip
-    stalls = _find_stalls(between, place, measure_usual(parts, steps))
+    lengths = (parts.end_ns - parts.start_ns)[steps.lead]
+    median_ns = lengths[np.lexsort((lengths, steps.request))][steps.first + steps.count // 2]
+    stalls = _find_stalls(between, place, median_ns)
     result = given_up
     for request, start_ns, until_ns, last_ns, count, of_prefill, generates, is_complete in zip(
         *(column.tolist() for column in columns), strict=True
@@ -153,42 +167,6 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
             request_stalls = stalls.get(request, ())
             result.append(Stages(request, queues.get(request), prefill, decode, later, request_stalls, generates))
     return result
-
-
-def _find_generations(trace: Columns, joined: Joined) -> set[int]:
-    rows = [trace.attributes.having(name) for name in GENERATION]
-    rows.append(
-        np.flatnonzero(trace.are_of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites]))
-    )
-    return set(joined.of[np.concatenate(rows)].tolist())
-
-
-def _have_loops(parts: Parts, steps: Steps) -> Bools:
-    """Return True for each request that several steps of one name served."""
-    groups, firsts = number_combinations(steps.request, parts.name[steps.lead])
-    several = steps.request[firsts][np.bincount(groups, minlength=len(firsts)) > 1]
-    return np.isin(steps.request[steps.first], several)
-
-
-def _find_first_parts(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the time at which each request sent the first part of its answer, `FARTHEST` if it did not stream its
-    answer."""
-    firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
-    after_ns = [
-        first if isinstance(first, int) and isinstance(count, int) and 0 <= first < FARTHEST and count > 1 else None
-        for first, count in zip(firsts, items, strict=True)
-    ]
-    starts = trace.start_ns[rows].tolist()
-    sent_ns = [
-        FARTHEST if ns is None else min(start + ns, FARTHEST) for start, ns in zip(starts, after_ns, strict=True)
-    ]
-    return np.array(sent_ns, dtype=np.int64)
-
-
-def _find_queues(between: Intervals) -> Mapping[int, tuple[int, int]]:
-    queue_places = np.flatnonzero(between.row == 0)
-    times = zip(between.start_ns[queue_places].tolist(), between.end_ns[queue_places].tolist(), strict=True)
-    return dict(zip(between.request[queue_places].tolist(), times, strict=True))
 
 
 def _find_stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
@@ -227,13 +205,12 @@ def _name_longest(trace: Columns, joined: Joined, times: Sequence[tuple[int, int
         yield max(sums, key=lambda name: (sums[name], name), default="")
 
 
-def make_spans_of_stages(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
-    return make_stage_spans(trace, joined, find_stages(trace, joined))
-
-
-def make_stage_spans(trace: Columns, joined: Joined, all_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
-    """Return spans for stages, by the request's row. They are children of the request, with ids after the largest id of
-    the trace."""
+def make_stage_spans(
+    trace: Columns, joined: Joined, all_stages: Sequence[Stages] | None = None
+) -> Mapping[int, list[Span]]:
+    """Return spans for stages, by default those of all requests, by the request's row. The spans are children of the
+    request on its thread and task. Their ids follow the largest id of the trace."""
+    all_stages = find_stages(trace, joined) if all_stages is None else all_stages
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     spans: dict[int, list[Span]] = {}
     stalled_by = _name_longest(trace, joined, [stall for item in all_stages for stall in item.stalls])

@@ -211,25 +211,20 @@ def _clean_texts(names: Any) -> NDArray[np.object_]:
 
 
 def _read_attributes(trace: Columns) -> Iterator[Arrays]:
-    with_attributes = trace.attributes.rows()
-    for first in range(0, len(with_attributes), ROWS_AT_ONCE):
-        yield _make_table(
-            [
-                (int(trace.span_id[row]), name, value)
-                for row in with_attributes[first : first + ROWS_AT_ONCE].tolist()
-                for name, value in trace.attributes[row].items()
-            ]
-        )
 
-
-def _make_table(rows: list[tuple[int, str, Any]]) -> Arrays:
     def text(value: Any) -> str:
         return value if isinstance(value, str) else encode_numbers(make_safe(value, finite=False))
 
-    numbers = [float(row[2]) if type(row[2]) in (int, float) else np.nan for row in rows]
-    return {
-        "span_id": np.array([row[0] for row in rows], dtype=np.int64),
-        "name": _clean_texts(row[1] for row in rows),
-        "value": _clean_texts(text(row[2]) for row in rows),
-        "number": np.array(numbers, dtype=np.float64),
-    }
+    with_attributes = trace.attributes.rows()
+    for first in range(0, len(with_attributes), ROWS_AT_ONCE):
+        some = with_attributes[first : first + ROWS_AT_ONCE]
+        items: list[tuple[int, str, Any]] = [
+            (row, *item) for row in some.tolist() for item in trace.attributes[row].items()
+        ]
+        numbers = [float(value) if type(value) in (int, float) else np.nan for _, _, value in items]
+        yield {
+            "span_id": trace.span_id[np.array([row for row, _, _ in items], dtype=np.int64)],
+            "name": _clean_texts(name for _, name, _ in items),
+            "value": _clean_texts(text(value) for _, _, value in items),
+            "number": np.array(numbers, dtype=np.float64),
+        }

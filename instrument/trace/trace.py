@@ -30,10 +30,10 @@ from instrument.trace.columns import (
     FARTHEST_NS,
     AttributesOfRows,
     Columns,
+    ComposedAttributes,
     DeviceIntervals,
     Int32s,
     Int64s,
-    append_rows,
 )
 from instrument.trace.indices import NONE
 
@@ -76,10 +76,13 @@ class Views(Sequence[Thing]):
     def __getitem__(self, place: slice) -> Sequence[Thing]: ...
     def __getitem__(self, place: int | slice) -> Thing | Sequence[Thing]:
         if isinstance(place, slice):
-            return [self[row] for row in range(*place.indices(len(self)))]
+            return self._slice(place)
         row = range(len(self))[place]
         (thing,) = self._make(slice(row, row + 1))
         return thing
+
+    def _slice(self, rows: slice) -> Sequence[Thing]:
+        return [self[row] for row in range(*rows.indices(len(self)))]
 
     def __iter__(self) -> Iterator[Thing]:
         for first in range(0, len(self), ROWS_AT_ONCE):
@@ -129,12 +132,8 @@ class Allocations(Views[Allocation]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, place: int) -> Allocation: ...
-    @overload
-    def __getitem__(self, place: slice) -> Allocations: ...
-    def __getitem__(self, place: int | slice) -> Allocation | Allocations:
-        return Allocations(self.rows[place], self.base_ns) if isinstance(place, slice) else super().__getitem__(place)
+    def _slice(self, rows: slice) -> Allocations:
+        return Allocations(self.rows[rows], self.base_ns)
 
     def _make(self, rows: slice) -> Iterable[Allocation]:
         base_ns = self.base_ns
@@ -181,7 +180,11 @@ def with_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
         **columns,
         site=np.concatenate([trace.site, more.site + len(trace.sites)]).astype(np.int32),
         error=np.concatenate([trace.error, error]).astype(np.int32),
-        attributes=append_rows(trace.attributes, len(trace), [span.attributes for span in spans]),
+        attributes=ComposedAttributes(
+            [trace.attributes, more.attributes],
+            np.repeat(np.array([0, 1], dtype=np.int32), [len(trace), len(more)]),
+            np.concatenate([np.arange(len(trace)), np.arange(len(more))]),
+        ),
     )
 
 

@@ -21,7 +21,7 @@ from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, Site
 from instrument.recording.trace_context import RemoteParent, is_sampled
 from instrument.trace.of_recording import RowDetail, have_details
-from instrument.trace.sampling_criteria import EndedRequest, TailSampler, are_in_sample
+from instrument.trace.sampling_criteria import TailSampler, are_in_sample
 
 MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
@@ -197,12 +197,18 @@ class UnsettledRows:
             )
         if self.has_keys:
             self.unpack()
-        if self.caller is not None:
-            self._note_service(rings, details)
+        self._note_service(rings, details)
         pieces: list[tuple[NDArray[np.void], int]] = []
         for ring in rings:
-            rows = ring.rows[self._select_kept(ring.rows)]
-            self._match_details(ring.rows, rows)
+            is_kept = self._select_kept(ring.rows)
+            rows = ring.rows[is_kept]
+            with_details = np.flatnonzero(have_details(ring.rows)) if self.unmatched else np.zeros(0, np.int64)
+            span_ids = ring.rows["span_id"][with_details].tolist()
+            for span_id, has_row in zip(span_ids, is_kept[with_details].tolist(), strict=True):
+                if (detail := self.unmatched.pop(span_id, None)) is not None:
+                    self._early_bytes -= len(detail[1])
+                    if has_row:
+                        self.details[span_id] = RowDetail.of(*detail)
             if not self.has_keys and len(rows) >= LEAST_PACKED:
                 rows = self._pack_rows(rows, ring.thread_id)
             pieces.append((rows, ring.thread_id))
@@ -212,7 +218,10 @@ class UnsettledRows:
             self._drop_oldest()
 
     def _note_service(self, rings: Sequence[RingRows], details: Details) -> None:
-        """Set the time at which the process began to serve, from newly read rows and open spans."""
+        """Set the time at which the process began to serve, from newly read rows and open spans, if there is a
+        `caller`."""
+        if self.caller is None:
+            return
         keyed = [span_id for span_id, (_, text) in details.items() if _KEY in text or _BATCH_KEYS in text]
         begins = [
             span.start_ns
@@ -280,8 +289,7 @@ class UnsettledRows:
         `undecided` are the roots of requests that ended later or are open.
         """
         self.opened, self.adopted_until_ns = opened, settled_ns
-        if self.caller is not None:
-            self._note_service(rings, details)
+        self._note_service(rings, details)
         self.has_keys = self.has_keys or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())
         for ring in rings:
             rows = ring.rows
@@ -301,14 +309,6 @@ class UnsettledRows:
             self.state = np.append(self.state, state[is_kept])
             self.adopted += int(np.count_nonzero(is_undecided))
             self.lingers = bool((self.state != SETTLED).any())
-
-    def ended_request(self, row: Any) -> EndedRequest:
-        span_id = int(row["span_id"])
-        detail = self.details.get(span_id) or RowDetail()
-        return EndedRequest(
-            span_id, self.site_of(int(row["node"])), int(row["start_ns"]), int(row["end_ns"]),
-            detail.error is not None, detail.attributes, detail.remote,
-        )  # fmt: skip
 
     def _select_kept(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         """Return True for rows of requests, up to the limit of spans, and for sampled rows of other trees."""
@@ -342,20 +342,6 @@ class UnsettledRows:
             _, (_, text) = early.popitem(last=False)
             self._early_bytes -= len(text)
 
-    def _match_details(self, rows: NDArray[np.void], kept_rows: NDArray[np.void]) -> None:
-        early = self.unmatched
-        if not early:
-            return
-        with_more = rows["span_id"][have_details(rows)].tolist()
-        kept_ids = set(kept_rows["span_id"].tolist()) if len(kept_rows) < len(rows) else None
-        for span_id in with_more:
-            detail = early.pop(span_id, None)
-            if detail is None:
-                continue
-            self._early_bytes -= len(detail[1])
-            if kept_ids is None or span_id in kept_ids:
-                self.details[span_id] = RowDetail.of(*detail)
-
     def _drop_oldest(self) -> None:
         """Drop rows of the oldest open requests, then other old rows, until three quarters of `MOST_ROWS` remain."""
         roots = self.rows["root_id"]
@@ -388,6 +374,3 @@ class UnsettledRows:
             for span_id in self.rows["span_id"][is_dropped & (self.rows["rare"] != 0)].tolist():
                 self.details.pop(span_id, None)
         self.rows, self.thread_id, self.state = self.rows[is_kept], self.thread_id[is_kept], self.state[is_kept]
-
-    def with_details(self) -> NDArray[np.bool_]:
-        return have_details(self.rows)
