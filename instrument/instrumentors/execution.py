@@ -76,11 +76,11 @@ def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
 
     def undo() -> None:
         rebind([(copy_context, original)])
-        recorder.tells_of_tasks = None
+        recorder.reports_tasks = None
         undo_all(undos)
 
     wrap_loops()
-    recorder.tells_of_tasks = reports_tasks
+    recorder.reports_tasks = reports_tasks
     rebind([(original, copy_context)])
     return undo
 

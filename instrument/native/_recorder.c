@@ -1,30 +1,31 @@
 /* The recorder: the hot path in C.
  *
- * A call costs two clock reads, a few pointer moves and one fixed-size row. Nothing is allocated: the frame of a
- * function's span comes from a list of used ones; spans that may outlive a call (scopes, coroutines, generators) are
- * Frame objects. Both kinds are linked into one chain per context, whose innermost frame is `Current.top`. No frame
- * is on the C stack, because a chain may be read when that stack is gone or elsewhere: greenlets move theirs to the
- * heap while another one of the same context runs, a fork leaves those of other threads behind, and so does the end
- * of the interpreter.
+ * A call costs two readings of the clock, a few pointer moves and one row of fixed size. It allocates nothing: the
+ * frame of a function's span comes from a list of free frames. Spans that may outlive a call (scopes, coroutines,
+ * generators) have Frame objects. Both kinds are linked into one chain per context, and `Current.top` is its innermost
+ * frame. No frame is on the C stack, because a chain may be read when that stack is gone or moved: greenlets move
+ * their stacks to the heap, a fork leaves the stacks of other threads behind, and so does the end of the interpreter.
  *
- * Code that allocates an object, or gives one up, may run code of the host's (the collector, finalisers), and that code
- * may record, reset, end scopes and change context. So state is consistent before such a place and read anew after it.
+ * Code that allocates or releases an object may run code of the service (the collector, finalisers). That code may
+ * record, reset, end scopes and change the context. So all state is consistent before such a place, and is read again
+ * after it.
  *
- * Which chain is current follows PyThreadState.context: every task, callback and copied context has a Context of its
- * own, and a Current object in one context variable. A new context finds there what its maker published: a Published
- * object, the identity of the span that was innermost when the context was copied, which says whether that is still
- * open, and if not, which span above it was the nearest. Publishing costs a context variable write, which is more
- * than the rest of a call, and sends the next span the long way to its chain: so `publish` is called by what copies a
- * context. Under an event loop contexts are also copied behind our back: there requests are published as they begin and
- * end, and each span is where the loop does not report the tasks that it makes.
+ * PyThreadState.context decides which chain is current. Every task, callback and copied context has a Context of its
+ * own, whose value of one context variable leads to a Current object. A new context inherits a Published object: the
+ * identity of the span that was innermost when the context was copied. It shows whether that span is still open, and
+ * if not, which span above it is. Publishing writes a context variable. That costs more than the rest of a call, and
+ * makes the next span look for its chain. So only code that copies a context calls `publish`. Event loops also copy
+ * contexts without a call of it. There, requests are published as they begin and end. If the loop does not report its
+ * new tasks either, each span is.
  *
- * A service computes between two spans, and that leaves nothing of ours in the processor's caches: a span of 60 ns costs
- * 600 then, all of it waiting for memory. So what a span touches is counted in cache lines, and has few: what a call
- * changes is at the begin of its object, what a lookup would walk to is remembered where the call comes by anyway. A
- * clock that is read waits for what was asked of memory before it, so what only the end needs is fetched while the
- * host's own work runs, and nothing of it is looked at before.
+ * A service computes between two spans, which leaves none of our data in the processor's caches. Then a span of 60 ns
+ * takes 600 ns, and nearly all of it is waiting for memory. So each span touches few cache lines: the fields that a
+ * call changes are at the begin of their objects, and results of lookups are kept in lines that a call reads anyway.
+ * Reading the clock waits for earlier reads of memory. So memory that only the end needs is prefetched while the
+ * wrapped code runs, and is not read before.
  *
- * All state is guarded by the GIL. A build without one turns the GIL on when it imports this module.
+ * Each part says what in it is hot, which nearly each span runs, and what is cold. The GIL protects all state: a build
+ * without a GIL turns it on when it imports this module.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -66,34 +67,36 @@
 
 static PyMethodDef module_methods[] = {
     {"header_values", (PyCFunction)(void (*)(void))header_values, METH_FASTCALL,
-     "Values of headers by their names: header_values(pairs, names)."},
+     "Return the values of headers by their names: header_values(pairs, names)."},
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL,
      "Record an event: mark(cuEventRecord, cuStreamIsCapturing, cuStreamGetId or 0, releases, event, stream), all as "
-     "addresses. The stream's number, or what the driver says against it below 0."},
-    {"outcome_of", told_outcome, METH_O, "The outcome of a span that an exception broke off, or None."},
+     "addresses. Return the stream's number, or the driver's error as a negative number."},
+    {"outcome_of", report_outcome, METH_O, "Return the outcome of a span that an exception ended, or None for a failure."},
     {"measure", measure, METH_VARARGS,
      "Time pairs of events: measure(cuEventQuery, cuEventElapsedTime, anchor or 0, [begin, end, begin, end, ...]). "
-     "A list of (error, device ms, ms since the anchor), as long as there are pairs that have happened."},
+     "Return a list of (error, device ms, ms since the anchor), up to the first pair that has not happened."},
     {NULL},
 };
 
 static int execute(PyObject *made)
 {
-    /* Types and frames are the process's. Where they may not be, nothing is recorded. */
+    /* Types and frames belong to the process, so no other interpreter can have its own. Nothing is recorded there. */
     if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
         PyErr_SetString(PyExc_ImportError, "instrument.native._recorder works in the main interpreter only");
         return -1;
     }
     find_clock();
     read_both(&loaded_ticks, &loaded_ns);
-    find_own_variables();
+    find_thread_cache();
     if (ready_stand_ins() < 0)
         return -1;
-    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &CarriedType, &ScopeMethodType, &BoundMethodType};
+    PyTypeObject *own_types[] = {&MarkType,      &CurrentType, &PublishedType,   &SteppedType,
+                                 &AsyncStepType, &CarriedType, &ScopeMethodType, &BoundMethodType};
     for (size_t i = 0; i < sizeof(own_types) / sizeof(own_types[0]); i++)
         if (PyType_Ready(own_types[i]) < 0)
             return -1;
-    PyTypeObject *types[] = {&CoreType, &FrameType, &FunctionType_, &KeysType, &NumberType, &PassType, &RingType, &ScopeType};
+    PyTypeObject *types[] = {&CoreType,   &FrameType, &FunctionType_, &KeysType,
+                             &NumberType, &PassType,  &RingType,      &ScopeType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyModule_AddType(made, types[i]) < 0)
             return -1;

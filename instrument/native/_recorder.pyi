@@ -45,7 +45,7 @@ class Core:
     answers: Mapping[str, Mapping[str, str | int]]
     begin_device: Callable[[Site | None, Any, int], Any] | None
     watches_all: bool
-    tells_of_tasks: Callable[[], bool] | None
+    reports_tasks: Callable[[], bool] | None
     def __init__(
         self,
         ring_bytes: int,

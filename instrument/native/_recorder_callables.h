@@ -1,4 +1,5 @@
-/* Hot: functions and methods whose calls are spans, or pass while they are muted. A part of `_recorder.c`. */
+/* Hot: functions and methods whose calls are spans, or pass without one while they are muted. A part of
+ * `_recorder.c`. */
 
 static inline void count_passed(Pass *pass)
 {
@@ -7,15 +8,16 @@ static inline void count_passed(Pass *pass)
 
 static PyTypeObject PassType;
 
-/* The counter of a muted site's calls, borrowed; NULL for others. Sites are compared by identity: no code runs. */
+/* Return the counter of a muted site's calls: borrowed, NULL for other sites. Sites are compared by identity, so no
+ * code runs. */
 static inline Pass *pass_of(Core *core, PyObject *site)
 {
     if (__builtin_expect(PyDict_GET_SIZE(core->passes) == 0, 1))
         return NULL;
-    PyObject *found = PyDict_GetItemWithError(core->passes, site);
-    if (found == NULL)
-        PyErr_Clear(); /* a site of a test's own that cannot be hashed */
-    return found != NULL && Py_TYPE(found) == &PassType ? (Pass *)found : NULL;
+    PyObject *pass = PyDict_GetItemWithError(core->passes, site);
+    if (pass == NULL)
+        PyErr_Clear(); /* the site of a test that cannot be hashed */
+    return pass != NULL && Py_TYPE(pass) == &PassType ? (Pass *)pass : NULL;
 }
 
 static PyObject *Pass_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -30,20 +32,10 @@ static PyObject *Pass_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static int Pass_traverse(Pass *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->core);
-    return 0;
-}
+#define REFERENCES_Pass(EACH) EACH(core)
+TRAVERSE_AND_DEALLOC(Pass)
 
-static void Pass_dealloc(Pass *self)
-{
-    PyObject_GC_UnTrack(self);
-    Py_XDECREF(self->core);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-/* For a wrapper whose switch is its recorder. */
+/* Return False and count a call, for a wrapper whose switch is the attribute `on`. */
 static PyObject *Pass_on(Pass *self, void *Py_UNUSED(closure))
 {
     count_passed(self);
@@ -57,7 +49,7 @@ static PyObject *Pass_count(Pass *self, PyObject *Py_UNUSED(none))
 }
 
 static PyMethodDef Pass_methods[] = {
-    {"count", (PyCFunction)Pass_count, METH_NOARGS, "Count a call."},
+    METHOD(Pass, count, METH_NOARGS, "Count a call."),
     {NULL},
 };
 
@@ -68,25 +60,18 @@ static PyMemberDef Pass_members[] = {
 };
 
 static PyGetSetDef Pass_getset[] = {
-    {"on", (getter)Pass_on, NULL, "False for any caller; each read counts as a call", NULL},
+    {"on", (getter)Pass_on, NULL, "always False; each reading counts as a call", NULL},
     {NULL},
 };
 
 static PyTypeObject PassType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Pass",
-    .tp_basicsize = sizeof(Pass),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Counts the calls of a muted site: Pass(recorder).",
+    COLLECTED_TYPE(Pass, sizeof(Pass), 0),
+    .tp_doc = "A counter of the calls of a muted site: Pass(recorder).",
     .tp_new = Pass_new,
-    .tp_dealloc = (destructor)Pass_dealloc,
-    .tp_traverse = (traverseproc)Pass_traverse,
     .tp_methods = Pass_methods,
     .tp_members = Pass_members,
     .tp_getset = Pass_getset,
 };
-
-/* ------------------------------------------------------------------ functions */
 
 static inline frame_t *take_frame(void)
 {
@@ -103,7 +88,7 @@ static inline frame_t *take_frame(void)
             frame_count++;
         }
     }
-    return frame; /* a released frame has no references */
+    return frame; /* a free frame has no references */
 }
 
 static inline void release_frame(frame_t *frame)
@@ -113,31 +98,33 @@ static inline void release_frame(frame_t *frame)
         frame_count--;
         return;
     }
-    frame->start_ns = 0; /* readers of open spans pass it */
+    frame->start_ns = 0; /* readers of open spans skip the frame */
     frame->above = hot.free_frames;
     hot.free_frames = frame;
 }
 
-/* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays. Return
- * True if the frame is out of every chain: a frame missing in its own chain must not be used again. */
+/* End a call that raised, that did not end innermost, or whose frame has attributes or a Published object. The raised
+ * exception stays set. Return true if the frame is in no chain. A frame that was missing in its own chain must not be
+ * used again. */
 static SELDOM int end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns)
 {
     PyObject *error = NULL;
     raised_t raised = take_raised();
     if (raised.type != NULL && !PyType_IsSubtype((PyTypeObject *)raised.type, (PyTypeObject *)PyExc_Exception) &&
         !(raised.value != NULL && PyExceptionInstance_Check(raised.value)))
-        PyErr_NormalizeException(&raised.type, &raised.value, &raised.traceback); /* as of `sys.exit()`, which C raises by its class */
+        /* `sys.exit()` in C raises the class without an instance. */
+        PyErr_NormalizeException(&raised.type, &raised.value, &raised.traceback);
     if (raised.type != NULL && !(raised.value != NULL && is_no_error(core, frame, raised.value)))
         error = error_name(raised.type);
-    int found = leave_chain(core, current, frame, ring, end_ns, 1);
-    if (ring->rows == NULL && (ring = ring_of(core)) == NULL && lose(core) < 0) {
-        /* A signal handler raised: its exception replaces the call's, as it would without us. */
+    int is_in_chain = leave_chain(core, current, frame, ring, end_ns, 1);
+    if (ring->rows == NULL && (ring = ring_of(core)) == NULL && count_loss(core) < 0) {
+        /* A signal handler raised. Its exception replaces the call's exception, as it would without a span. */
         drop_raised(raised);
         raised = take_raised();
     }
     if (ring != NULL) {
         Py_INCREF(ring);
-        store(core, ring, frame, end_ns, -1, 0, error);
+        store_span(core, ring, frame, end_ns, -1, 0, error);
         if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0) {
             drop_raised(raised);
             raised = take_raised();
@@ -146,18 +133,18 @@ static SELDOM int end_call(Core *core, Ring *ring, Current *current, frame_t *fr
     }
     Py_CLEAR(frame->pair);
     Py_CLEAR(frame->attributes);
-    if (!found) {
+    if (!is_in_chain) {
         Py_CLEAR(frame->request);
         frame->ring = NULL;
     }
     Py_XDECREF(error);
     raise_again(raised);
-    return found;
+    return is_in_chain;
 }
 
 static SELDOM void forget_paths(Function *);
 
-static SELDOM PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
+static SELDOM PyObject *find_current_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
 static PyObject *positional_of_call(PyObject *const *args, size_t nargsf)
 {
@@ -168,25 +155,25 @@ static PyObject *positional_of_call(PyObject *const *args, size_t nargsf)
     return positional;
 }
 
-/* Read facts of a call from its arguments: a new reference in `facts`, NULL where there are none. -1 with an exception
- * of the host's. */
+/* Read facts of a call from its arguments. Set `facts` to a new reference, or to NULL for none. Return -1 with an
+ * exception of the service set. */
 static int
 read_by(PyObject *reader, const char *place, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **facts)
 {
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf), named_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
-    PyObject *positional = positional_of_call(args, nargsf), *named = PyDict_New();
-    int failed = positional == NULL || named == NULL;
-    for (Py_ssize_t i = 0; !failed && i < named_count; i++)
-        failed = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[count + i]) < 0;
-    *facts = failed ? NULL : PyObject_CallFunctionObjArgs(reader, positional, named, NULL);
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf), keyword_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    PyObject *positional = positional_of_call(args, nargsf), *keywords = PyDict_New();
+    int failed = positional == NULL || keywords == NULL;
+    for (Py_ssize_t i = 0; !failed && i < keyword_count; i++)
+        failed = PyDict_SetItem(keywords, PyTuple_GET_ITEM(names, i), args[count + i]) < 0;
+    *facts = failed ? NULL : PyObject_CallFunctionObjArgs(reader, positional, keywords, NULL);
     Py_XDECREF(positional);
-    Py_XDECREF(named);
+    Py_XDECREF(keywords);
     if (*facts == Py_None)
         Py_CLEAR(*facts);
-    return PyErr_Occurred() ? note_unless_hosts(place) : 0;
+    return PyErr_Occurred() ? note_unless_of_service(place) : 0;
 }
 
-/* The value of an argument in a call: borrowed, NULL for none. */
+/* Return an argument of a call: borrowed, NULL for none. */
 static inline PyObject *
 argument_of_call(PyObject *name, Py_ssize_t position, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
@@ -198,7 +185,7 @@ argument_of_call(PyObject *name, Py_ssize_t position, PyObject *const *args, Py_
     return NULL;
 }
 
-/* The attributes of a call's span from its arguments, as `read_by`. */
+/* Read the attributes of a call's span from its arguments. Returns as `read_by`. */
 static int
 read_attributes_of_call(PyObject *reader, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **facts)
 {
@@ -211,7 +198,7 @@ read_attributes_of_call(PyObject *reader, PyObject *const *args, size_t nargsf, 
             if (keys->weighed != Py_None && read_attributes_of_call(keys->weighed, args, nargsf, names, facts) < 0)
                 return -1;
             *facts = facts_of_request(keys, value, *facts);
-            return *facts != NULL ? 0 : note_unless_hosts("attributes");
+            return *facts != NULL ? 0 : note_unless_of_service("attributes");
         }
         if (value != NULL && keys->weighed != Py_None)
             weighed = argument_of_call(keys->weighed, keys->weighed_position, args, count, names);
@@ -227,11 +214,11 @@ enum { GIVEN, INNERMOST, REQUEST };
 
 static int set_attributes(Core *, int, Frame *, PyObject *, PyObject *, PyObject *const *);
 
-/* Add the attributes of the result to the innermost span. -1 with an exception of the host's. */
+/* Set attributes of the innermost span from a call's result. Return -1 with an exception of the service set. */
 static int read_result(Core *core, PyObject *reader, PyObject *result)
 {
     PyObject *facts = PyObject_CallOneArg(reader, result);
-    int failed = facts == NULL ? note_unless_hosts("results") : 0;
+    int failed = facts == NULL ? note_unless_of_service("results") : 0;
     if (facts != NULL && PyDict_CheckExact(facts) && PyDict_GET_SIZE(facts) > 0)
         failed = set_attributes(core, INNERMOST, NULL, facts, NULL, NULL);
     Py_XDECREF(facts);
@@ -249,7 +236,8 @@ begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size
     return failed;
 }
 
-/* Call the wrapped function without a check of its result, which our caller checks. A Python function is jumped to. */
+/* Call the wrapped function. The result is not checked here, because the caller checks it. Compiled to a jump for a
+ * Python function. */
 static inline PyObject *call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *wrapped = self->wrapped;
@@ -258,23 +246,22 @@ static inline PyObject *call_wrapped(Function *self, PyObject *const *args, size
     return PyObject_Vectorcall(wrapped, args, nargsf, names);
 }
 
-/* End a call that raised, or whose frame has changed since the call began. */
+/* End a call that raised, or whose frame has changed since the call began. Takes the references of a call. */
 static SELDOM PyObject *
 end_otherwise(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns, PyObject *result)
 {
-    int found = end_call(core, ring, current, frame, end_ns);
+    int is_in_chain = end_call(core, ring, current, frame, end_ns);
     if (result != NULL && PyErr_Occurred())
         Py_CLEAR(result);
     Py_XDECREF(frame->request);
-    if (found)
+    if (is_in_chain)
         release_frame(frame);
     Py_DECREF(current);
     Py_DECREF(ring);
     return result;
 }
 
-/* Call the wrapped function inside a span of any kind. `path` remembers where the site was met, borrowed; NULL for
- * none. */
+/* Call the wrapped function inside a span of any kind. `path` remembers where the site was called, or is NULL. */
 static __attribute__((noinline)) PyObject *
 call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
 {
@@ -283,9 +270,9 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     note_features(core);
     if (path != NULL)
         __builtin_prefetch(path->newest.step);
-    Current *current = current_at_hand(core, &ring);
+    Current *current = cached_current(core, &ring);
     if (current == NULL)
-        return settle_and_call(self, site, path, args, nargsf, names);
+        return find_current_and_call(self, site, path, args, nargsf, names);
     if (is_stack_used_up())
         return refuse_for_stack("calls of instrumented functions");
     PyObject *facts = NULL;
@@ -294,16 +281,16 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
             return NULL;
         if (facts != NULL && (current = current_of(core, &ring)) != NULL)
             Py_SETREF(facts, with_link(current, facts));
-        if ((current = current_of(core, &ring)) == NULL) { /* each may have run code of the host's */
+        if ((current = current_of(core, &ring)) == NULL) { /* both may have run code of the service */
             Py_XDECREF(facts);
-            return lose(core) < 0 ? NULL : PyObject_Vectorcall(self->wrapped, args, nargsf, names);
+            return count_loss(core) < 0 ? NULL : PyObject_Vectorcall(self->wrapped, args, nargsf, names);
         }
     }
     if (self->uid != core->uid)
         forget_paths(self);
     frame_t *frame = take_frame();
     if (frame == NULL) {
-        count(core, NO_MEMORY);
+        count_event(core, NO_MEMORY);
         Py_XDECREF(facts);
         return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
@@ -314,7 +301,7 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     Py_INCREF(current);
     current->top = frame;
     if (frame->attributes != NULL && core->memory != NULL && !frame->node->is_copy)
-        tell_attributes(core, frame);
+        write_open_attributes(core, frame);
     publish_begun(core, current, frame);
     begin_frame(frame, read_clock(core));
     PyObject *result = NULL;
@@ -325,7 +312,7 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
         result = call_wrapped(self, args, nargsf, names);
     if (self->results != NULL && result != NULL && read_result(core, self->results, result) < 0)
         Py_CLEAR(result);
-    /* Prefetch the memory that the end needs while the clock is read. */
+    /* Prefetch the memory that the end needs, while the clock is read. */
     __builtin_prefetch(frame, 1);
     __builtin_prefetch((char *)frame + LINE, 1);
     __builtin_prefetch(totals, 1);
@@ -343,7 +330,7 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     }
     count_against_above(current, frame, ring, end_ns);
     current->top = frame->above;
-    store_plain(core, ring, frame, end_ns);
+    store_plain_span(core, ring, frame, end_ns);
     if (frame->pair != NULL && end_on_device(ring, frame, end_ns) < 0)
         Py_CLEAR(result);
     Py_XDECREF(frame->request);
@@ -354,23 +341,24 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     return result;
 }
 
-/* Call a function of Python's inside a span that is timed by one clock alone, below one that is open or the root, at a path
- * where it was met before: what most calls are. All others go the other way. Neither the function nor its recorder is
- * looked at after the call, so that neither needs a reference for it, but for the counter's rate, where there still is one.
- * `known` is the path of an instance, NULL for the function's own. */
+/* Call a Python function inside a usual span: timed by one clock, below an open span or the root, by a remembered step.
+ * Most calls are such. All others go through `call_in_any_span`. After the call neither the function nor its recorder
+ * is read, so neither needs a reference. The exception is the rate of the time stamp counter, which is read if the
+ * recorder exists. `known` is the path of an instance, NULL for the function's own path. */
 static inline __attribute__((always_inline)) PyObject *
-call_in_span(Function *self, path_t *known, PyObject *const *args, size_t nargsf, PyObject *names, int has_ticks)
+call_in_span(Function *self, path_t *instance_path, PyObject *const *args, size_t nargsf, PyObject *names, int has_ticks)
 {
-    path_t *path = known != NULL ? known : &self->path;
-    /* On the stack while the clock is read: a register that outlives it is saved and restored. */
+    path_t *path = instance_path != NULL ? instance_path : &self->path;
+    /* Volatile, so on the stack while the clock is read: a register that is used afterwards would be saved and
+     * restored. */
     PyObject *const *volatile kept_args = args;
     volatile size_t kept_nargsf = nargsf;
     PyObject *volatile kept_names = names;
     Core *core = self->core;
     __builtin_prefetch(path->newest.step);
-    if (at_hand()->uid != self->uid)
+    if (thread_cache()->uid != self->uid)
         goto otherwise;
-    Ring *ring = at_hand()->ring;
+    Ring *ring = thread_cache()->ring;
     if (ring->context_version != ring->state->context_ver || is_stack_used_up())
         goto otherwise;
     Current *current = ring->current;
@@ -385,16 +373,17 @@ call_in_span(Function *self, path_t *known, PyObject *const *args, size_t nargsf
     Py_INCREF(current);
     current->top = frame;
     publish_begun(core, current, frame);
-    struct timespec begin, end; /* two variables, or the address of one would be kept over the call */
+    struct timespec begin, end; /* two variables: the address of a single one would be kept during the call */
     begin_frame(frame, has_ticks ? ticks_as_ns(&core->ticks, read_ticks()) : read_monotonic_into(&begin));
-    /* Read again, for registers are few and hold the arguments while the clock is read. */
+    /* Read from memory again: registers are few, and have the arguments while the clock is read. */
     node_t *node = frame->node, *volatile kept_node = node;
     ring = frame->ring;
     totals_t *totals = node->totals, *volatile kept_totals = totals;
     __builtin_prefetch(totals, 1);
     PyFunctionObject *wrapped = (PyFunctionObject *)self->wrapped;
     PyObject *result = wrapped->vectorcall((PyObject *)wrapped, kept_args, kept_nargsf, kept_names);
-    /* What the end needs comes from memory while the clock is read; the compiler is not to ask for it before the call. */
+    /* The memory that the end needs is fetched while the clock is read. The compiler must not read it before the
+     * call. */
     __asm__ volatile("" : "+r"(frame), "+r"(ring));
     __builtin_prefetch(frame, 1);
     __builtin_prefetch((char *)frame + LINE, 1);
@@ -405,11 +394,11 @@ call_in_span(Function *self, path_t *known, PyObject *const *args, size_t nargsf
     int64_t end_ns = has_ticks && current->core != NULL ? ticks_as_ns(&current->core->ticks, read_ticks())
                                                         : read_monotonic_into(&end);
     int64_t total_ns = end_ns - frame->start_ns;
-    node = frame->node; /* it may have been renamed */
+    node = frame->node; /* a rename may have changed it */
     if (__builtin_expect(total_ns < 0 || result == NULL || current->top != frame || node->ring_tag != ring->tag ||
                          !is_open_as_begun(frame), 0))
         return end_otherwise(current->maker, ring, current, frame, end_ns, result);
-    if (frame->above != NULL) /* or there was nothing that it was copied under, either */
+    if (frame->above != NULL) /* without a span above, the base is NULL, too: see `place_below_top` */
         count_against_above(current, frame, ring, end_ns);
     current->top = frame->above;
     totals = node->totals;
@@ -417,30 +406,32 @@ call_in_span(Function *self, path_t *known, PyObject *const *args, size_t nargsf
     if (count_call(&current->maker, totals, frame, total_ns, total_ns, 0))
         count_all_waiting(current->maker, totals);
     Py_XDECREF(frame->request);
-    frame->start_ns = 0; /* as `release_frame`, of one that is kept */
+    frame->start_ns = 0; /* as `release_frame`, for a frame that is not extra */
     frame->above = hot.free_frames;
     hot.free_frames = frame;
     Py_DECREF(current);
     Py_DECREF(ring);
     return result;
 otherwise:
-    __asm__("" : "+r"(self)); /* or the address of its path takes a register before */
-    path = known != NULL ? known : &self->path;
+    /* Keeps the compiler from computing the path's address earlier, which would take a register. */
+    __asm__("" : "+r"(self));
+    path = instance_path != NULL ? instance_path : &self->path;
     return call_in_any_span(self, path->site, path, kept_args, kept_nargsf, kept_names);
 }
 
-/* Finding the chain of another context may run code that releases the site. */
+/* Find the chain of the current context, then call the function in a span. Finding it may run code that releases the
+ * site. */
 static SELDOM PyObject *
-settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
+find_current_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Ring *ring;
     PyObject *result = NULL;
     Py_INCREF(site);
     if (current_of(self->core, &ring) != NULL) {
-        if (path != NULL && path->site != site) /* another instance has taken its place meanwhile */
+        if (path != NULL && path->site != site) /* the entry now belongs to another instance */
             path = NULL;
-        result = call_in_any_span(self, site, path, args, nargsf, names); /* it is at hand now */
-    } else if (lose(self->core) == 0) {
+        result = call_in_any_span(self, site, path, args, nargsf, names); /* the chain is cached now */
+    } else if (count_loss(self->core) == 0) {
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     }
     Py_DECREF(site);
@@ -449,7 +440,8 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
 
 static PyObject *Function_call(Function *, PyObject *const *, size_t, PyObject *);
 
-/* Call a function with the time stamp counter as the clock. The two entries replace each other as the clock changes. */
+/* Call a function, timed by the time stamp counter. If the clock changes, this entry and `Function_call` replace each
+ * other. */
 static PyObject *Function_call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (__builtin_expect(is_on_with_ticks(self->core), 1))
@@ -465,11 +457,11 @@ static PyObject *Function_call(Function *self, PyObject *const *args, size_t nar
     if (!self->core->on)
         return call_wrapped(self, args, nargsf, names);
     if (is_on_with_ticks(self->core))
-        self->vectorcall = (vectorcallfunc)Function_call_with_ticks; /* from the next call on */
+        self->vectorcall = (vectorcallfunc)Function_call_with_ticks; /* used from the next call on */
     return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
 
-/* The same for a callable that is no Python function. */
+/* Call a callable that is not a Python function. */
 static PyObject *Function_call_other(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (!self->core->on)
@@ -477,7 +469,7 @@ static PyObject *Function_call_other(Function *self, PyObject *const *args, size
     return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
 
-/* The same while it is muted. */
+/* Call a muted function. */
 static PyObject *Function_call_muted(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (self->pass != NULL)
@@ -485,7 +477,7 @@ static PyObject *Function_call_muted(Function *self, PyObject *const *args, size
     return call_wrapped(self, args, nargsf, names);
 }
 
-/* The version of a method's `sites`: a number that is never reused. */
+/* Return the version of a method's `sites`: a number that is never reused. */
 #if PY_VERSION_HEX < 0x030C0000
 static inline uint64_t version_of(PyObject *sites)
 {
@@ -497,7 +489,7 @@ static int follow_changes(PyObject *Py_UNUSED(sites))
     return 1;
 }
 #else
-static uint64_t changes = 1; /* of all that are followed */
+static uint64_t changes = 1; /* the number of changes of all watched dicts */
 static int watcher = -1;
 
 static int note_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *Py_UNUSED(sites), PyObject *Py_UNUSED(key),
@@ -512,7 +504,7 @@ static inline uint64_t version_of(PyObject *Py_UNUSED(sites))
     return changes;
 }
 
-/* Without a free watcher in the process, each call looks into `sites`. */
+/* Watch the changes of a dict. Return false if the process has no free watcher: then each call looks into `sites`. */
 static int follow_changes(PyObject *sites)
 {
     if (watcher < 0)
@@ -524,32 +516,33 @@ static int follow_changes(PyObject *sites)
 }
 #endif
 
-/* The cached entry of an instance, or the free one of its two places. */
-static inline known_t *place_of(const Function *self, PyObject *instance, uint64_t version)
+/* Return the cached entry of an instance, or a free one of its two places. */
+static inline cached_t *place_of(const Function *self, PyObject *instance, uint64_t version)
 {
-    known_t *place = &self->known[(uint32_t)(scrambled((uintptr_t)instance) >> 32) & (self->known_slots - 1)];
+    uint64_t hash = (uint64_t)(uintptr_t)instance * 0x9E3779B97F4A7C15u;
+    cached_t *place = &self->cached[(uint32_t)(hash >> 32) & (self->cached_slots - 1)];
     if (place->instance == instance && place->version == version)
         return place;
-    known_t *other = self->known + ((place - self->known) ^ 1);
-    if ((other->instance == instance && other->version == version) || place->version == version)
-        return other;
+    cached_t *neighbour = self->cached + ((place - self->cached) ^ 1);
+    if ((neighbour->instance == instance && neighbour->version == version) || place->version == version)
+        return neighbour;
     return place;
 }
 
-/* Keep what `sites` says of an instance. There is more room once three that are in use want two places; what a call
- * may still write to is given up with the function. */
+/* Cache an instance's site. The table grows when both places of an instance are in use. A smaller table is freed with
+ * the function, because a call may still write to it. */
 static void remember(Function *self, PyObject *instance, PyObject *site)
 {
     uint64_t version = version_of(self->sites);
-    known_t *place = self->known == NULL ? NULL : place_of(self, instance, version);
-    if (place == NULL || (place->version == version && place->instance != instance && self->known_slots < KNOWN_LIMIT)) {
-        uint32_t slots = place == NULL ? KNOWN_AT_FIRST : self->known_slots * 2;
-        known_t *room = new_lines((slots + 1) * sizeof(known_t));
+    cached_t *place = self->cached == NULL ? NULL : place_of(self, instance, version);
+    if (place == NULL || (place->version == version && place->instance != instance && self->cached_slots < CACHED_LIMIT)) {
+        uint32_t slots = place == NULL ? CACHED_AT_FIRST : self->cached_slots * 2;
+        cached_t *room = new_lines((slots + 1) * sizeof(cached_t));
         if (room != NULL) {
-            room[slots].before = self->known;
-            room[slots].version = self->known_slots;
-            self->known = room;
-            self->known_slots = slots;
+            room[slots].before = self->cached;
+            room[slots].version = self->cached_slots;
+            self->cached = room;
+            self->cached_slots = slots;
             place = place_of(self, instance, version);
         }
     }
@@ -560,34 +553,34 @@ static void remember(Function *self, PyObject *instance, PyObject *site)
     }
 }
 
-/* The nodes of its paths were freed. */
+/* Forget the steps that the function remembers, because a reset has freed the nodes. */
 static SELDOM void forget_paths(Function *self)
 {
     self->uid = self->core->uid;
     self->path.newest.parent = self->path.before.parent = NULL;
-    uint32_t slots = self->known_slots;
-    for (known_t *known = self->known; known != NULL;) {
+    uint32_t slots = self->cached_slots;
+    for (cached_t *cached = self->cached; cached != NULL;) {
         for (uint32_t i = 0; i < slots; i++)
-            known[i].path.newest.parent = known[i].path.before.parent = NULL;
-        known_t *last = &known[slots];
+            cached[i].path.newest.parent = cached[i].path.before.parent = NULL;
+        cached_t *last = &cached[slots];
         slots = (uint32_t)last->version;
-        known = last->before;
+        cached = last->before;
     }
 }
 
-static void forget_known(Function *self)
+static void forget_cached(Function *self)
 {
-    while (self->known != NULL) {
-        known_t *last = &self->known[self->known_slots], *known = self->known;
-        self->known = last->before;
-        self->known_slots = (uint32_t)last->version;
-        free_lines(known);
+    while (self->cached != NULL) {
+        cached_t *last = &self->cached[self->cached_slots], *cached = self->cached;
+        self->cached = last->before;
+        self->cached_slots = (uint32_t)last->version;
+        free_lines(cached);
     }
 }
 
-/* The site of the instance that a method is called on, a new reference in `found`; NULL where it has none. -1 with an
- * exception of the host's. */
-static inline int site_of_instance(Function *self, PyObject *instance, PyObject **found)
+/* Set `site_out` to the site of the instance that a method is called on: a new reference, NULL for none. Return -1 with
+ * an exception of the service set. */
+static inline int site_of_instance(Function *self, PyObject *instance, PyObject **site_out)
 {
     PyObject *key = PyLong_FromVoidPtr(instance);
     PyObject *site = key == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
@@ -605,24 +598,24 @@ static inline int site_of_instance(Function *self, PyObject *instance, PyObject 
             raise_again(raised);
         }
     }
-    *found = site == Py_None ? NULL : Py_XNewRef(site);
+    *site_out = site == Py_None ? NULL : Py_XNewRef(site);
     Py_XDECREF(key);
-    return *found == NULL ? lose(self->core) : 0;
+    return *site_out == NULL ? count_loss(self->core) : 0;
 }
 
-/* The instance has a site, or that is unknown. */
+/* Call a method of an instance that has a site, or for which none has been decided. */
 static __attribute__((noinline)) PyObject *
-call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t nargsf, PyObject *names)
+call_of_instance(Function *self, cached_t *cached, PyObject *const *args, size_t nargsf, PyObject *names)
 {
-    PyObject *site, *asked = NULL, *result = NULL;
+    PyObject *site, *new_site = NULL, *result = NULL;
     path_t *path = NULL;
-    if (known != NULL) {
-        path = &known->path;
+    if (cached != NULL) {
+        path = &cached->path;
         site = path->site;
-    } else if (site_of_instance(self, args[0], &asked) < 0) {
+    } else if (site_of_instance(self, args[0], &new_site) < 0) {
         return NULL;
     } else {
-        site = asked;
+        site = new_site;
     }
     Pass *pass = site == NULL ? NULL : pass_of(self->core, site);
     if (pass != NULL)
@@ -633,20 +626,21 @@ call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t n
         return call_in_span(self, path, args, nargsf, names, 0);
     else
         result = call_in_any_span(self, site, path, args, nargsf, names);
-    Py_XDECREF(asked);
+    Py_XDECREF(new_site);
     return result;
 }
 
-/* A call of an instance without a site must be fast: it adds no frame of ours to the C stack. */
+/* Call a method whose instances have sites of their own. A call of an instance without a site adds no frame of ours to
+ * the C stack. */
 static PyObject *Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (!self->core->on || PyVectorcall_NARGS(nargsf) == 0)
         return call_wrapped(self, args, nargsf, names);
     uint64_t version = version_of(self->sites);
-    known_t *known = self->known == NULL ? NULL : place_of(self, args[0], version);
-    if (known != NULL && (known->instance != args[0] || known->version != version))
-        known = NULL;
-    if (known != NULL && known->path.site == NULL)
+    cached_t *cached = self->cached == NULL ? NULL : place_of(self, args[0], version);
+    if (cached != NULL && (cached->instance != args[0] || cached->version != version))
+        cached = NULL;
+    if (cached != NULL && cached->path.site == NULL)
         return call_wrapped(self, args, nargsf, names);
-    return call_of_instance(self, known, args, nargsf, names);
+    return call_of_instance(self, cached, args, nargsf, names);
 }

@@ -1,16 +1,16 @@
-/* Hot: counts other than of spans, the clock, and memory by cache lines. A part of `_recorder.c`. */
+/* Hot: counts of events, the clock, and memory that begins with a cache line. A part of `_recorder.c`. */
 
-/* Read the clock by the kernel's function in this process, as libc does after two lines of data more. Libc's stays if another
- * library's is called in its place, as a test's own clock. */
+/* Find the kernel's function that reads the clock in this process. It saves two cache lines against that of libc. Keep
+ * libc's function if another library overrides it, as the clock of a test does. */
 static void find_clock(void)
 {
 #if defined(__GLIBC__) && defined(__x86_64__)
     void *kernel = dlopen("linux-vdso.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    void *found = kernel == NULL ? NULL : dlsym(kernel, "__vdso_clock_gettime");
+    void *function = kernel == NULL ? NULL : dlsym(kernel, "__vdso_clock_gettime");
     Dl_info clock, libc;
-    if (found != NULL && dladdr((void *)clock_gettime, &clock) != 0 && dladdr((void *)confstr, &libc) != 0 &&
+    if (function != NULL && dladdr((void *)clock_gettime, &clock) != 0 && dladdr((void *)confstr, &libc) != 0 &&
         clock.dli_fbase == libc.dli_fbase)
-        hot.read_clock = (int (*)(clockid_t, struct timespec *))found;
+        hot.read_clock = (int (*)(clockid_t, struct timespec *))function;
     if (kernel != NULL)
         dlclose(kernel);
 #endif
@@ -28,7 +28,7 @@ static inline int64_t read_monotonic(void)
     return read_monotonic_into(&now);
 }
 
-static inline void count(Core *core, reason_t reason)
+static inline void count_event(Core *core, reason_t reason)
 {
     core->counted->reasons[reason]++;
 }
@@ -45,7 +45,7 @@ static inline raised_t take_raised(void)
     return raised;
 }
 
-/* The same, with an object of its class as its value. */
+/* Take the raised exception, normalised: its value is an instance of its class. */
 static inline raised_t take_normal(void)
 {
     raised_t raised = take_raised();
@@ -65,59 +65,60 @@ static inline void drop_raised(raised_t raised)
     Py_XDECREF(raised.traceback);
 }
 
-/* True if the exception just raised is the host's: of a signal handler that ran during our Python code. Our code raises
- * only an Exception, and that in its own frame. */
-static int is_hosts(void)
+/* Return true if the raised exception is the service's own: a signal handler raised it while our Python code ran. Our
+ * code raises only an Exception, and raises it in its own frame. */
+static int is_of_service(void)
 {
     raised_t raised = take_raised();
-    int hosts = raised.type != NULL && !PyErr_GivenExceptionMatches(raised.type, PyExc_Exception);
-    if (!hosts && raised.traceback != NULL && PyTraceBack_Check(raised.traceback)) {
+    int is_foreign = raised.type != NULL && !PyErr_GivenExceptionMatches(raised.type, PyExc_Exception);
+    if (!is_foreign && raised.traceback != NULL && PyTraceBack_Check(raised.traceback)) {
         PyTracebackObject *last = (PyTracebackObject *)raised.traceback;
         while (last->tb_next != NULL)
             last = last->tb_next;
         PyObject *globals = PyObject_GetAttrString((PyObject *)last->tb_frame, "f_globals");
         PyObject *name = globals == NULL ? NULL : PyMapping_GetItemString(globals, "__name__");
         const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
-        hosts = text != NULL && strncmp(text, "instrument.", 11) != 0;
+        is_foreign = text != NULL && strncmp(text, "instrument.", 11) != 0;
         Py_XDECREF(name);
         Py_XDECREF(globals);
         PyErr_Clear();
     }
     raise_again(raised);
-    return hosts;
+    return is_foreign;
 }
 
-/* Clear a fault of ours. Return -1 for the host's exception, which stays. */
-static int forgive(void)
+/* Clear an exception of ours. Return -1 for an exception of the service, which stays set. */
+static int clear_fault(void)
 {
     if (PyErr_Occurred()) {
-        if (is_hosts())
+        if (is_of_service())
             return -1;
         PyErr_Clear();
     }
     return 0;
 }
 
-/* Count a call that could not be recorded, as `forgive`. Without an exception it was counted already. */
-static int lose(Core *core)
+/* Count a call that could not be recorded, and clear its exception as `clear_fault` does. Without an exception, the loss
+ * has been counted before. */
+static int count_loss(Core *core)
 {
     if (PyErr_Occurred()) {
         int no_memory = PyErr_ExceptionMatches(PyExc_MemoryError);
-        if (forgive() < 0)
+        if (clear_fault() < 0)
             return -1;
-        count(core, no_memory ? NO_MEMORY : FAULT);
+        count_event(core, no_memory ? NO_MEMORY : FAULT);
     }
     return 0;
 }
 
-/* Note a fault of ours by FAULTS.note, which raises it again only under pytest. */
+/* Report an exception of ours by FAULTS.note, which raises it again only under pytest. */
 static void note_fault(const char *place)
 {
     raised_t raised = take_normal();
     PyObject *errors = PyImport_ImportModule("instrument.runtime.faults");
     PyObject *faults = errors == NULL ? NULL : PyObject_GetAttrString(errors, "FAULTS");
     if (faults == NULL)
-        PyErr_Clear(); /* the interpreter ends */
+        PyErr_Clear(); /* the interpreter is ending */
     PyObject *none = faults == NULL || raised.value == NULL
                          ? NULL
                          : PyObject_CallMethod(faults, "note", "sO", place, raised.value);
@@ -127,10 +128,10 @@ static void note_fault(const char *place)
     drop_raised(raised);
 }
 
-/* Return -1 if the exception raised in our code is the host's, from a signal handler; else note it. */
-static SELDOM int note_unless_hosts(const char *place)
+/* Report an exception of ours. Return -1 for an exception of the service, which stays set. */
+static SELDOM int note_unless_of_service(const char *place)
 {
-    if (is_hosts())
+    if (is_of_service())
         return -1;
     note_fault(place);
     return PyErr_Occurred() ? -1 : 0;
@@ -141,7 +142,7 @@ static SELDOM int note_unless_hosts(const char *place)
 #define HAS_TICKS 1
 static inline int64_t read_ticks(void)
 {
-    /* Not serialised: reordering by the processor costs a few nanoseconds of precision, a fence costs ten. */
+    /* Without a fence: one costs ten nanoseconds, and reordering by the processor changes the time by less. */
     return (int64_t)__rdtsc();
 }
 #else
@@ -157,13 +158,13 @@ static inline int64_t ticks_as_ns(const ticks_t *ticks, int64_t now)
     return ticks->base_ns + (int64_t)(((__int128)(now - ticks->base_ticks) * (__int128)ticks->rate) >> 32);
 }
 
-/* True if spans begin, by the monotonic clock, and none is timed on a device. */
+/* Return true if spans begin, are timed by the monotonic clock, and none is timed on a device. */
 static inline int is_on_and_nothing_else(const Core *core)
 {
     return hot.plain == core;
 }
 
-/* A feature of a recorder has changed, or its uid. */
+/* Update the copies of a recorder's features, after a change of one of them or of the uid. */
 static void note_features(Core *core)
 {
     if (core->on && !core->reads_ticks && !core->times_devices)
@@ -174,7 +175,7 @@ static void note_features(Core *core)
         hot.plain_uid = core->uid;
 }
 
-/* The same, timed by the time stamp counter. */
+/* Return true if spans begin, are timed by the time stamp counter, and none is timed on a device. */
 static inline int is_on_with_ticks(const Core *core)
 {
     static const char expected[] = {1, 1, 0, 0};
@@ -183,12 +184,12 @@ static inline int is_on_with_ticks(const Core *core)
 
 static inline int64_t read_clock(const Core *core)
 {
-    if (__builtin_expect(core->reads_ticks, 0)) /* which costs less either way */
+    if (__builtin_expect(core->reads_ticks, 0)) /* with this hint both branches cost less */
         return ticks_as_ns(&core->ticks, read_ticks());
     return read_monotonic();
 }
 
-/* One moment on both clocks: the tightest of several readings. */
+/* Read both clocks at one moment. The tightest of several readings is used. */
 static void read_both(int64_t *ticks, int64_t *ns)
 {
     int64_t best = INT64_MAX;
@@ -202,18 +203,17 @@ static void read_both(int64_t *ticks, int64_t *ns)
     }
 }
 
-/* The moment that the module was loaded at, on both clocks: what calibrations begin with. */
+/* The time at which the module was loaded, on both clocks. Calibrations start from it. */
 static int64_t loaded_ticks, loaded_ns;
 
-/* The ns of a tick since then, times 2^32. */
+/* Return the ns per tick since the load, times 2^32. */
 static uint64_t rate_since_load(int64_t now_ticks, int64_t now_ns)
 {
     return (uint64_t)(((unsigned __int128)(now_ns - loaded_ns) << 32) / (uint64_t)(now_ticks - loaded_ticks));
 }
 
-/* ------------------------------------------------------------------ cache lines */
-
-/* Zeroed memory that begins with a line; NULL without any. Its own address is before it. */
+/* Return zeroed memory that begins with a cache line, NULL without memory. The address to free is stored in front of
+ * it. */
 static void *new_lines(size_t size)
 {
     char *memory = PyMem_Calloc(1, size + sizeof(void *) + LINE);

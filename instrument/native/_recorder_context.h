@@ -1,20 +1,14 @@
 /* Hot: the chain of the current context. Cold: contexts that are new, copied or left. A part of `_recorder.c`. */
 
-static void leave_list(Current *self)
+static void unlist_current(Current *self)
 {
     if (self->core == NULL)
         return;
-    if (self->previous != NULL)
-        self->previous->next = self->next;
-    else
-        self->core->currents = self->next;
-    if (self->next != NULL)
-        self->next->previous = self->previous;
-    self->previous = self->next = NULL;
+    UNLINK(self->core->currents, self);
     self->core = NULL;
 }
 
-/* Give up a chain of frames, up to the last one: scopes that were never ended. */
+/* Release the frames of a chain, up to the last one. They are of scopes that never ended. */
 static void release_chain(frame_t *frame, const frame_t *last)
 {
     while (frame != NULL) {
@@ -28,10 +22,10 @@ static void release_chain(frame_t *frame, const frame_t *last)
 static void Current_dealloc(Current *self)
 {
     PyObject_GC_UnTrack(self);
-    leave_list(self);
+    unlist_current(self);
     frame_t *top = self->top;
     self->top = NULL;
-    release_chain(top, NULL); /* a running function references its Current */
+    release_chain(top, NULL); /* no frame is a running function's, which owns a reference to its Current */
     Py_XDECREF(self->context);
     Py_XDECREF(self->base);
     Py_XDECREF(self->linked);
@@ -49,67 +43,45 @@ static int Current_traverse(Current *self, visitproc visit, void *arg)
 }
 
 static PyTypeObject CurrentType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Current",
-    .tp_basicsize = SIZE_IN_LINES(Current),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    COLLECTED_TYPE(Current, SIZE_IN_LINES(Current), 0),
     .tp_doc = "The chain of open spans of one context.",
-    .tp_dealloc = (destructor)Current_dealloc,
-    .tp_traverse = (traverseproc)Current_traverse,
 };
 
-#define HELD_BY_PUBLISHED(EACH) EACH(owner) EACH(of) EACH(above) EACH(request)
-
-static void Published_dealloc(Published *self)
-{
-    PyObject_GC_UnTrack(self);
-    HELD_BY_PUBLISHED(LET_GO)
-    PyObject_GC_Del(self);
-}
-
-static int Published_traverse(Published *self, visitproc visit, void *arg)
-{
-    HELD_BY_PUBLISHED(VISIT)
-    return 0;
-}
+#define REFERENCES_Published(EACH) EACH(owner) EACH(of) EACH(above) EACH(request)
+TRAVERSE_AND_DEALLOC(Published)
 
 static int Published_clear(Published *self)
 {
-    HELD_BY_PUBLISHED(CLEAR)
+    REFERENCES_Published(CLEAR)
     return 0;
 }
 
 static PyTypeObject PublishedType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Published",
-    .tp_basicsize = sizeof(Published),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    COLLECTED_TYPE(Published, sizeof(Published), 0),
     .tp_doc = "The innermost span of a context, for contexts that are copied from it.",
-    .tp_dealloc = (destructor)Published_dealloc,
-    .tp_traverse = (traverseproc)Published_traverse,
     .tp_clear = (inquiry)Published_clear,
 };
 
-static PyObject * /* new reference or NULL without an exception */ referent(PyObject *reference)
+static PyObject * referent(PyObject *reference)
 {
     if (reference == NULL)
         return NULL;
 #if PY_VERSION_HEX >= 0x030D0000
-    PyObject *found = NULL;
-    if (PyWeakref_GetRef(reference, &found) < 0)
+    PyObject *object = NULL;
+    if (PyWeakref_GetRef(reference, &object) < 0)
         PyErr_Clear();
-    return found;
+    return object;
 #else
-    PyObject *found = PyWeakref_GetObject(reference);
-    return found == NULL || found == Py_None ? NULL : Py_NewRef(found);
+    PyObject *object = PyWeakref_GetObject(reference);
+    return object == NULL || object == Py_None ? NULL : Py_NewRef(object);
 #endif
 }
 
 static int set_variable(Core *core, PyObject *value)
 {
 #if PY_VERSION_HEX < 0x030C0000
-    /* A collection in its middle could run a finaliser that records here, and with that sets a variable of this
-     * context: CPython then goes on with a mapping that has been freed. Later versions collect elsewhere. */
+    /* The collector could run a finaliser in the middle of the change. If that finaliser records, it sets a variable of
+     * this context, and CPython goes on with a mapping that has been freed. Later versions collect elsewhere. */
     int was_enabled = PyGC_Disable();
 #endif
     PyObject *token = PyContextVar_Set(core->variable, value);
@@ -123,13 +95,13 @@ static int set_variable(Core *core, PyObject *value)
     return 0;
 }
 
-/* True if a Current belongs to the current context. */
-static int is_here(Current *current, PyThreadState *state)
+/* Return true if a Current belongs to the current context. */
+static int is_of_current_context(Current *current, PyThreadState *state)
 {
     PyObject *context = referent(current->context);
-    int here = context != NULL && context == state->context;
+    int is_current = context != NULL && context == state->context;
     Py_XDECREF(context);
-    return here;
+    return is_current;
 }
 
 static inline Published *first_of(PyObject *published)
@@ -138,7 +110,7 @@ static inline Published *first_of(PyObject *published)
     return self->of != NULL ? self->of : self;
 }
 
-/* The span if it is open, else the nearest open span above it; NULL for none. Borrowed. */
+/* Return the span if it is open, else the nearest open span above it: borrowed, NULL for none. */
 static Published *nearest_open(Published *published)
 {
     while (published != NULL && published->frame == NULL)
@@ -146,7 +118,7 @@ static Published *nearest_open(Published *published)
     return published;
 }
 
-/* A request's span of another tracer, borrowed, or NULL. No exception is set. */
+/* Return the span of another tracer that a request continues: borrowed, NULL for none. No exception is set. */
 static PyObject *remote_in(const Core *core, PyObject *request)
 {
     PyObject *attributes = request == NULL ? NULL : ((Frame *)request)->frame->attributes, *remote = NULL;
@@ -156,7 +128,7 @@ static PyObject *remote_in(const Core *core, PyObject *request)
     return remote;
 }
 
-/* Note a link to the ended span under which the context was copied. */
+/* Note a link to the ended span in which the context was copied. */
 static void note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyObject *request)
 {
     PyObject *remote = remote_in(core, request);
@@ -168,7 +140,7 @@ static void note_link(Core *core, Current *current, uint64_t span_id, uint64_t r
     Py_XDECREF(before);
 }
 
-/* Replace an ended base by the nearest open span above it. Runs no code of the host's but finalisers. */
+/* Replace a base that has ended by the nearest open span above it. Runs no code of the service but finalisers. */
 static void leave_ended_base(Core *core, Current *current)
 {
     Published *base = current->base;
@@ -178,12 +150,12 @@ static void leave_ended_base(Core *core, Current *current)
         note_link(core, current, base->span_id, base->root_id, base->request);
     Published *open = nearest_open(base);
     if (open != NULL)
-        open->frame->has_rows = 1; /* or soon will */
+        open->frame->has_rows = 1; /* its row will name that span as its parent */
     current->base = (Published *)Py_XNewRef((PyObject *)open);
     Py_DECREF(base);
 }
 
-/* True if the parent of a new span here has ended, so that another one must be found. */
+/* Return true if the parent of new spans here has ended, so that another one must be found. */
 static inline int is_outdated(const Current *current)
 {
     if (current->top != NULL)
@@ -193,7 +165,7 @@ static inline int is_outdated(const Current *current)
     return __builtin_expect(current->link_id != 0, 0) && current->linked == NULL;
 }
 
-/* Take a frame out of the chain and give the chain's reference up. */
+/* Remove a frame from the chain, and release the chain's reference. */
 static void unlink_frame(Current *current, frame_t *below, frame_t *frame)
 {
     if (below == NULL)
@@ -204,12 +176,12 @@ static void unlink_frame(Current *current, frame_t *below, frame_t *frame)
     Py_XDECREF(frame->self);
 }
 
-/* Find the parent of later spans here: the nearest open one. Without one they are roots, with a link to the span from
- * which the context came. -1 with an exception of the host's. */
+/* Find the parent of the next spans: the nearest open span. If none is open they are roots, with a link to the span in
+ * which the context was copied. Return -1 with an exception of the service set. */
 static int find_parent(Core *core, Current *current)
 {
     for (int first = 1; current->top != NULL && current->top->state == CLOSED; first = 0) {
-        frame_t *frame = current->top; /* ended by another context */
+        frame_t *frame = current->top; /* another context has ended it */
         if (first)
             note_link(core, current, frame->span_id, frame->root_id, frame->request);
         unlink_frame(current, NULL, frame);
@@ -223,7 +195,7 @@ static int find_parent(Core *core, Current *current)
     PyObject *linked = PyObject_CallFunction(ask, "KKO", id, current->link_root, remote);
     Py_DECREF(remote);
     Py_DECREF(ask);
-    if (linked == NULL && forgive() < 0)
+    if (linked == NULL && clear_fault() < 0)
         return -1;
     if (linked == NULL)
         current->link_id = 0;
@@ -234,13 +206,14 @@ static int find_parent(Core *core, Current *current)
     return 0;
 }
 
-/* Inherit the published span of the context that this one was copied from. */
-static void inherit(Core *core, Current *current, PyObject *value)
+/* Set the base of a new chain: the span that was published when the context was copied. */
+static void inherit_base(Core *core, Current *current, PyObject *value)
 {
     if (value != NULL && Py_TYPE(value) == &PublishedType) {
         current->base = (Published *)Py_NewRef((PyObject *)first_of(value));
     } else if (value != NULL && Py_TYPE(value) == &CurrentType) {
-        /* Copied without a report: its innermost span at that time is unknown, but the base of its context is known. */
+        /* No one called `publish` before the copy. The innermost span at that time is unknown, but the base of its
+         * context is known. */
         Current *owner = (Current *)value;
         current->base = (Published *)Py_XNewRef((PyObject *)owner->base);
         current->link_id = owner->link_id;
@@ -249,11 +222,11 @@ static void inherit(Core *core, Current *current, PyObject *value)
         current->linked = Py_XNewRef(owner->linked);
     }
     if (current->base != NULL && current->base->frame != NULL)
-        current->base->frame->has_rows = 1; /* or soon will */
+        current->base->frame->has_rows = 1; /* rows will name that span as their parent */
     leave_ended_base(core, current);
 }
 
-/* Note the running loop and its task, if any. 0, or -1 with an exception of the host's. */
+/* Note the running loop and its task, if any. Return -1 with an exception of the service set. */
 static int note_task(Core *core, Current *current)
 {
     if (core->running_loop == NULL) {
@@ -263,7 +236,7 @@ static int note_task(Core *core, Current *current)
             core->running_loop = Py_NewRef(PyTuple_GET_ITEM(readers, 0));
         }
         Py_XDECREF(readers);
-        if (forgive() < 0)
+        if (clear_fault() < 0)
             return -1;
     }
     PyObject *loop = core->running_loop == NULL ? NULL : PyObject_CallNoArgs(core->running_loop);
@@ -273,16 +246,16 @@ static int note_task(Core *core, Current *current)
     Py_XDECREF(task);
     Py_XDECREF(loop);
     current->eager = (char)in_loop;
-    return forgive();
+    return clear_fault();
 }
 
-/* `current` is of the context that runs now. A ring that has been given up meanwhile stays without one. */
+/* Note that the ring's `current` belongs to the context that runs now. A ring without rows keeps NO_VERSION. */
 static void note_version(Ring *ring)
 {
     ring->context_version = ring->rows != NULL ? ring->state->context_ver : NO_VERSION;
 }
 
-/* The chain that a value of the recorder's variable is of; borrowed, NULL for none. */
+/* Return the chain that a value of the recorder's variable belongs to: borrowed, NULL for none. */
 static Current *chain_of(PyObject *value)
 {
     if (value != NULL && Py_TYPE(value) == &PublishedType)
@@ -290,13 +263,13 @@ static Current *chain_of(PyObject *value)
     return value != NULL && Py_TYPE(value) == &CurrentType ? (Current *)value : NULL;
 }
 
-static inline int tells_of_tasks(const Core *core)
+static inline int reports_tasks(const Core *core)
 {
-    return core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None;
+    return core->reports_tasks != NULL && core->reports_tasks != Py_None;
 }
 
-/* Make the chain of the current context. `value` is what the context found in the recorder's variable. NULL with an
- * exception. */
+/* Make the chain of the current context: a new reference, NULL with an exception. `value` is the inherited value of the
+ * recorder's variable. */
 static Current *new_current(Core *core, PyThreadState *state, PyObject *value)
 {
     Current *current = PyObject_GC_New(Current, &CurrentType);
@@ -304,19 +277,16 @@ static Current *new_current(Core *core, PyThreadState *state, PyObject *value)
         return NULL;
     memset((char *)current + sizeof(PyObject), 0, sizeof(Current) - sizeof(PyObject));
     current->core = current->maker = core;
-    current->next = core->currents;
-    if (current->next != NULL)
-        current->next->previous = current;
-    core->currents = current;
+    LINK(core->currents, current);
     PyObject_GC_Track(current);
-    inherit(core, current, value);
+    inherit_base(core, current, value);
     int failed = note_task(core, current) < 0;
-    if (!failed && current->eager && tells_of_tasks(core)) {
-        PyObject *ask = Py_NewRef(core->tells_of_tasks), *answer = PyObject_CallNoArgs(ask);
-        current->is_told = answer == Py_True;
+    if (!failed && current->eager && reports_tasks(core)) {
+        PyObject *ask = Py_NewRef(core->reports_tasks), *answer = PyObject_CallNoArgs(ask);
+        current->loop_reports = answer == Py_True;
         Py_XDECREF(answer);
         Py_DECREF(ask);
-        failed = forgive() < 0;
+        failed = clear_fault() < 0;
     }
     if (failed || set_variable(core, (PyObject *)current) < 0 ||
         (current->context = PyWeakref_NewRef(state->context, NULL)) == NULL)
@@ -324,11 +294,12 @@ static Current *new_current(Core *core, PyThreadState *state, PyObject *value)
     return current;
 }
 
-/* Find or make the chain of the current context, which may have changed since this thread's last span. */
-static Current *follow(Core *core, Ring *ring, PyThreadState *state)
+/* Find or make the chain of the current context, which may have changed since this thread's last span. Return it
+ * borrowed, NULL with an exception. */
+static Current *find_current(Core *core, Ring *ring, PyThreadState *state)
 {
     ring->state = state;
-    if (ring->current != NULL && ring->current->core != NULL && is_here(ring->current, state)) {
+    if (ring->current != NULL && ring->current->core != NULL && is_of_current_context(ring->current, state)) {
         note_version(ring);
         Current *same = ring->current;
         if (!same->is_shared && !is_outdated(same))
@@ -336,17 +307,17 @@ static Current *follow(Core *core, Ring *ring, PyThreadState *state)
         Py_INCREF(same);
         int failed = (same->is_shared && note_task(core, same) < 0) || (is_outdated(same) && find_parent(core, same) < 0);
         Py_DECREF(same);
-        return failed ? NULL : same; /* `settle` looks whether it still is */
+        return failed ? NULL : same; /* `find_stable_current` checks that it is still the current chain */
     }
     PyObject *value = NULL;
     if (PyContextVar_Get(core->variable, NULL, &value) < 0)
         return NULL;
     Current *current = chain_of(value);
-    if (current != NULL && current->core == NULL) { /* forgotten: from before a fork */
+    if (current != NULL && current->core == NULL) { /* it is from before a fork */
         Py_CLEAR(value);
         current = NULL;
     }
-    if (current == NULL || !is_here(current, state))
+    if (current == NULL || !is_of_current_context(current, state))
         current = new_current(core, state, value);
     else if (Py_INCREF(current), current->is_shared && note_task(core, current) < 0)
         Py_CLEAR(current);
@@ -362,82 +333,82 @@ static Current *follow(Core *core, Ring *ring, PyThreadState *state)
     return current;
 }
 
-static __attribute__((noinline)) Current *settle(Core *core, Ring **found)
+static __attribute__((noinline)) Current *find_stable_current(Core *core, Ring **ring_out)
 {
     for (int tries = 0; tries < TRIES; tries++) {
-        Ring *ring = *found;
+        Ring *ring = *ring_out;
         Py_INCREF(ring);
-        Current *current = follow(core, ring, UNCHECKED_THREAD_STATE());
-        int settled = current != NULL && at_hand()->uid == core->uid && at_hand()->ring == ring && ring->current == current &&
+        Current *current = find_current(core, ring, UNCHECKED_THREAD_STATE());
+        int settled = current != NULL && thread_cache()->uid == core->uid && thread_cache()->ring == ring && ring->current == current &&
                       !is_outdated(current);
         Py_DECREF(ring);
         if (current == NULL || settled)
             return current;
-        *found = ring_of(core);
-        if (*found == NULL)
+        *ring_out = ring_of(core);
+        if (*ring_out == NULL)
             return NULL;
     }
-    count(core, FAULT);
+    count_event(core, FAULT);
     return NULL;
 }
 
-/* The chain of the current context, if it is that of this thread's last span and its parent is up to date. Runs no
- * code. */
-static inline Current *current_at_hand(Core *core, Ring **found)
+/* Return the chain of the current context, borrowed, if it is that of this thread's last span and its parent is open.
+ * Return NULL for any other. Runs no code of the service. */
+static inline Current *cached_current(Core *core, Ring **ring_out)
 {
-    if (at_hand()->uid != core->uid)
+    if (thread_cache()->uid != core->uid)
         return NULL;
-    Ring *ring = *found = at_hand()->ring;
+    Ring *ring = *ring_out = thread_cache()->ring;
     if (ring->context_version != ring->state->context_ver)
         return NULL;
     return __builtin_expect(is_outdated(ring->current), 0) ? NULL : ring->current;
 }
 
-/* The chain of the current context, and the calling thread's ring. Both are borrowed, and valid until code of the
- * host's may run. NULL as in `find_ring`. */
-static inline Current *current_of(Core *core, Ring **found)
+/* Return the chain of the current context, and set `ring_out` to the calling thread's ring. Both are borrowed, and
+ * valid until code of the service may run. Return NULL as `find_ring` does. */
+static inline Current *current_of(Core *core, Ring **ring_out)
 {
-    Current *current = current_at_hand(core, found);
+    Current *current = cached_current(core, ring_out);
     if (current != NULL)
         return current;
-    *found = ring_of(core);
-    return *found == NULL ? NULL : settle(core, found);
+    *ring_out = ring_of(core);
+    return *ring_out == NULL ? NULL : find_stable_current(core, ring_out);
 }
 
 static void publish_rest(Core *core, Current *current, uint64_t ended_id);
 
-/* Make the identity of an open frame's span for copies of a Current's context. NULL without memory, and no exception.
- * It may run a finaliser of the host's that ends or begins scopes. */
+/* Make the identity of an open span for copies of its context: a new reference, NULL without memory and without an
+ * exception. It may run a finaliser of the service that ends or begins scopes. */
 static PyObject *new_published(Current *current, frame_t *frame)
 {
     PyObject *request = Py_XNewRef(frame->request), *holder = Py_XNewRef(frame->self);
     uint64_t span_id = frame->span_id, root_id = frame->root_id;
-    Published *made = PyObject_GC_New(Published, &PublishedType);
-    if (made == NULL) {
+    Published *identity = PyObject_GC_New(Published, &PublishedType);
+    if (identity == NULL) {
         PyErr_Clear();
         Py_XDECREF(request);
         Py_XDECREF(holder);
         return NULL;
     }
     int is_open = frame->state != CLOSED;
-    made->owner = Py_NewRef((PyObject *)current);
-    made->of = frame->published == NULL ? NULL : (Published *)Py_NewRef((PyObject *)first_of(frame->published));
-    made->frame = is_open && made->of == NULL ? frame : NULL;
-    made->above = NULL;
-    made->span_id = span_id;
-    made->root_id = root_id;
-    made->request = request;
-    PyObject_GC_Track(made);
+    identity->owner = Py_NewRef((PyObject *)current);
+    identity->of = frame->published == NULL ? NULL : (Published *)Py_NewRef((PyObject *)first_of(frame->published));
+    identity->frame = is_open && identity->of == NULL ? frame : NULL;
+    identity->above = NULL;
+    identity->span_id = span_id;
+    identity->root_id = root_id;
+    identity->request = request;
+    PyObject_GC_Track(identity);
     if (is_open) {
-        Py_XSETREF(frame->published, Py_NewRef((PyObject *)made));
+        Py_XSETREF(frame->published, Py_NewRef((PyObject *)identity));
         frame->has_more = 1;
     }
     Py_XDECREF(holder);
-    return (PyObject *)made;
+    return (PyObject *)identity;
 }
 
-/* Publish a span, or without one the context's base, to contexts that are copied from now on. Errors are cleared,
- * because only the parent is lost. */
+/* Publish a span to contexts that are copied from now on, or without a span the base of this context. Errors are
+ * cleared, because only a parent is lost. */
 static __attribute__((noinline)) void publish(Core *core, Current *current, frame_t *frame)
 {
     uint64_t wanted_id = frame != NULL ? frame->span_id : 0;
@@ -474,8 +445,8 @@ static inline PyObject *take_published(frame_t *frame)
     return published;
 }
 
-/* Have contexts copied under an ended span, which is out of its chain, find the nearest open span: from `above` on, or
- * the base of the chain's context. Takes the reference. */
+/* Note where contexts that were copied in an ended span find the nearest open span: from `above` on, or the base of the
+ * chain's context. The span has left its chain. Takes the reference to `published`. */
 static void pass_on(Core *core, Current *current, PyObject *published, frame_t *above)
 {
     Published *ended = first_of(published);
@@ -485,26 +456,26 @@ static void pass_on(Core *core, Current *current, PyObject *published, frame_t *
         above = above->above;
     Current *owner = (Current *)ended->owner;
     if (ended == (Published *)published && Py_REFCNT(published) == 1) {
-        /* no other context knows it */
+        /* no other context has it */
     } else if (above == NULL && owner != NULL) {
         Py_INCREF(owner);
-        leave_ended_base(core, owner); /* or a chain of tasks would keep all earlier ones */
+        leave_ended_base(core, owner); /* or each task in a chain of tasks would keep all earlier ones */
         Py_XSETREF(ended->above, (Published *)Py_XNewRef((PyObject *)owner->base));
         Py_DECREF(owner);
     } else if (above != NULL && above->published != NULL) {
         Py_XSETREF(ended->above, (Published *)Py_NewRef((PyObject *)first_of(above->published)));
     } else if (above != NULL && owner == current) {
-        /* Not in the chain of another thread, whose functions may return meanwhile. */
-        PyObject *made = new_published(owner, above);
-        Py_XSETREF(ended->above, (Published *)made);
+        /* Frames of another thread's chain are left alone: their functions may return at any time. */
+        PyObject *identity = new_published(owner, above);
+        Py_XSETREF(ended->above, (Published *)identity);
     }
     Py_DECREF(published);
 }
 
-/* True if the loop reports most copies of contexts, so that only requests must be published for the others. */
+/* Return true if the loop reports the tasks that it makes. Then other copies of the context need only requests. */
 static inline int publishes_requests_alone(const Core *core, const Current *current)
 {
-    return current->is_told && tells_of_tasks(core);
+    return current->loop_reports && reports_tasks(core);
 }
 
 static inline int is_request_itself(const frame_t *frame)
@@ -512,14 +483,14 @@ static inline int is_request_itself(const frame_t *frame)
     return frame->self != NULL && frame->request == frame->self;
 }
 
-/* A span has begun, or goes on. */
+/* Publish a span that begins or resumes, if its context may be copied without a report. */
 static inline void publish_begun(Core *core, Current *current, frame_t *frame)
 {
     if (current->eager && (is_request_itself(frame) || !publishes_requests_alone(core, current)))
         publish(core, current, frame);
 }
 
-/* A span has ended, or is paused. */
+/* Publish the innermost open span after a span has ended or paused. */
 static void publish_rest(Core *core, Current *current, uint64_t ended_id)
 {
     if (!current->eager)
@@ -533,8 +504,8 @@ static void publish_rest(Core *core, Current *current, uint64_t ended_id)
     publish(core, current, frame);
 }
 
-/* The existing chain of the current context, a new reference; NULL for none, maybe with an exception. */
-static Current *known_here(Core *core)
+/* Return the existing chain of the current context: a new reference, NULL for none or with an exception. */
+static Current *existing_current(Core *core)
 {
     PyThreadState *state = UNCHECKED_THREAD_STATE();
     PyObject *value = NULL;
@@ -542,17 +513,18 @@ static Current *known_here(Core *core)
         return NULL;
     Current *current = (Current *)Py_XNewRef((PyObject *)chain_of(value));
     Py_XDECREF(value);
-    if (current != NULL && !(current->core == core && is_here(current, state)))
+    if (current != NULL && !(current->core == core && is_of_current_context(current, state)))
         Py_CLEAR(current);
     return current;
 }
 
-/* The same for the current context. A context without a span of its own passes its base on. */
-static int publish_here(Core *core)
+/* Publish the innermost open span of the current context, or the base of one without spans. Return -1 with an exception
+ * of the service set. */
+static int publish_current(Core *core)
 {
-    Current *current = known_here(core);
+    Current *current = existing_current(core);
     if (current == NULL)
-        return forgive();
+        return clear_fault();
     frame_t *frame = current->top;
     while (frame != NULL && frame->state == CLOSED)
         frame = frame->above;
@@ -568,11 +540,11 @@ static inline int is_open_request(PyObject *request)
 
 static PyObject *Core_publish(Core *self, PyObject *Py_UNUSED(none))
 {
-    return publish_here(self) < 0 ? NULL : Py_NewRef(Py_None);
+    return publish_current(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* share(context, again): a task gets a context, for the first time or again. If other tasks run in it, too, each span
- * must look for the current task. */
+/* Note that a task gets a context, for the first time or again: share(context, again). If several tasks run in the
+ * context, each span must ask for the current task. */
 static PyObject *Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || !PyContext_CheckExact(args[0]))
@@ -580,17 +552,17 @@ static PyObject *Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
     int elsewhere = args[0] != UNCHECKED_THREAD_STATE()->context;
     if (!self->on)
         Py_RETURN_NONE;
-    if (elsewhere && PyContext_Enter(args[0]) < 0) { /* it runs: on another thread, or around this one's */
+    if (elsewhere && PyContext_Enter(args[0]) < 0) { /* it runs on another thread, or around the current context */
         PyErr_Clear();
         Py_RETURN_NONE;
     }
     Ring *ring;
-    Current *current = known_here(self);
+    Current *current = existing_current(self);
     if (current == NULL && !PyErr_Occurred() && args[1] == Py_True)
         current = (Current *)Py_XNewRef((PyObject *)current_of(self, &ring));
     if (current != NULL)
         current->is_shared = 1;
-    int failed = current == NULL && forgive() < 0;
+    int failed = current == NULL && clear_fault() < 0;
     Py_XDECREF(current);
     raised_t raised = take_raised();
     if (elsewhere && PyContext_Exit(args[0]) < 0)
@@ -601,10 +573,10 @@ static PyObject *Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
 
 static PyObject *Core_copy_context(Core *self, PyObject *Py_UNUSED(none))
 {
-    return publish_here(self) < 0 ? NULL : PyContext_CopyCurrent();
+    return publish_current(self) < 0 ? NULL : PyContext_CopyCurrent();
 }
 
-/* Forget the open spans of this context. Makes no ring, which would count as the thread's first span. */
+/* Forget the open spans of this context. Makes no ring, as making one would count as the thread's first span. */
 static PyObject *Core_forget_current(Core *self, PyObject *Py_UNUSED(none))
 {
     if (set_variable(self, Py_None) < 0)

@@ -5,10 +5,11 @@ static PyObject *Core_rings(Core *self, PyObject *Py_UNUSED(none))
     return PyList_GetSlice(self->rings, 0, PyList_GET_SIZE(self->rings));
 }
 
-/* Totals are read one after the other, at scattered addresses: those of the next nodes are prefetched meanwhile. */
+/* Totals are at scattered addresses. While one is read, the totals of the node this many places ahead are
+ * prefetched. */
 #define AHEAD 12
 
-/* The calls of the nodes of each group, on all threads together. */
+/* Return the calls of each group of nodes on all threads: a new list. */
 static PyObject *Core_calls_by(Core *self, PyObject *args)
 {
     Py_buffer groups;
@@ -17,7 +18,7 @@ static PyObject *Core_calls_by(Core *self, PyObject *args)
         return NULL;
     const int32_t *group_of = groups.buf;
     uint32_t nodes = (uint32_t)((size_t)groups.len / sizeof *group_of);
-    PyObject *all = NULL;
+    PyObject *counts = NULL;
     uint64_t *calls = count < 0 ? NULL : PyMem_RawCalloc((size_t)count + 1, sizeof *calls);
     if (calls == NULL) {
         PyErr_NoMemory();
@@ -32,28 +33,24 @@ static PyObject *Core_calls_by(Core *self, PyObject *args)
                 calls[group_of[n]] += totals->calls;
         }
     }
-    all = PyList_New(count);
-    for (Py_ssize_t g = 0; all != NULL && g < count; g++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(calls[g]);
-        if (number == NULL)
-            Py_CLEAR(all);
-        else
-            PyList_SET_ITEM(all, g, number);
-    }
+    counts = PyList_New(count);
+    for (Py_ssize_t g = 0; counts != NULL && g < count; g++)
+        if (PyList_SetItem(counts, g, PyLong_FromUnsignedLongLong(calls[g])) < 0 || PyErr_Occurred())
+            Py_CLEAR(counts);
 end:
     PyMem_RawFree(calls);
     PyBuffer_Release(&groups);
-    return all;
+    return counts;
 }
 
-/* The sites of the nodes from a number on, and the numbers of their parents, -1 for none. */
+/* Return the sites of the nodes from a number on, and the numbers of their parents, -1 for none. */
 static PyObject *Core_nodes_from(Core *self, PyObject *argument)
 {
     unsigned long first = PyLong_AsUnsignedLong(argument);
     if (first == (unsigned long)-1 && PyErr_Occurred())
         return NULL;
     Py_ssize_t count = self->node_count > first ? (Py_ssize_t)(self->node_count - first) : 0;
-    int was_enabled = PyGC_Disable(); /* a collection in between could run code that resets */
+    int was_enabled = PyGC_Disable(); /* a collection could run code that resets */
     PyObject *parents = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int32_t)), *sites = PyList_New(count);
     if (was_enabled)
         PyGC_Enable();
@@ -70,16 +67,16 @@ static PyObject *Core_nodes_from(Core *self, PyObject *argument)
     return Py_BuildValue("(NN)", sites, parents);
 }
 
-static int add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now_ns)
+static int add_open(PyObject *open_rows, PyObject *span_ids, frame_t *frame, int64_t now_ns)
 {
     PyObject *key = PyLong_FromUnsignedLongLong(frame->span_id);
     if (key == NULL)
         return -1;
-    int known = PySet_Contains(seen, key);
-    if (known == 0 && PySet_Add(seen, key) == 0 && frame->state != CLOSED && frame->start_ns != 0) {
+    int is_listed = PySet_Contains(span_ids, key);
+    if (is_listed == 0 && PySet_Add(span_ids, key) == 0 && frame->state != CLOSED && frame->start_ns != 0) {
         row_t row = {0};
         fill_row(&row, frame, frame->node, now_ns);
-        PyObject *attributes = frame->attributes; /* a copy, for the span's owner may still add to them */
+        PyObject *attributes = frame->attributes; /* copied, because the span's owner may add to them */
         attributes = attributes != NULL && PyDict_Check(attributes) ? PyDict_Copy(attributes) : Py_NewRef(Py_None);
         int64_t active_ns = -1;
         int64_t waited_ns = frame->self == NULL ? 0 : waited_of((Frame *)frame->self, now_ns);
@@ -87,41 +84,34 @@ static int add_open(PyObject *found, PyObject *seen, frame_t *frame, int64_t now
             active_ns = now_ns - frame->start_ns - waited_ns;
             row.children_ns -= waited_ns;
         }
-        PyObject *pair = attributes == NULL ? NULL
+        PyObject *item = attributes == NULL ? NULL
                                             : Py_BuildValue("(l(IKKKILLLLON))", frame->ring->thread_id, row.node, row.span_id,
                                                             row.parent_id, row.root_id, row.task, row.start_ns, row.end_ns,
                                                             row.children_ns, active_ns, Py_None, attributes);
-        if (pair == NULL || PyList_Append(found, pair) < 0)
-            known = -1;
-        Py_XDECREF(pair);
+        if (item == NULL || PyList_Append(open_rows, item) < 0)
+            is_listed = -1;
+        Py_XDECREF(item);
     }
     Py_DECREF(key);
-    return known < 0 ? -1 : 0;
+    return is_listed < 0 ? -1 : 0;
 }
 
-/* (thread id, row) of each span that is open now, ending now. */
+/* Return (thread id, row) of each open span, as if it ended now. */
 static PyObject *Core_open_rows(Core *self, PyObject *Py_UNUSED(none))
 {
     int64_t now_ns = read_clock(self);
-    PyObject *found = PyList_New(0), *seen = PySet_New(NULL);
-    int failed = found == NULL || seen == NULL;
-    /* A collection in between could end a context and take it off the list. */
+    PyObject *open_rows = PyList_New(0), *span_ids = PySet_New(NULL);
+    int failed = open_rows == NULL || span_ids == NULL;
+    /* A collection could free a context and change the list. */
     int was_enabled = PyGC_Disable();
-    for (Current *current = self->currents; !failed && current != NULL; current = current->next)
-        for (frame_t *frame = current->top; !failed && frame != NULL; frame = frame->above)
-            failed = add_open(found, seen, frame, now_ns) < 0;
-    for (Stretch *stretch = self->stretches; !failed && stretch != NULL; stretch = stretch->next)
-        for (frame_t *frame = stretch->inner; !failed && frame != NULL; frame = frame->above)
-            failed = add_open(found, seen, frame, now_ns) < 0;
+    FOR_EACH_OPEN_FRAME(self, frame, failed = failed || add_open(open_rows, span_ids, frame, now_ns) < 0)
     if (was_enabled)
         PyGC_Enable();
-    Py_XDECREF(seen);
+    Py_XDECREF(span_ids);
     if (failed)
-        Py_CLEAR(found);
-    return found;
+        Py_CLEAR(open_rows);
+    return open_rows;
 }
-
-/* ------------------------------------------------------------------ the recorder */
 
 static PyObject *Core_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs))
 {
@@ -164,23 +154,19 @@ static int Core_init(Core *self, PyObject *args, PyObject *kwargs)
     return self->overflow == NULL ? -1 : 0;
 }
 
-#define HELD_BY_CORE(EACH)                                                                                       \
+#define REFERENCES_Core(EACH)                                                                                     \
     EACH(remote_parent) EACH(begin_device) EACH(remote_key) EACH(link_of) EACH(answers) EACH(task_readers)       \
-    EACH(running_loop) EACH(task_of_loop) EACH(tells_of_tasks) EACH(thread_name) EACH(counts) EACH(user_sites)   \
+    EACH(running_loop) EACH(task_of_loop) EACH(reports_tasks) EACH(thread_name) EACH(counts) EACH(user_sites)   \
     EACH(scope_type) EACH(passes)
 
-static int Core_traverse(Core *self, visitproc visit, void *arg)
-{
-    HELD_BY_CORE(VISIT)
-    return 0;
-}
+TRAVERSE(Core)
 
 static int Core_clear(Core *self)
 {
     Py_CLEAR(self->remote_parent);
     self->times_devices = 0;
     Py_CLEAR(self->begin_device);
-    Py_CLEAR(self->tells_of_tasks);
+    Py_CLEAR(self->reports_tasks);
     return 0;
 }
 
@@ -190,25 +176,21 @@ static void Core_dealloc(Core *self)
     self->on = 0;
     note_features(self);
     while (self->currents != NULL)
-        leave_list(self->currents);
+        unlist_current(self->currents);
     free_rings(self->rings);
     Py_XDECREF(self->ended);
     Py_XDECREF(self->variable);
-    HELD_BY_CORE(LET_GO)
+    REFERENCES_Core(RELEASE)
     Py_DECREF(Core_forget_names(self, NULL));
     Py_XDECREF(self->no_scope);
-    Py_XDECREF(self->told_sites);
+    Py_XDECREF(self->described_sites);
     for (uint32_t i = 0; i < self->node_count; i++) {
         PyMem_Free(self->nodes[i]->table);
         Py_DECREF(self->nodes[i]->site);
         free_lines_in(self->nodes[i], PART_NODES);
     }
-    for (node_t *spare = self->spare, *next; spare != NULL; spare = next) {
-        next = spare->parent;
-        free_lines_in(spare, PART_NODES);
-    }
-    for (node_t *spare = self->private_spare, *next; spare != NULL; spare = next) {
-        next = spare->parent;
+    for (node_t *spare; (spare = self->spare) != NULL || (spare = self->private_spare) != NULL;) {
+        *(spare == self->spare ? &self->spare : &self->private_spare) = spare->parent;
         free_lines_in(spare, PART_NODES);
     }
     if (self->memory != NULL)
@@ -220,7 +202,7 @@ static void Core_dealloc(Core *self)
 
 static PyObject *Core_annotate(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
+    if (nargs == 2 && args[0] == Py_None) /* the begin could not be recorded */
         Py_RETURN_NONE;
     if (nargs != 2 || Py_TYPE(args[0]) != &FrameType || !PyDict_Check(args[1]))
         return PyErr_Format(PyExc_TypeError, "annotate(frame, attributes)");
@@ -242,7 +224,7 @@ PyDoc_STRVAR(annotate_doc,
              "Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({\"usage.tokens\": 3})``.\n"
              "\n"
              "The span may be of a function, a layer, a scope or a request, opened here or where this task or thread was started.\n"
-             "Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one of these; a span has at most 128.\n"
+             "Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one type; a span has at most 128.\n"
              "Any other value is left out and counted. A name that is set again has the new value. Does nothing without an open\n"
              "span or a recording. Never raises.");
 
@@ -260,13 +242,14 @@ PyDoc_STRVAR(bind_doc,
              "\n"
              "Reports join the spans with one key: text of at most 128 characters, or a whole number. Never raises.");
 
-/* The innermost open frame of this context that was opened as manual, by the name of its site where one is given. */
+/* Return the innermost open frame of this context that was opened as manual: a new reference, None for none. A name
+ * selects frames by the name of their site. */
 static PyObject *Core_innermost_manual(Core *self, PyObject *name)
 {
     Ring *ring;
     Current *current = current_of(self, &ring);
     if (current == NULL)
-        return forgive() < 0 ? NULL : Py_NewRef(Py_None);
+        return clear_fault() < 0 ? NULL : Py_NewRef(Py_None);
     frame_t *frame = current->top;
     if (frame == NULL && current->base != NULL)
         frame = current->base->frame;
@@ -275,12 +258,12 @@ static PyObject *Core_innermost_manual(Core *self, PyObject *name)
             continue;
         if (name == Py_None)
             return Py_NewRef(frame->self);
-        PyObject *own = PyObject_GetAttrString(frame->node->site, "name");
-        if (own == NULL)
+        PyObject *site_name = PyObject_GetAttrString(frame->node->site, "name");
+        if (site_name == NULL)
             return NULL;
-        /* Not by `==`, which may be code of the host's. */
-        int same = PyUnicode_Check(own) && PyUnicode_Check(name) && PyUnicode_Compare(own, name) == 0;
-        Py_DECREF(own);
+        /* `==` could run code of the service */
+        int same = PyUnicode_Check(site_name) && PyUnicode_Check(name) && PyUnicode_Compare(site_name, name) == 0;
+        Py_DECREF(site_name);
         if (same)
             return Py_NewRef(frame->self);
     }
@@ -292,7 +275,7 @@ static PyObject *Core_current_id(Core *self, PyObject *Py_UNUSED(none))
     Ring *ring;
     Current *current = current_of(self, &ring);
     if (current == NULL)
-        return forgive() < 0 ? NULL : PyLong_FromLong(0);
+        return clear_fault() < 0 ? NULL : PyLong_FromLong(0);
     if (current->top != NULL)
         return PyLong_FromUnsignedLongLong(current->top->span_id);
     return PyLong_FromUnsignedLongLong(current->base != NULL ? current->base->span_id : 0);
@@ -302,98 +285,84 @@ static PyObject *Core_current_trace(Core *self, PyObject *Py_UNUSED(none))
 {
     const frame_t *frame = open_span(self, INNERMOST, NULL);
     if (frame == NULL)
-        return PyErr_Occurred() && forgive() < 0 ? NULL : Py_NewRef(Py_None);
+        return PyErr_Occurred() && clear_fault() < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *remote = remote_in(self, frame->request);
     return Py_BuildValue("KKO", (unsigned long long)frame->span_id, (unsigned long long)frame->root_id,
                          remote != NULL ? remote : Py_None);
 }
 
-static PyObject *Core_count(Core *self, PyObject *what)
+static PyObject *Core_count(Core *self, PyObject *event)
 {
-    PyObject *before = PyDict_GetItemWithError(self->counts, what); /* borrowed */
+    PyObject *before = PyDict_GetItemWithError(self->counts, event); /* borrowed */
     if (before == NULL && PyErr_Occurred())
         return NULL;
     PyObject *after = PyLong_FromLongLong(before == NULL ? 1 : PyLong_AsLongLong(before) + 1);
-    if (after == NULL || PyDict_SetItem(self->counts, what, after) < 0) {
-        Py_XDECREF(after);
-        return NULL;
-    }
-    Py_DECREF(after);
-    Py_RETURN_NONE;
+    return put_fact(self->counts, event, after) ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef Core_methods[] = {
-    {"open", (PyCFunction)(void (*)(void))Core_open, METH_FASTCALL, "Begin a span and make it current."},
-    {"close", (PyCFunction)(void (*)(void))Core_close, METH_FASTCALL, "End a span."},
-    {"open_request", (PyCFunction)(void (*)(void))Core_open_request, METH_FASTCALL, "Begin the span of a request."},
-    {"close_request", (PyCFunction)(void (*)(void))Core_close_request, METH_FASTCALL, "End the span of a request."},
-    {"open_requests", (PyCFunction)Core_open_requests, METH_O,
-     "How many requests are open that tasks have begun on a thread."},
-    {"annotate", (PyCFunction)(void (*)(void))Core_annotate, METH_FASTCALL, "Set attributes of an open span."},
-    {"annotate_innermost", (PyCFunction)(void (*)(void))Core_annotate_innermost, METH_FASTCALL | METH_KEYWORDS,
-     annotate_doc},
-    {"bind", (PyCFunction)Core_bind, METH_O, bind_doc},
-    {"annotate_request", (PyCFunction)(void (*)(void))Core_annotate_request, METH_FASTCALL | METH_KEYWORDS,
-     annotate_request_doc},
-    {"rename_innermost", (PyCFunction)Core_rename_innermost, METH_O, "Rename the innermost open span of this context."},
-    {"site_of_open", (PyCFunction)Core_site_of_open, METH_O,
-     "The site of an open span, or with None of the innermost one; None where there is none."},
-    {"rename", (PyCFunction)(void (*)(void))Core_rename, METH_FASTCALL,
-     "Let an open span be one of another site of its kind from now on."},
-    {"record", (PyCFunction)(void (*)(void))Core_record, METH_FASTCALL, "Store a span that has just ended."},
+    METHOD(Core, open, METH_FASTCALL, "Begin a span and make it current."),
+    METHOD(Core, close, METH_FASTCALL, "End a span."),
+    METHOD(Core, open_request, METH_FASTCALL, "Begin the span of a request."),
+    METHOD(Core, close_request, METH_FASTCALL, "End the span of a request."),
+    METHOD(Core, open_requests, METH_O, "Return the number of open requests that tasks began on a thread."),
+    METHOD(Core, annotate, METH_FASTCALL, "Set attributes of an open span."),
+    METHOD(Core, annotate_innermost, METH_FASTCALL | METH_KEYWORDS, annotate_doc),
+    METHOD(Core, bind, METH_O, bind_doc),
+    METHOD(Core, annotate_request, METH_FASTCALL | METH_KEYWORDS, annotate_request_doc),
+    METHOD(Core, rename_innermost, METH_O, "Rename the innermost open span of this context."),
+    METHOD(Core, site_of_open, METH_O,
+           "Return the site of an open span, or for None of the innermost one; None without one."),
+    METHOD(Core, rename, METH_FASTCALL, "Change the site of an open span to another one of its kind."),
+    METHOD(Core, record, METH_FASTCALL, "Store a span that has just ended."),
     {"stepped_in", (PyCFunction)(void (*)(void))Core_stepped_in, METH_FASTCALL,
-     "What awaits something for an open span, which learns how long it was suspended: stepped_in(frame, awaitable)."},
-    {"new_span", (PyCFunction)Core_new_span, METH_O, "A scope of a site: a span around a block."},
-    {"scope", (PyCFunction)(void (*)(void))Core_scope, METH_FASTCALL | METH_KEYWORDS, scope_doc},
-    {"forget_names", (PyCFunction)Core_forget_names, METH_NOARGS, "Ask for the sites of scopes anew."},
-    {"rings", (PyCFunction)Core_rings, METH_NOARGS, "The rings in the order in which their threads first recorded."},
-    {"calls_by", (PyCFunction)Core_calls_by, METH_VARARGS, "Calls by group of nodes, on all threads together."},
-    {"nodes_from", (PyCFunction)Core_nodes_from, METH_O, "Sites and parents of the nodes from a number on."},
-    {"open_rows", (PyCFunction)Core_open_rows, METH_NOARGS, "(thread id, row) of each span that is open now."},
-    {"innermost_manual", (PyCFunction)Core_innermost_manual, METH_O, "The innermost manual frame, by name or None."},
+     "Return an awaitable that times the suspensions of another one for an open span: stepped_in(frame, awaitable)."},
+    METHOD(Core, new_span, METH_O, "Return a scope of a site: a span around a block."),
+    METHOD(Core, scope, METH_FASTCALL | METH_KEYWORDS, scope_doc),
+    METHOD(Core, forget_names, METH_NOARGS, "Look up the sites of scopes again."),
+    METHOD(Core, rings, METH_NOARGS, "Return the rings in the order in which their threads first recorded."),
+    METHOD(Core, calls_by, METH_VARARGS, "Return the calls of each group of nodes on all threads."),
+    METHOD(Core, nodes_from, METH_O, "Return sites and parents of the nodes from a number on."),
+    METHOD(Core, open_rows, METH_NOARGS, "Return (thread id, row) of each open span."),
+    METHOD(Core, innermost_manual, METH_O, "Return the innermost manual frame, by name or for None of any name."),
     {"current_trace", (PyCFunction)Core_current_trace, METH_NOARGS,
-     "Identities of the innermost open span and of its tree's root, and what the request noted of another tracer."},
-    {"current_id", (PyCFunction)Core_current_id, METH_NOARGS, "Identity of the current span, 0 if there is none."},
-    {"publish", (PyCFunction)Core_publish, METH_NOARGS, "Make the current span known to a context about to be copied."},
-    {"share", (PyCFunction)(void (*)(void))Core_share, METH_FASTCALL,
-     "A task is about to be given a context, again if that is True: two may run there by turns."},
-    {"copy_context", (PyCFunction)Core_copy_context, METH_NOARGS,
-     "copy_context($self)\n--\n\nAs contextvars.copy_context; the copy knows the current span."},
-    {"forget_current", (PyCFunction)Core_forget_current, METH_NOARGS, "Forget what is open in this context."},
-    {"_forget_all", (PyCFunction)Core_forget_all, METH_NOARGS, "Forget what is open in every context."},
-    {"touch_ahead", (PyCFunction)Core_touch_ahead, METH_O, "Have pages found for the rows that threads write next."},
-    {"attach", (PyCFunction)Core_attach, METH_VARARGS, "Record into a file from the next reset on."},
-    {"_reset", (PyCFunction)Core_reset, METH_O, "Forget every row and total; a new limit in bytes, or None."},
-    {"start_ticks", (PyCFunction)Core_start_ticks, METH_NOARGS, "Begin to read the time stamp counter."},
-    {"check_ticks", (PyCFunction)Core_check_ticks, METH_O, "Compare the counter with the monotonic clock."},
-    {"stop_ticks", (PyCFunction)Core_stop_ticks, METH_NOARGS, "Read the monotonic clock again."},
-    {"now_ns", (PyCFunction)Core_now_ns, METH_NOARGS, "The clock that spans are timed with."},
+     "Return the ids of the innermost open span and its root, and the span of another tracer that its request continues."},
+    METHOD(Core, current_id, METH_NOARGS, "Return the id of the current span, 0 without one."),
+    METHOD(Core, publish, METH_NOARGS, "Publish the current span to contexts that are copied from now on."),
+    METHOD(Core, share, METH_FASTCALL,
+           "Note that a task gets a context, again if the second argument is True: then several tasks may run in it."),
+    METHOD(Core, copy_context, METH_NOARGS,
+           "copy_context($self)\n--\n\nCopy the context as contextvars.copy_context does; the copy has the current span."),
+    METHOD(Core, forget_current, METH_NOARGS, "Forget the open spans of this context."),
+    {"_forget_all", (PyCFunction)Core_forget_all, METH_NOARGS, "Forget the open spans of every context."},
+    METHOD(Core, touch_ahead, METH_O, "Populate pages for the rows that threads write next."),
+    METHOD(Core, attach, METH_VARARGS, "Record into a file from the next reset on."),
+    {"_reset", (PyCFunction)Core_reset, METH_O, "Forget all rows and totals; take a new limit in bytes, or None."},
+    METHOD(Core, start_ticks, METH_NOARGS, "Start to read the time stamp counter."),
+    METHOD(Core, check_ticks, METH_O, "Compare the counter with the monotonic clock."),
+    METHOD(Core, stop_ticks, METH_NOARGS, "Read the monotonic clock again."),
+    METHOD(Core, now_ns, METH_NOARGS, "Read the clock that times spans."),
     {"count_device", (PyCFunction)Core_count_device, METH_VARARGS,
-     "Add a call's device time: ring, node index, host, device and elapsed ns. False where no such call was counted."},
+     "Add a call's device time: ring, node index, host, device and elapsed ns. Return False if no such call was counted."},
     {"read_event", (PyCFunction)Core_read_event, METH_VARARGS,
      "Record an event and await it: read_event(cuEventRecord, cuEventQuery, event, stream, limit_ns), the first four as "
-     "addresses. The driver's error, and the times before and after."},
-    {"count", (PyCFunction)Core_count, METH_O, "Count an irregular event."},
+     "addresses. Return the driver's error, and the times before and after."},
+    METHOD(Core, count, METH_O, "Count an irregular event."),
     {NULL},
 };
 
 static PyMemberDef Core_members[] = {
     {"irregular", T_OBJECT, offsetof(Core, counts), READONLY, "irregular events that Python counts"},
     {"node_limit", T_UINT, offsetof(Core, node_limit), 0, "call paths that the tally keeps"},
-    {"node_count", T_UINT, offsetof(Core, node_count), READONLY, "call paths known"},
+    {"node_count", T_UINT, offsetof(Core, node_count), READONLY, "number of call paths"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
-    {"passes", T_OBJECT, offsetof(Core, passes), READONLY, "what counts the calls of each muted site"},
-    {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "tells another tracer's current span, or None"},
-    {"answers", T_OBJECT, offsetof(Core, answers), 0, "exceptions that answer a request, as outcomes.ANSWERS has them"},
-    {"tells_of_tasks", T_OBJECT, offsetof(Core, tells_of_tasks), 0, "says whether a loop calls publish for a task, or None"},
-    {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is asked for every span"},
+    {"passes", T_OBJECT, offsetof(Core, passes), READONLY, "the counter of the calls of each muted site"},
+    {"remote_parent", T_OBJECT, offsetof(Core, remote_parent), 0, "returns another tracer's current span, or None"},
+    {"answers", T_OBJECT, offsetof(Core, answers), 0, "exceptions that answer a request, as in outcomes.ANSWERS"},
+    {"reports_tasks", T_OBJECT, offsetof(Core, reports_tasks), 0, "returns True if the loop calls publish for its tasks; or None"},
+    {"watches_all", T_BOOL, offsetof(Core, watches_all), 0, "whether begin_device is called for every span"},
     {NULL},
 };
-
-static PyObject *Core_scope_type(Core *self, void *Py_UNUSED(closure))
-{
-    return Py_NewRef(self->scope_type != NULL ? self->scope_type : Py_None);
-}
 
 static int Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(closure))
 {
@@ -409,11 +378,6 @@ static int Core_set_scope_type(Core *self, PyObject *value, void *Py_UNUSED(clos
     Py_XSETREF(self->no_scope, scope);
     Py_XSETREF(self->scope_type, Py_NewRef(value));
     return 0;
-}
-
-static PyObject *Core_begin_device(Core *self, void *Py_UNUSED(closure))
-{
-    return Py_NewRef(self->begin_device != NULL ? self->begin_device : Py_None);
 }
 
 static int Core_set_begin_device(Core *self, PyObject *value, void *Py_UNUSED(closure))
@@ -454,24 +418,19 @@ static int Core_set_last_id(PyObject *Py_UNUSED(self), PyObject *value, void *Py
 static PyGetSetDef Core_getset[] = {
     {"on", (getter)Core_on, (setter)Core_set_on, "whether spans begin", NULL},
     {"_last_id", Core_last_id, Core_set_last_id, "identity of the newest span of all recorders", NULL},
-    {"begin_device", (getter)Core_begin_device, (setter)Core_set_begin_device,
-     "begins to time a span on a device, or None", NULL},
+    {"begin_device", object_at, (setter)Core_set_begin_device, "begins to time a span on a device, or None",
+     (void *)offsetof(Core, begin_device)},
     {"memory_fd", (getter)Core_memory_fd, NULL, "descriptor of the memory that others can read, or -1", NULL},
     {"memory", (getter)Core_memory, NULL, "the memory that it records into, or None", NULL},
-    {"scope_type", (getter)Core_scope_type, (setter)Core_set_scope_type, "what scope makes", NULL},
+    {"scope_type", object_at, (setter)Core_set_scope_type, "the class of scopes", (void *)offsetof(Core, scope_type)},
     {NULL},
 };
 
 static PyTypeObject CoreType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Core",
-    .tp_basicsize = sizeof(Core),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    COLLECTED_TYPE(Core, sizeof(Core), Py_TPFLAGS_BASETYPE),
     .tp_doc = "Rows, totals and open spans of one process.",
     .tp_new = Core_new,
     .tp_init = (initproc)Core_init,
-    .tp_dealloc = (destructor)Core_dealloc,
-    .tp_traverse = (traverseproc)Core_traverse,
     .tp_clear = (inquiry)Core_clear,
     .tp_methods = Core_methods,
     .tp_members = Core_members,

@@ -1,12 +1,12 @@
-/* Cold: device times of spans, and the calls of a device's driver that give them. A part of `_recorder.c`. */
+/* Cold: device times of spans, and the calls of the device's driver that measure them. A part of `_recorder.c`. */
 
 static inline int is_timed_on_device(const Core *core, const frame_t *frame)
 {
     return core->times_devices && (frame->node->is_device || core->watches_all);
 }
 
-/* The Python code that runs here is ours. A signal handler may interrupt it: -1 with the host's exception. `facts`
- * replaces the span's attributes for the timer, or is NULL. */
+/* Begin to time a span on its device. `facts` replaces the span's attributes for the timer, or is NULL. The Python code
+ * that runs here is ours. Return -1 with an exception that a signal handler of the service raised in it. */
 static int begin_on_device(Core *core, frame_t *frame, PyObject *facts)
 {
     PyObject *begin = Py_NewRef(core->begin_device);
@@ -19,16 +19,17 @@ static int begin_on_device(Core *core, frame_t *frame, PyObject *facts)
     if (pair == Py_None)
         Py_CLEAR(pair);
     frame->pair = pair;
-    return PyErr_Occurred() ? note_unless_hosts("device timer") : 0;
+    return PyErr_Occurred() ? note_unless_of_service("device timer") : 0;
 }
 
-/* Call a method of a pair. An earlier exception stays. -1 with an exception of the host's that is raised here. */
-static int tell_pair(PyObject *method, PyObject *const *args, size_t count)
+/* Call a method of a pair. A raised exception stays set. Return -1 with an exception of the service that was raised
+ * here. */
+static int call_pair(PyObject *method, PyObject *const *args, size_t count)
 {
     raised_t raised = take_raised();
     PyObject *none = PyObject_VectorcallMethod(method, args, count, NULL);
     Py_XDECREF(none);
-    if (none == NULL && note_unless_hosts("device timer") < 0) {
+    if (none == NULL && note_unless_of_service("device timer") < 0) {
         drop_raised(raised);
         return -1;
     }
@@ -36,24 +37,25 @@ static int tell_pair(PyObject *method, PyObject *const *args, size_t count)
     return 0;
 }
 
-/* Give the pair the id of its span, which has been stored. Takes the frame's reference. */
+/* End the pair of a span whose row has been stored. Takes the frame's reference to the pair. Return -1 with an
+ * exception of the service set. */
 static int end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
 {
     PyObject *pair = frame->pair;
     frame->pair = NULL;
-    /* The device time of an inner call is within that of the outer call. */
+    /* The device time of the outer call includes that of an inner call. */
     PyObject *args[] = {pair, (PyObject *)ring, PyLong_FromLongLong(frame->is_inner ? -1 : (int64_t)frame->node->index),
                         PyLong_FromUnsignedLongLong(frame->span_id), PyLong_FromLongLong(frame->start_ns),
                         PyLong_FromLongLong(end_ns < frame->start_ns ? frame->start_ns : end_ns)};
     int failed = 0;
     if (args[2] != NULL && args[3] != NULL && args[4] != NULL && args[5] != NULL)
-        failed = tell_pair(str_end, args, 6);
+        failed = call_pair(str_end, args, 6);
     else
-        PyErr_Clear(); /* for want of memory */
-    if (failed) { /* perhaps before the method ran: call it again, or the pair would never end */
+        PyErr_Clear(); /* without memory */
+    if (failed) { /* The method may not have run: call it again, or the pair would never end. */
         raised_t raised = take_raised();
-        if (tell_pair(str_end, args, 6) < 0)
-            PyErr_Clear(); /* of two that handlers raised, the first */
+        if (call_pair(str_end, args, 6) < 0)
+            PyErr_Clear(); /* the first exception is raised again */
         raise_again(raised);
     }
     for (int i = 2; i < 6; i++)
@@ -62,7 +64,7 @@ static int end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
     return failed;
 }
 
-/* The lowest value of a bucket. */
+/* Return the lowest value of a bucket. */
 static inline int64_t bucket_start(uint32_t bucket)
 {
     if (bucket < 128)
@@ -71,8 +73,9 @@ static inline int64_t bucket_start(uint32_t bucket)
     return (int64_t)(bucket - (exponent << 6)) << exponent;
 }
 
-/* Move a call that was counted with its host time to its longer elapsed time with the device's. The least elapsed time
- * is exact if it is another call's; else it is the begin of the lowest bucket. */
+/* Add the device time of a call that was counted with its host time. If the elapsed time is longer, move the call to
+ * that bucket. The least elapsed time is exact if it is that of another call, else it is the lower end of its
+ * bucket. */
 static PyObject *Core_count_device(Core *self, PyObject *args)
 {
     Ring *ring;
@@ -107,37 +110,17 @@ static PyObject *Core_count_device(Core *self, PyObject *args)
     Py_RETURN_TRUE;
 }
 
-#define CAPTURED 1000000 /* no code of the driver's */
+#define CAPTURED 1000000 /* not an error code of the driver */
 
 typedef int (*record_call)(void *event, void *stream);
 typedef int (*capturing_call)(void *stream, int *status);
 typedef int (*number_call)(void *stream, unsigned long long *number);
 
-typedef struct {
-    record_call record;
-    capturing_call is_capturing;
-    number_call number_of; /* or NULL, if the stream's number is not needed */
-    void *event, *stream;
-    unsigned long long number;
-} mark_t;
-
-/* Stream 0 is the default one and needs no query: its number is 0, and 1 is another handle of it. */
-static int record_unless_captured(mark_t *mark)
-{
-    int status = 0;
-    int error = mark->is_capturing(mark->stream, &status);
-    if (error == 0 && status != 0)
-        return CAPTURED;
-    if (error == 0 && mark->number_of != NULL && (uintptr_t)mark->stream > 1)
-        error = mark->number_of(mark->stream, &mark->number);
-    return error == 0 ? mark->record(mark->event, mark->stream) : error;
-}
-
-/* Record an event on a stream through the driver's own functions, unless the stream is being captured into a graph.
- * Return the number of the stream if it is needed, else 0; below 0 the driver's error, or CAPTURED. The driver may wait
- * here, for room in a full queue or for a lock of a host function's thread, and a host function may wait for the GIL. A
- * caller that keeps the GIL (`releases` is 0) must know that there are no host functions. After a release another
- * thread may have the GIL, so it is released once for all three calls. */
+/* Record an event on a stream by the driver's own functions, unless the stream is being captured into a graph. Return
+ * the stream's number if it is needed, else 0. Return a driver's error, or CAPTURED, as a negative number. The driver
+ * may wait here for room in its queue, or for a lock that a thread with a host function has. A host function may wait
+ * for the GIL. So a caller that keeps the GIL (`releases` is 0) must know that there are no host functions. The GIL is
+ * released once for all three calls, because another thread may take it each time. */
 static PyObject *mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     void *value[6];
@@ -149,33 +132,29 @@ static PyObject *mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
         if (value[i] == NULL && PyErr_Occurred())
             return NULL;
     }
-    mark_t mark = {(record_call)value[0], (capturing_call)value[1], (number_call)value[2], value[4], value[5], 0};
-    int error;
-    if (value[3] != NULL) {
-        Py_BEGIN_ALLOW_THREADS
-        error = record_unless_captured(&mark);
-        Py_END_ALLOW_THREADS
-    }
-    else
-        error = record_unless_captured(&mark);
-    return error != 0 ? PyLong_FromLong(-error) : PyLong_FromUnsignedLongLong(mark.number);
+    capturing_call is_capturing = (capturing_call)value[1];
+    number_call number_of = (number_call)value[2];
+    void *event = value[4], *stream = value[5];
+    unsigned long long number = 0; /* the number of the default stream, which is stream 0 or 1 */
+    int status = 0;
+    PyThreadState *released = value[3] != NULL ? PyEval_SaveThread() : NULL;
+    int error = is_capturing(stream, &status);
+    if (error == 0 && status != 0)
+        error = CAPTURED;
+    if (error == 0 && number_of != NULL && (uintptr_t)stream > 1)
+        error = number_of(stream, &number);
+    if (error == 0)
+        error = ((record_call)value[0])(event, stream);
+    if (released != NULL)
+        PyEval_RestoreThread(released);
+    return error != 0 ? PyLong_FromLong(-error) : PyLong_FromUnsignedLongLong(number);
 }
 
 #define NOT_READY 600
 
-/* The lead of the recorder's clock over the monotonic one in ns. */
-static int64_t lead_of_clock(const Core *core)
-{
-    int64_t ticks = 0, now_ns = 0;
-    if (!core->reads_ticks)
-        return 0;
-    read_both(&ticks, &now_ns);
-    return ticks_as_ns(&core->ticks, ticks) - now_ns;
-}
-
-/* Record an event on an otherwise unused stream, and query it until it has happened or a time-out. Return the times of
- * the last query before and of the one that saw it, to compare with the device's clock. The GIL is released, or a
- * thread that computes in Python would let milliseconds pass between the two. */
+/* Record an event on an unused stream, and query it until it has happened or the time is up. Return the times before
+ * the event was recorded and after the last query, to compare them with the device's clock. The GIL is released: else a
+ * thread that computes in Python could delay the queries by milliseconds. */
 static PyObject *Core_read_event(Core *self, PyObject *args)
 {
     Py_ssize_t record_address, query_address, event, stream;
@@ -192,7 +171,11 @@ static PyObject *Core_read_event(Core *self, PyObject *args)
         after_ns = read_monotonic();
     } while (error == NOT_READY && after_ns - before_ns < limit_ns);
     Py_END_ALLOW_THREADS
-    int64_t lead_ns = lead_of_clock(self);
+    int64_t ticks = 0, now_ns = 0, lead_ns = 0; /* of the recorder's clock over the monotonic one */
+    if (self->reads_ticks) {
+        read_both(&ticks, &now_ns);
+        lead_ns = ticks_as_ns(&self->ticks, ticks) - now_ns;
+    }
     return Py_BuildValue("(iLL)", error, (long long)(before_ns + lead_ns), (long long)(after_ns + lead_ns));
 }
 
@@ -202,9 +185,9 @@ typedef struct {
     int error;
 } measured_t;
 
-/* Query pairs of events in the order of their ends, up to the first that has not happened: the length of each, and its
- * begin after the anchor. The GIL is released once for all of them: in a busy service, a thread that must get it back
- * after each query gets few answers. */
+/* Query pairs of events in the order of their ends, up to the first that has not happened. Return for each the driver's
+ * error, its length, and the time from the anchor to its begin. The GIL is released once for all: in a busy service, a
+ * thread that must take it back after each query gets few answers. */
 static PyObject *measure(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_ssize_t query_address, elapsed_address, anchor_address;
@@ -215,21 +198,21 @@ static PyObject *measure(PyObject *Py_UNUSED(module), PyObject *args)
     int (*query)(void *) = (int (*)(void *))query_address;
     int (*elapsed)(float *, void *, void *) = (int (*)(float *, void *, void *))elapsed_address;
     void *anchor = (void *)anchor_address;
-    Py_ssize_t pairs = PyList_GET_SIZE(events) / 2, done = 0;
-    measured_t *found = PyMem_Calloc((size_t)pairs + 1, sizeof(measured_t));
-    if (found == NULL)
+    Py_ssize_t pairs = PyList_GET_SIZE(events) / 2, count = 0;
+    measured_t *measured = PyMem_Calloc((size_t)pairs + 1, sizeof(measured_t));
+    if (measured == NULL)
         return PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < pairs; i++) {
-        found[i].begin = PyLong_AsVoidPtr(PyList_GET_ITEM(events, 2 * i));
-        found[i].end = PyLong_AsVoidPtr(PyList_GET_ITEM(events, 2 * i + 1));
+        measured[i].begin = PyLong_AsVoidPtr(PyList_GET_ITEM(events, 2 * i));
+        measured[i].end = PyLong_AsVoidPtr(PyList_GET_ITEM(events, 2 * i + 1));
     }
     if (PyErr_Occurred()) {
-        PyMem_Free(found);
+        PyMem_Free(measured);
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    for (; done < pairs; done++) {
-        measured_t *pair = &found[done];
+    for (; count < pairs; count++) {
+        measured_t *pair = &measured[count];
         pair->error = query(pair->end);
         if (pair->error == NOT_READY)
             break;
@@ -239,14 +222,11 @@ static PyObject *measure(PyObject *Py_UNUSED(module), PyObject *args)
             pair->error = elapsed(&pair->offset_ms, anchor, pair->begin);
     }
     Py_END_ALLOW_THREADS
-    PyObject *answers = PyList_New(done);
-    for (Py_ssize_t i = 0; answers != NULL && i < done; i++) {
-        PyObject *answer = Py_BuildValue("(iff)", found[i].error, found[i].device_ms, found[i].offset_ms);
-        if (answer == NULL)
+    PyObject *answers = PyList_New(count);
+    for (Py_ssize_t i = 0; answers != NULL && i < count; i++)
+        if (PyList_SetItem(answers, i, Py_BuildValue("(iff)", measured[i].error, measured[i].device_ms,
+                                                     measured[i].offset_ms)) < 0 || PyErr_Occurred())
             Py_CLEAR(answers);
-        else
-            PyList_SET_ITEM(answers, i, answer);
-    }
-    PyMem_Free(found);
+    PyMem_Free(measured);
     return answers;
 }

@@ -1,12 +1,12 @@
-/* Cold: facts that readers outside cannot read from objects, as JSON: those of sites, and details of rows. A part of
- * `_recorder.c`. No code of the host's runs here: only values of Python's own types are written. */
+/* Cold: facts of sites and details of rows, written as JSON for readers that cannot read objects. A part of
+ * `_recorder.c`. No code of the service runs here, because only values of Python's own types are written. */
 
-#define DETAIL_LEAST_BYTES 128 /* of a block, for a record to begin there */
+#define DETAIL_LEAST_BYTES 128 /* room that a block must have left for another record */
 #define FACT_TEXT_BYTES 8192
-#define NAME_TEXT_BYTES 48 /* of a name that is kept as it is written */
-#define BATCH_LIMIT 1024 /* of a list's values, and so of a batch's keys: as in spans.py */
+#define NAME_TEXT_BYTES 48 /* longest encoded name that is cached */
+#define BATCH_LIMIT 1024 /* values of a list, and keys of a batch: as in spans.py */
 
-/* A text of limited size. A piece that does not fit makes it `full`, and nothing more is written. */
+/* A text of limited size. Once a piece does not fit, the text is `full`, and nothing more is written. */
 typedef struct {
     char *at, *end;
     char full;
@@ -24,10 +24,7 @@ static inline void put(text_t *text, const char *bytes, size_t count)
 
 static inline void put_character(text_t *text, char c)
 {
-    if (text->full || text->at == text->end)
-        text->full = 1;
-    else
-        *text->at++ = c;
+    put(text, &c, 1);
 }
 
 static inline void put_word(text_t *text, const char *word)
@@ -47,25 +44,27 @@ static void put_escaped(text_t *text, Py_UCS4 c)
     put(text, escaped, (size_t)count);
 }
 
-/* True if none of eight bytes needs an escape: each is from 0x20 to 0x7E, and neither a quote nor a backslash. */
+/* Return true if none of eight bytes needs an escape: each is from 0x20 to 0x7E, and is neither a quote nor a
+ * backslash. */
 static inline int are_plain(uint64_t eight)
 {
     const uint64_t ones = 0x0101010101010101u, high = ones << 7;
     uint64_t quotes = eight ^ ones * '"', slashes = eight ^ ones * '\\';
-    uint64_t found = (eight - ones * 0x20) | (eight + ones) | (quotes - ones) | (slashes - ones) | eight;
-    return (found & high) == 0;
+    uint64_t escapes = (eight - ones * 0x20) | (eight + ones) | (quotes - ones) | (slashes - ones) | eight;
+    return (escapes & high) == 0;
 }
 
 static void put_characters(text_t *text, int kind, const void *data, Py_ssize_t length)
 {
     put_character(text, '"');
     Py_ssize_t i = 0;
-    if (kind == PyUnicode_1BYTE_KIND && text->end - text->at > length) { /* what most are: up to the first that is not plain */
+    /* Copy eight characters at a time, until one needs an escape. */
+    if (kind == PyUnicode_1BYTE_KIND && text->end - text->at > length) {
         const unsigned char *from = data;
         for (; length >= 8 && i < length; i += 8) {
             uint64_t eight;
             if (i > length - 8)
-                i = length - 8; /* the last eight */
+                i = length - 8; /* copy the last eight, of which some were copied before */
             memcpy(&eight, from + i, sizeof eight);
             if (!are_plain(eight))
                 break;
@@ -89,21 +88,11 @@ static void put_characters(text_t *text, int kind, const void *data, Py_ssize_t 
 
 static void put_number(text_t *text, long long number)
 {
-    static const char pairs[] = "00010203040506070809101112131415161718192021222324252627282930313233343536373839404142434445"
-                                "46474849505152535455565758596061626364656667686970717273747576777879808182838485868788899091"
-                                "9293949596979899";
     char digits[24], *at = digits + sizeof digits;
-    if (0 <= number && number < 10) {
-        put_character(text, (char)('0' + number));
-        return;
-    }
-    unsigned long long left = number < 0 ? 0 - (unsigned long long)number : (unsigned long long)number;
-    for (; left >= 100; left /= 100)
-        memcpy(at -= 2, pairs + left % 100 * 2, 2);
-    if (left >= 10)
-        memcpy(at -= 2, pairs + left * 2, 2);
-    else
-        *--at = (char)('0' + left);
+    unsigned long long remaining = number < 0 ? 0 - (unsigned long long)number : (unsigned long long)number;
+    do
+        *--at = (char)('0' + remaining % 10);
+    while ((remaining /= 10) > 0);
     if (number < 0)
         *--at = '-';
     put(text, at, (size_t)(digits + sizeof digits - at));
@@ -122,7 +111,8 @@ static void put_float(text_t *text, double value)
     }
 }
 
-/* Write one value. A subclass, such as an enumeration, is written as its base; null for values without JSON. */
+/* Write one value. An instance of a subclass, such as an enumeration, is written as its base. Write null for a value
+ * without JSON. */
 static void put_value(text_t *text, PyObject *value, int depth)
 {
     if (PyUnicode_Check(value)) {
@@ -153,18 +143,18 @@ static void put_value(text_t *text, PyObject *value, int depth)
     }
 }
 
-/* Encoded names by address: a service has few, and writes them with each span. */
+/* Encoded names by address. A service uses few names, and writes them with each span. */
 typedef struct {
     PyObject *name;
     size_t length;
     char text[NAME_TEXT_BYTES];
 } cached_name_t;
 
-static cached_name_t cached_names[NAMES_AT_HAND];
+static cached_name_t cached_names[NAMES_CACHED];
 
 static void put_name(text_t *text, PyObject *name)
 {
-    cached_name_t *cached = &cached_names[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
+    cached_name_t *cached = &cached_names[((uintptr_t)name >> 4) & (NAMES_CACHED - 1)];
     if (cached->name == name && text->end - text->at >= NAME_TEXT_BYTES) {
         memcpy(text->at, cached->text, NAME_TEXT_BYTES);
         text->at += cached->length;
@@ -189,7 +179,7 @@ static void put_pair(text_t *text, PyObject *name, PyObject *value)
     put_value(text, value, 0);
 }
 
-/* Write attributes by name, without those whose key is an object of ours. */
+/* Write attributes by name. Attributes whose key is an object of ours are left out. */
 static void put_attributes(text_t *text, PyObject *attributes)
 {
     PyObject *name, *value;
@@ -200,7 +190,7 @@ static void put_attributes(text_t *text, PyObject *attributes)
     put_character(text, '}');
 }
 
-/* Write the attributes of a site, pairs of name and value. Makes no object that the collector tracks. */
+/* Write the attributes of a site, which are pairs of name and value. Makes no object that the collector tracks. */
 static void put_pairs(text_t *text, PyObject *pairs)
 {
     put_word(text, text->at[-1] == '{' ? "\"attributes\":{" : ",\"attributes\":{");
@@ -212,26 +202,13 @@ static void put_pairs(text_t *text, PyObject *pairs)
     put_character(text, '}');
 }
 
-static size_t padded(size_t bytes)
+static size_t pad_size(size_t bytes)
 {
     return (bytes + 7) & ~(size_t)7;
 }
 
-/* Write a row's details, without the brace at the end. Return the begin of the attributes. */
-static char *put_detail(text_t *text, PyObject *error, PyObject *attributes)
-{
-    put_character(text, '{');
-    if (error != NULL && PyUnicode_CheckExact(error))
-        put_pair(text, str_error_key, error);
-    char *before = text->at;
-    if (attributes != NULL && PyDict_Check(attributes)) {
-        put_word(text, before[-1] == '{' ? "\"attributes\":" : ",\"attributes\":");
-        put_attributes(text, attributes);
-    }
-    return before;
-}
-
-/* Write the detail to the ring of details, before the row, so that a reader of the row finds it. */
+/* Write a record into the ring of details. The caller writes the row later, so that a reader of the row has its
+ * details. */
 static SELDOM void write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, PyObject *attributes)
 {
     part_t *part = &core->memory->at->parts[PART_DETAILS];
@@ -240,14 +217,21 @@ static SELDOM void write_detail(Core *core, uint64_t span_id, int64_t active_ns,
     detail_t *detail;
     text_t text;
     uint64_t used = part->used, room;
-    for (;; used += room) { /* in the rest of a block, or in the next one */
+    for (;; used += room) { /* use the rest of the block, or else the next block */
         room = DETAIL_BLOCK_BYTES - used % DETAIL_BLOCK_BYTES;
         detail = (detail_t *)(part_at(core->memory, PART_DETAILS) + used % part->slots);
         text = (text_t){.at = (char *)(detail + 1), .end = (char *)detail + room};
         if (room >= DETAIL_LEAST_BYTES) {
-            char *before = put_detail(&text, error, attributes);
+            put_character(&text, '{');
+            if (error != NULL && PyUnicode_CheckExact(error))
+                put_pair(&text, str_error_key, error);
+            char *before = text.at;
+            if (attributes != NULL && PyDict_Check(attributes)) {
+                put_word(&text, before[-1] == '{' ? "\"attributes\":" : ",\"attributes\":");
+                put_attributes(&text, attributes);
+            }
             int is_whole = !text.full && text.at < text.end;
-            if (!is_whole && room == DETAIL_BLOCK_BYTES) { /* without the attributes, whose size has no limit */
+            if (!is_whole && room == DETAIL_BLOCK_BYTES) { /* leave out the attributes, whose size has no limit */
                 part->unseen++;
                 text.full = 0;
                 text.at = before;
@@ -257,18 +241,18 @@ static SELDOM void write_detail(Core *core, uint64_t span_id, int64_t active_ns,
                 break;
         }
         if (room >= sizeof *detail)
-            memset(detail, 0, sizeof *detail); /* nothing more in this block */
+            memset(detail, 0, sizeof *detail); /* mark the rest of the block as empty */
     }
     detail->span_id = span_id;
     detail->active_ns = active_ns;
     detail->text_bytes = (uint32_t)(text.at - (char *)(detail + 1));
-    detail->size_bytes = (uint32_t)padded(sizeof *detail + detail->text_bytes);
+    detail->size_bytes = (uint32_t)pad_size(sizeof *detail + detail->text_bytes);
     __atomic_store_n(&part->used, used + detail->size_bytes, __ATOMIC_RELEASE);
 }
 
-/* Write the attributes of an open span to its frame's slot, as far as they fit: they describe it if it never ends. Too
- * many attributes of a request are also written to the details of rows. */
-static SELDOM void tell_attributes(Core *core, const frame_t *frame)
+/* Write the attributes of an open span that fit into its frame's slot. They describe the span if it never ends. If a
+ * request has more attributes, all are also written as a detail. */
+static SELDOM void write_open_attributes(Core *core, const frame_t *frame)
 {
     const part_t *frames = &core->memory->at->parts[PART_FRAMES], *part = &core->memory->at->parts[PART_ATTRIBUTES];
     uint64_t slot = ((uintptr_t)frame - (uintptr_t)part_at(core->memory, PART_FRAMES)) / frames->stride;
@@ -287,7 +271,7 @@ static SELDOM void tell_attributes(Core *core, const frame_t *frame)
             if (!PyUnicode_CheckExact(name))
                 continue;
             put_pair(&text, name, value);
-            if (text.full || text.at == text.end) { /* without this one */
+            if (text.full || text.at == text.end) { /* leave out this attribute */
                 is_whole = text.full = 0;
                 text.at = before;
             }
@@ -300,14 +284,14 @@ static SELDOM void tell_attributes(Core *core, const frame_t *frame)
         write_detail(core, frame->span_id, -1, NULL, frame->attributes);
 }
 
-/* Write the facts of a site, once. */
-static void tell_site(Core *core, PyObject *site)
+/* Write the facts of a site, unless they have been written. */
+static void describe_site(Core *core, PyObject *site)
 {
     if (core->memory == NULL)
         return;
     PyObject *address = PyLong_FromVoidPtr(site);
-    int known = address == NULL || core->told_sites == NULL ? 1 : PyDict_Contains(core->told_sites, address);
-    if (known != 0 || PyDict_SetItem(core->told_sites, address, Py_None) < 0)
+    int is_described = address == NULL || core->described_sites == NULL ? 1 : PyDict_Contains(core->described_sites, address);
+    if (is_described != 0 || PyDict_SetItem(core->described_sites, address, Py_None) < 0)
         goto end;
     part_t *part = &core->memory->at->parts[PART_FACTS];
     fact_t *fact = (fact_t *)(part_at(core->memory, PART_FACTS) + part->used);
@@ -331,7 +315,7 @@ static void tell_site(Core *core, PyObject *site)
         else
             put_pair(&text, name, value);
         Py_DECREF(value);
-        if (text.full || text.end - text.at < 1) { /* without this one */
+        if (text.full || text.end - text.at < 1) { /* leave out this fact */
             part->unseen++;
             text.full = 0;
             text.at = before;
@@ -341,14 +325,14 @@ static void tell_site(Core *core, PyObject *site)
     put_word(&text, "}");
     fact->site = (uint64_t)(uintptr_t)site;
     fact->text_bytes = (uint32_t)(text.at - (char *)(fact + 1));
-    fact->size_bytes = (uint32_t)padded(sizeof *fact + fact->text_bytes);
+    fact->size_bytes = (uint32_t)pad_size(sizeof *fact + fact->text_bytes);
     __atomic_store_n(&part->used, part->used + fact->size_bytes, __ATOMIC_RELEASE);
 end:
     PyErr_Clear();
     Py_XDECREF(address);
 }
 
-/* Write the thread's name, as far as it fits, for readers outside. */
+/* Write the name of a thread for readers, cut where it is too long. */
 static void write_label(char *label, PyObject *name)
 {
     text_t text = {.at = label, .end = label + LABEL_BYTES - 1};

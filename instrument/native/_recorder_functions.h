@@ -1,7 +1,8 @@
-/* Wrappers as the service sees them: each has all attributes of its function, and differs in calls only. Hot: calls
- * whose spans begin in another way than in `_recorder_callables.h`. A part of `_recorder.c`. */
+/* Wrappers as the service sees them: a wrapper has all attributes of its function, and differs only when it is called.
+ * Hot: calls whose spans begin otherwise than in `_recorder_callables.h`. A part of `_recorder.c`. */
 
-/* True if a call goes to the bare function, counted if it is muted. -1 with an exception of the host's. */
+/* Return true if a call goes to the bare function. Count it if the function is muted. Return -1 with an exception of
+ * the service set. */
 static int does_pass(Function *self, PyObject *const *args, size_t nargsf)
 {
     if (!self->core->on)
@@ -9,7 +10,7 @@ static int does_pass(Function *self, PyObject *const *args, size_t nargsf)
     if (self->passes != NULL && PyVectorcall_NARGS(nargsf) > 0) {
         PyObject *positional = positional_of_call(args, nargsf);
         PyObject *answer = positional == NULL ? NULL : PyObject_CallOneArg(self->passes, positional);
-        int passes = answer == NULL ? note_unless_hosts("passes") : answer == Py_True;
+        int passes = answer == NULL ? note_unless_of_service("passes") : answer == Py_True;
         Py_XDECREF(positional);
         Py_XDECREF(answer);
         if (passes != 0)
@@ -20,7 +21,7 @@ static int does_pass(Function *self, PyObject *const *args, size_t nargsf)
     return self->muted;
 }
 
-/* A call with the span of a scope: it may be a request, or have no span. */
+/* Call a function in a span as a scope has it: it may be a request, or may not begin. */
 static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *values = NULL;
@@ -28,7 +29,7 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
     int passes = does_pass(self, args, nargsf);
     if (passes != 0)
         return passes < 0 ? NULL : call_wrapped(self, args, nargsf, names);
-    if (at_hand()->uid == core->uid && is_stack_used_up())
+    if (thread_cache()->uid == core->uid && is_stack_used_up())
         return refuse_for_stack("calls of instrumented functions");
     if (self->attributes != NULL && read_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
         return NULL;
@@ -38,7 +39,7 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
     Py_XDECREF(values);
     PyObject *result = NULL;
     raised_t raised = {0};
-    if (frame != NULL || lose(core) == 0) {
+    if (frame != NULL || count_loss(core) == 0) {
         result = call_wrapped(self, args, nargsf, names);
         if (frame != NULL && result != NULL && self->results != NULL && read_result(core, self->results, result) < 0)
             Py_CLEAR(result);
@@ -46,7 +47,8 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
     if (frame != NULL) {
         if (result == NULL)
             raised = take_normal();
-        if (close_frame(core, frame, raised.value, 0, 0) < 0) { /* a signal handler raised: in place of what the call raised */
+        /* A signal handler raised: its exception replaces the call's. */
+        if (close_frame(core, frame, raised.value, 0, 0) < 0) {
             Py_CLEAR(result);
             drop_raised(raised);
         } else if (raised.type != NULL) {
@@ -59,50 +61,52 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
     return result;
 }
 
-/* The same for a function that returns an object which runs later: that object gets the span. */
+/* Call a function that returns a body which runs later. An object with the span replaces the body. */
 static PyObject *Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     static PyTypeObject *const types[] = {[GENERATOR] = &GeneratorType, [AWAITABLE] = &AwaitableType,
                                           [ASYNC_GENERATOR] = &AsyncGeneratorType};
-    PyObject *values = NULL, *made;
+    PyObject *values = NULL, *body;
     int passes = does_pass(self, args, nargsf);
     if (passes != 0)
         return passes < 0 ? NULL : call_wrapped(self, args, nargsf, names);
     if (self->attributes != NULL && read_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
         return NULL;
     Py_INCREF(self);
-    made = call_wrapped(self, args, nargsf, names);
-    PyObject *standing = made == NULL                ? NULL
-                         : self->form == COROUTINE ? stepped_coroutine(self, made, values)
-                                                   : new_stretch(self->core, types[(int)self->form], self->path.site, made, values);
-    if (standing != NULL || (made != NULL && lose(self->core) < 0))
-        Py_SETREF(made, standing);
+    body = call_wrapped(self, args, nargsf, names);
+    PyObject *stand_in = body == NULL                ? NULL
+                         : self->form == COROUTINE ? stepped_coroutine(self, body, values)
+                                                   : new_stretch(self->core, types[(int)self->form], self->path.site, body, values);
+    if (stand_in != NULL || (body != NULL && count_loss(self->core) < 0))
+        Py_SETREF(body, stand_in);
     Py_XDECREF(values);
     Py_DECREF(self);
-    return made;
+    return body;
 }
 
-enum { ARGUMENTS_MOST = 32 }; /* arguments of a call that submits work, for usual calls */
+enum { ARGUMENTS_MOST = 32 }; /* calls with more arguments submit work without a request */
 
-/* A call that submits a function to another thread: its first argument or, for `submit`, the one after the executor. */
+/* Call a function that submits its first argument to another thread. For `submit` it is the argument after the
+ * executor. */
 static PyObject *Function_call_to_hand_over(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf), place = self->form == SUBMIT;
-    Py_ssize_t all = count + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
+    Py_ssize_t total = count + (names == NULL ? 0 : PyTuple_GET_SIZE(names));
     char was_handing_over = is_handing_over;
-    if (!self->core->on || self->muted || is_handing_over || count <= place || all > ARGUMENTS_MOST)
+    if (!self->core->on || self->muted || is_handing_over || count <= place || total > ARGUMENTS_MOST)
         return call_wrapped(self, args, nargsf, names);
-    PyObject *given[ARGUMENTS_MOST], *taken = carried(self->core, args[place], self->form == SUBMIT ? self->path.site : NULL);
-    if (taken == NULL)
+    PyObject *arguments[ARGUMENTS_MOST];
+    PyObject *submitted = wrap_submitted(self->core, args[place], self->form == SUBMIT ? self->path.site : NULL);
+    if (submitted == NULL)
         return NULL;
-    memcpy(given, args, (size_t)all * sizeof *given);
-    given[place] = taken;
+    memcpy(arguments, args, (size_t)total * sizeof *arguments);
+    arguments[place] = submitted;
     Py_INCREF(self);
     is_handing_over = self->form == SUBMIT;
-    PyObject *result = call_wrapped(self, given, (size_t)count, names);
+    PyObject *result = call_wrapped(self, arguments, (size_t)count, names);
     is_handing_over = was_handing_over;
     Py_DECREF(self);
-    Py_DECREF(taken);
+    Py_DECREF(submitted);
     return result;
 }
 
@@ -142,37 +146,31 @@ static PyObject *Function_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->sites = Py_XNewRef(sites);
     self->decide = Py_XNewRef(decide);
     self->is_followed = (char)(sites != NULL && follow_changes(sites));
-    self->evaluate = evaluate == Py_None ? NULL : Py_NewRef(evaluate);
-    self->works = works == Py_None ? NULL : Py_NewRef(works);
-    self->attributes = attributes == Py_None ? NULL : Py_NewRef(attributes);
-    self->results = results == Py_None ? NULL : Py_NewRef(results);
-    self->passes = passes == Py_None ? NULL : Py_NewRef(passes);
+#define SET_UNLESS_NONE(field) self->field = field == Py_None ? NULL : Py_NewRef(field);
+    SET_UNLESS_NONE(evaluate) SET_UNLESS_NONE(works) SET_UNLESS_NONE(attributes)
+    SET_UNLESS_NONE(results) SET_UNLESS_NONE(passes)
     self->form = (char)form;
     self->core = (Core *)Py_NewRef(core);
-    self->uid = self->core->uid; /* never that of a thread without a ring, which is 0 */
+    self->uid = self->core->uid; /* not 0, which is the uid of a thread without a ring */
     self->wrapped = Py_NewRef(wrapped);
     self->path.site = Py_NewRef(site);
     self->vectorcall = entry_of(self);
     return (PyObject *)self;
 }
 
-#define HELD_BY_FUNCTION(EACH)                                                                                  \
+#define REFERENCES_Function(EACH)                                                                                  \
     EACH(core) EACH(wrapped) EACH(path.site) EACH(sites) EACH(decide) EACH(works) EACH(attributes) EACH(results)     \
     EACH(passes) EACH(pass)
 
-static int Function_traverse(Function *self, visitproc visit, void *arg)
-{
-    HELD_BY_FUNCTION(VISIT)
-    return 0;
-}
+TRAVERSE(Function)
 
 static void Function_dealloc(Function *self)
 {
     PyObject_GC_UnTrack(self);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs((PyObject *)self);
-    HELD_BY_FUNCTION(LET_GO)
-    forget_known(self);
+    REFERENCES_Function(RELEASE)
+    forget_cached(self);
     Py_XDECREF(self->evaluate);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -184,13 +182,14 @@ static PyObject *Function_get(PyObject *self, PyObject *instance, PyObject *Py_U
     return PyMethod_New(self, instance);
 }
 
-/* Pickle by name, as functions are: unpickling finds the object that the module then has. */
+/* Return the name to pickle by, as functions do. Unpickling takes the object that the module then has under the
+ * name. */
 static PyObject *Function_reduce(PyObject *self, PyObject *Py_UNUSED(none))
 {
     return PyObject_GetAttrString(self, "__qualname__");
 }
 
-/* All attributes other than the wrapper's own are the function's: __dict__, __code__, __defaults__, __wrapped__ ... */
+/* Set an attribute: of the function, such as __dict__ or __defaults__, except for the wrapper's own one. */
 static int Function_setattro(PyObject *self, PyObject *name, PyObject *value)
 {
     if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, "__instrument_pass__") == 0)
@@ -203,7 +202,8 @@ static PyMethodDef Function_methods[] = {
     {NULL},
 };
 
-/* `__doc__`, or `__class__`: `isinstance(f, FunctionType)` and `inspect.isfunction(f)` ask how to call it, like the function. */
+/* Return `__doc__` or `__class__` of the function. `isinstance(f, FunctionType)` and `inspect.isfunction(f)` then see a
+ * function. */
 static PyObject *Function_attribute(Function *self, void *name)
 {
     return PyObject_GetAttrString(self->wrapped, name);
@@ -214,11 +214,11 @@ static PyObject *Function_dict(Function *self, void *Py_UNUSED(closure))
     PyObject *names = PyObject_GetAttrString(self->wrapped, "__dict__");
     if (names != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
         return names;
-    PyErr_Clear(); /* of what is made in C */
+    PyErr_Clear(); /* a callable made in C has no dict */
     return PyDict_New();
 }
 
-/* A retired wrapper has none, nor has one whose instances have sites of their own. */
+/* Return the site. A retired wrapper has none, nor has a wrapper whose instances have sites of their own. */
 static PyObject *Function_site(Function *self, void *name)
 {
     if (self->sites == NULL && !(self->muted && self->pass == NULL))
@@ -255,28 +255,25 @@ static int Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(cl
 static PyGetSetDef Function_getset[] = {
     {"__class__", (getter)Function_attribute, NULL, NULL, "__class__"},
     {"__instrument_pass__", (getter)Function_pass, (setter)Function_set_pass,
-     "what counts the calls that pass without a span; False: they do, and nothing counts them; None: none does", NULL},
+     "the counter of calls that pass without a span; False if they are not counted, None if none pass", NULL},
     {"__dict__", (getter)Function_dict, NULL, NULL, NULL},
     {"__doc__", (getter)Function_attribute, NULL, NULL, "__doc__"},
     {"__instrument__", (getter)Function_site, NULL, "its site", "__instrument__"},
-    {"__instrument_layers__", (getter)Function_has_sites, NULL, "True where each instance has a site",
+    {"__instrument_layers__", (getter)Function_has_sites, NULL, "True if each instance has a site",
      "__instrument_layers__"},
     {NULL},
 };
 
 static PyMemberDef Function_members[] = {
-    {"__instrument_function__", T_OBJECT, offsetof(Function, wrapped), READONLY, "the function that it wraps"},
+    {"__instrument_function__", T_OBJECT, offsetof(Function, wrapped), READONLY, "the wrapped function"},
     {NULL},
 };
 
 static PyTypeObject FunctionType_ = {
-    PyVarObject_HEAD_INIT(&StandInType, 0)
-    .tp_name = "instrument.native._recorder.Function",
-    .tp_basicsize = SIZE_IN_LINES(Function),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    .tp_new = Function_new,
-    .tp_dealloc = (destructor)Function_dealloc,
+    TYPE(Function, &StandInType, "instrument.native._recorder.Function", SIZE_IN_LINES(Function),
+         Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR),
     .tp_traverse = (traverseproc)Function_traverse,
+    .tp_new = Function_new,
     .tp_repr = StandIn_repr,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Function, vectorcall),
@@ -318,17 +315,15 @@ static PyTypeObject OtherFunctionType = {
 static PyTypeObject *type_for(PyObject *wrapped)
 {
     PyTypeObject *type = Py_TYPE(wrapped);
-    if (PyObject_TypeCheck(wrapped, &FunctionType_)) /* by a decorator and by a rule */
+    if (PyObject_TypeCheck(wrapped, &FunctionType_)) /* a function that both a decorator and a rule wrap */
         return type;
     return PyFunction_Check(wrapped) ? &FunctionType_
            : type == cached_type     ? &CachedFunctionType
                                      : &OtherFunctionType;
 }
 
-/* ------------------------------------------------------------------ types */
-
-/* The type that a type of ours replaces, or the type itself. */
-static PyTypeObject *stood_for(PyTypeObject *type)
+/* Return the type that a type of ours replaces, or the type itself: borrowed. */
+static PyTypeObject *replaced_type(PyTypeObject *type)
 {
     return type == &FunctionType_                                ? &PyFunction_Type
            : type == &CachedFunctionType && cached_type != NULL  ? cached_type
@@ -340,19 +335,19 @@ static PyTypeObject *stood_for(PyTypeObject *type)
 
 static Py_hash_t StandIn_hash(PyObject *type)
 {
-    return PyBaseObject_Type.tp_hash((PyObject *)stood_for((PyTypeObject *)type));
+    return PyBaseObject_Type.tp_hash((PyObject *)replaced_type((PyTypeObject *)type));
 }
 
 static PyObject *StandIn_compare(PyObject *type, PyObject *other, int operation)
 {
     if (!PyType_Check(other) || (operation != Py_EQ && operation != Py_NE))
         Py_RETURN_NOTIMPLEMENTED;
-    int is_equal = stood_for((PyTypeObject *)type) == stood_for((PyTypeObject *)other);
+    int is_equal = replaced_type((PyTypeObject *)type) == replaced_type((PyTypeObject *)other);
     return PyBool_FromLong(is_equal == (operation == Py_EQ));
 }
 
-/* The type of types that replace others. They equal the replaced types, so that tables by type find an entry (`pickle`,
- * `copy`, `dill`, caches by a function's content). */
+/* The type of types that replace others. They equal the types that they replace, so that tables by type have an entry
+ * for them, as those of `pickle`, `copy` and `dill` do. */
 static PyTypeObject StandInType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "instrument.native._recorder.StandIn",
@@ -369,13 +364,13 @@ static int ready_stand_ins(void)
     Py_XDECREF(functools);
     if (cached == NULL)
         return -1;
-    cached_type = (PyTypeObject *)cached; /* of the process */
+    cached_type = (PyTypeObject *)cached; /* kept until the process ends */
     PyTypeObject *types[] = {&StandInType, &FunctionType_, &CachedFunctionType, &OtherFunctionType, &CoroutineType,
                              &GeneratorType, &AwaitableType, &AsyncGeneratorType};
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyType_Ready(types[i]) < 0)
             return -1;
-    /* Only `await` steps a coroutine, by its slot. */
+    /* A coroutine has no `__next__`: only `await` steps it, by its slot. */
     if (PyDict_DelItemString(CoroutineType.tp_dict, "__next__") < 0 ||
         PyDict_DelItemString(CachedFunctionType.tp_dict, "__doc__") < 0 ||
         PyDict_DelItemString(OtherFunctionType.tp_dict, "__doc__") < 0)

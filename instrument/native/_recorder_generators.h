@@ -1,6 +1,7 @@
-/* Hot: spans of generators, also awaitable ones: they are current only while the body runs. A part of `_recorder.c`. */
+/* Hot: spans of generators, also of awaitable ones. They are current only while the body runs. A part of
+ * `_recorder.c`. */
 
-/* Return an object that replaces a function's generator and has a span of a site. NULL with an exception. */
+/* Return an object that replaces a function's generator, and has a span: a new reference, NULL with an exception. */
 static PyObject *new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyObject *body, PyObject *attributes)
 {
     Stretch *self = (Stretch *)type->tp_alloc(type, 0);
@@ -10,15 +11,12 @@ static PyObject *new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyO
     self->core = (Core *)Py_NewRef(core);
     self->site = Py_NewRef(site);
     self->attributes = Py_XNewRef(attributes);
-    self->next = self->core->stretches;
-    if (self->next != NULL)
-        self->next->previous = self;
-    self->core->stretches = self;
+    LINK(self->core->stretches, self);
     self->listed = 1;
     return (PyObject *)self;
 }
 
-/* Free the scopes that a suspended body left open, which are in no chain. */
+/* Free the scopes that a suspended body left open. They are in no chain. */
 static void drop_inner(Stretch *self)
 {
     frame_t *inner = self->inner;
@@ -26,7 +24,7 @@ static void drop_inner(Stretch *self)
     release_chain(inner, self->frame != NULL ? self->frame->frame : NULL);
 }
 
-#define HELD_BY_STRETCH(EACH) EACH(body) EACH(frame) EACH(parent) EACH(stepped) EACH(core) EACH(site) EACH(attributes)
+#define REFERENCES_Stretch(EACH) EACH(body) EACH(frame) EACH(parent) EACH(stepped) EACH(core) EACH(site) EACH(attributes)
 
 static void end_dropped_body(Stretch *);
 
@@ -35,32 +33,22 @@ static void Stretch_dealloc(Stretch *self)
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs((PyObject *)self);
     if (self->frame != NULL && self->frame->frame->state != CLOSED) {
-        Py_SET_REFCNT(self, 1); /* the host's code may run, and the collector may visit it */
+        Py_SET_REFCNT(self, 1); /* code of the service may run, and the collector may visit the object */
         end_dropped_body(self);
     }
     PyObject_GC_UnTrack(self);
-    if (self->listed) {
-        if (self->previous != NULL)
-            self->previous->next = self->next;
-        else
-            self->core->stretches = self->next;
-        if (self->next != NULL)
-            self->next->previous = self->previous;
-    }
+    if (self->listed)
+        UNLINK(self->core->stretches, self);
     drop_inner(self);
     if (self->frame != NULL)
         self->frame->stretch = NULL;
-    HELD_BY_STRETCH(LET_GO)
+    REFERENCES_Stretch(RELEASE)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static int Stretch_traverse(Stretch *self, visitproc visit, void *arg)
-{
-    HELD_BY_STRETCH(VISIT)
-    return 0;
-}
+TRAVERSE(Stretch)
 
-/* The span goes on in this thread and task. */
+/* Move an open span to this thread and task, where it is resumed. */
 static void move_frame(frame_t *frame, Ring *ring, uint64_t task)
 {
     frame->task = task;
@@ -70,13 +58,13 @@ static void move_frame(frame_t *frame, Ring *ring, uint64_t task)
     }
 }
 
-/* A scope pauses with its generator: an await around the generator meanwhile is no wait of the scope. */
+/* Pause a scope with its generator. While the generator is suspended, an await around it is no wait of the scope. */
 static void leave_steps(frame_t *frame, int64_t now_ns)
 {
     Frame *self = (Frame *)frame->self;
     if (self == NULL || self->stepped == NULL)
         return;
-    self->waited_before_ns = waited_since_begin(self, now_ns); /* so far, until it goes on */
+    self->waited_before_ns = waited_since_begin(self, now_ns); /* the wait so far, until the scope is resumed */
     leave_stepped(self);
 }
 
@@ -85,15 +73,15 @@ static void follow_steps(frame_t *frame)
     Frame *self = (Frame *)frame->self;
     if (self == NULL || self->stepped != NULL || !is_stepped_in(frame->task))
         return;
-    self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand()->stepping);
-    self->waited_before_ns = at_hand()->stepping->waited_ns - self->waited_before_ns;
+    self->stepped = (Stepped *)Py_NewRef((PyObject *)thread_cache()->stepping);
+    self->waited_before_ns = thread_cache()->stepping->waited_ns - self->waited_before_ns;
 }
 
-static int finish(Stretch *, PyObject *);
+static int finish_span(Stretch *, PyObject *);
 
-/* Resume the body; -1 with an exception of the host's. If its site is muted, begin no span, or end the open one, and go
- * on without. If scopes are open inside, wait with that until they are closed. */
-static int resume(Stretch *self)
+/* Resume the span before the body runs. If the site is muted, begin no span, or end an open one in which no scope is
+ * open. Return -1 with an exception of the service set. */
+static int resume_span(Stretch *self)
 {
     Core *core = self->core;
     if (self->lost)
@@ -105,67 +93,67 @@ static int resume(Stretch *self)
             count_passed(pass);
         } else {
             pass->cut++;
-            return finish(self, Py_None);
+            return finish_span(self, Py_None);
         }
         return 0;
     }
     if (self->frame == NULL) {
-        if (at_hand()->uid == core->uid && is_stack_used_up()) {
+        if (thread_cache()->uid == core->uid && is_stack_used_up()) {
             refuse_for_stack("steps of instrumented generators");
             return -1;
         }
         self->frame = open_frame(core, self->site, NULL, self->attributes, OPEN);
         if (self->frame == NULL) {
             self->lost = 1;
-            return lose(core);
+            return count_loss(core);
         }
         self->frame->stretch = self;
-        leave_stepped(self->frame); /* its caller may wait while it is paused */
+        leave_stepped(self->frame); /* its caller may wait while the generator is suspended */
         self->resumed_ns = self->frame->frame->start_ns;
         return 0;
     }
     Ring *ring;
     Current *current = current_of(core, &ring);
-    if (current == NULL) { /* the span goes on, but is not current during this step */
-        return forgive();
+    if (current == NULL) { /* the span stays open, but is not current in this step */
+        return clear_fault();
     }
-    frame_t *own = self->frame->frame;
+    frame_t *span = self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t gap_ns = now_ns - self->suspended_ns;
     frame_t *frame = self->inner;
-    if (frame == NULL) /* finished already */
+    if (frame == NULL) /* the span has ended */
         return 0;
-    totals_t *totals = totals_here(ring, own->node);
+    totals_t *totals = totals_here(ring, span->node);
     if (totals != NULL)
         totals->steps++;
     Py_INCREF(ring);
     Py_INCREF(current);
-    for (; frame != own; frame = frame->above) {
-        /* A scope left open across a yield did not work meanwhile. */
+    for (; frame != span; frame = frame->above) {
+        /* A scope that was left open across a yield did no work meanwhile. */
         frame->children_ns += gap_ns;
         frame->counted_from_ns += gap_ns;
         move_frame(frame, ring, current->task);
         follow_steps(frame);
     }
-    move_frame(own, ring, current->task);
-    own->above = current->top; /* the references of the inner chain move with it */
+    move_frame(span, ring, current->task);
+    span->above = current->top; /* the chain takes over the references of the inner frames */
     current->top = self->inner;
     self->inner = NULL;
     frame = current->top;
     if (publishes_requests_alone(core, current))
-        while (frame != own && !is_request_itself(frame))
+        while (frame != span && !is_request_itself(frame))
             frame = frame->above;
     publish_begun(core, current, frame);
     self->resumed_ns = now_ns;
     Py_DECREF(current);
     Py_DECREF(ring);
-    if (own->pair != NULL && tell_pair(str_resume, &own->pair, 1) < 0)
+    if (span->pair != NULL && call_pair(str_resume, &span->pair, 1) < 0)
         return -1;
     return 0;
 }
 
-/* The identity of the current span here for other contexts; a new reference, NULL for none. */
-static Published *parent_here(Current *current)
+/* Return the identity of the current span here: a new reference, NULL for none. */
+static Published *current_identity(Current *current)
 {
     frame_t *frame = current->top;
     while (frame != NULL && frame->state == CLOSED)
@@ -180,69 +168,69 @@ static Published *parent_here(Current *current)
     return first;
 }
 
-static int suspend(Stretch *self)
+static int suspend_span(Stretch *self)
 {
     Core *core = self->core;
     if (self->frame == NULL || self->inner != NULL)
         return 0;
-    frame_t *own = self->frame->frame;
+    frame_t *span = self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t step_ns = now_ns - self->resumed_ns;
     Ring *ring;
     Current *current = current_of(core, &ring);
     if (current == NULL)
-        return forgive();
+        return clear_fault();
     self->active_ns += step_ns;
     self->suspended_ns = now_ns;
     frame_t *frame = current->top;
-    while (frame != NULL && frame != own)
+    while (frame != NULL && frame != span)
         frame = frame->above;
     if (frame == NULL)
-        return 0; /* ended elsewhere */
+        return 0; /* other code has ended it */
     self->inner = current->top;
-    current->top = own->above;
-    frame_t *caller = own->above;
-    own->above = NULL;
+    current->top = span->above;
+    frame_t *caller = span->above;
+    span->above = NULL;
     if (caller == NULL && current->base != NULL)
         caller = current->base->frame;
     if (caller != NULL)
-        caller->has_rows = 1; /* as soon as this has ended */
-    if (caller != NULL && caller->ring == ring && caller->task == own->task) {
+        caller->has_rows = 1; /* as it will when this span has ended */
+    if (caller != NULL && caller->ring == ring && caller->task == span->task) {
         caller->children_ns += step_ns;
         if (self->stepped != NULL) {
-            count_waited_above(caller, self->stepped->waited_ns - self->waited_told_ns);
-            self->waited_told_ns = self->stepped->waited_ns;
+            count_waited_above(caller, self->stepped->waited_ns - self->waited_counted_ns);
+            self->waited_counted_ns = self->stepped->waited_ns;
         }
     }
     Py_INCREF(current);
     uint64_t published_id = current->published_id;
     if (self->stepped == NULL)
-        for (frame = self->inner; frame != own; frame = frame->above)
+        for (frame = self->inner; frame != span; frame = frame->above)
             leave_steps(frame, now_ns);
     frame = self->inner;
-    while (frame != own && frame->span_id != published_id)
+    while (frame != span && frame->span_id != published_id)
         frame = frame->above;
     publish_rest(core, current, frame->span_id);
     if (!self->has_parent) {
         self->has_parent = 1;
-        self->parent = parent_here(current);
+        self->parent = current_identity(current);
     }
     Py_DECREF(current);
-    if (own->pair != NULL && tell_pair(str_pause, &own->pair, 1) < 0)
+    if (span->pair != NULL && call_pair(str_pause, &span->pair, 1) < 0)
         return -1;
     return 0;
 }
 
-/* The body is paused, for it has yielded an item. */
-static int yielded(Stretch *self)
+/* Suspend the span, and count the item that the body has yielded. Return -1 with an exception of the service set. */
+static int count_item(Stretch *self)
 {
-    if (suspend(self) < 0)
+    if (suspend_span(self) < 0)
         return -1;
     if (self->inner == NULL)
         return 0;
     int64_t gap_ns = self->suspended_ns - self->last_item_ns;
     self->last_item_ns = self->suspended_ns;
-    if (gap_ns > self->longest_gap_ns) { /* always for the first item, since `last_item_ns` is 0 then */
+    if (gap_ns > self->longest_gap_ns) { /* true for the first item, as `last_item_ns` is 0 before */
         if (self->items == 0)
             self->first_item_ns = self->suspended_ns;
         else
@@ -252,8 +240,9 @@ static int yielded(Stretch *self)
     return 0;
 }
 
-/* Add the attributes on its items, except names that the service has set. -1 with an exception of the host's. */
-static int tell_items(Stretch *self)
+/* Set the attributes about the items, except names that the service has set. Return -1 with an exception of the service
+ * set. */
+static int add_item_facts(Stretch *self)
 {
     frame_t *frame = self->frame->frame;
     struct {
@@ -264,34 +253,34 @@ static int tell_items(Stretch *self)
                  {str_last_item, self->last_item_ns - frame->start_ns},
                  {str_longest_gap, self->longest_gap_ns}};
     PyObject *before = Py_XNewRef(frame->attributes);
-    PyObject *made = before != NULL && PyDict_Check(before) ? PyDict_Copy(before) : PyDict_New();
-    for (int i = 0; made != NULL && i < (self->items > 1 ? 4 : 3); i++) {
-        if (PyDict_Contains(made, facts[i].name) != 0)
+    PyObject *attributes = before != NULL && PyDict_Check(before) ? PyDict_Copy(before) : PyDict_New();
+    for (int i = 0; attributes != NULL && i < (self->items > 1 ? 4 : 3); i++) {
+        if (PyDict_Contains(attributes, facts[i].name) != 0)
             continue;
         PyObject *value = PyLong_FromLongLong(facts[i].value);
-        if (value == NULL || put_attribute(self->core, made, facts[i].name, value) < 0)
-            Py_CLEAR(made);
+        if (value == NULL || put_attribute(self->core, attributes, facts[i].name, value) < 0)
+            Py_CLEAR(attributes);
         Py_XDECREF(value);
     }
-    if (made != NULL && frame->state != CLOSED && frame->attributes == before) {
-        Py_XSETREF(frame->attributes, made);
-    } else { /* without memory, or a finaliser of the host's has come in between */
-        count(self->core, NO_DETAILS);
-        Py_XDECREF(made);
+    if (attributes != NULL && frame->state != CLOSED && frame->attributes == before) {
+        Py_XSETREF(frame->attributes, attributes);
+    } else { /* without memory, or a finaliser of the service changed the span */
+        count_event(self->core, NO_DETAILS);
+        Py_XDECREF(attributes);
     }
     Py_XDECREF(before);
-    return forgive();
+    return clear_fault();
 }
 
-static int finish(Stretch *self, PyObject *error)
+static int finish_span(Stretch *self, PyObject *error)
 {
     if (self->frame == NULL || self->frame->frame->state == CLOSED)
         return 0;
     frame_t *frame = self->frame->frame;
-    if (self->inner == NULL) { /* a signal handler has ended it in the middle of a step */
+    if (self->inner == NULL) { /* a signal handler of the service has ended the step early */
         PyObject *pair = frame->pair;
         frame->pair = NULL;
-        int failed = suspend(self);
+        int failed = suspend_span(self);
         frame->pair = pair;
         if (failed < 0)
             return -1;
@@ -299,7 +288,7 @@ static int finish(Stretch *self, PyObject *error)
             return 0;
     }
     int64_t end_ns = read_clock(self->core);
-    if (self->items > 0 && tell_items(self) < 0)
+    if (self->items > 0 && add_item_facts(self) < 0)
         return -1;
     frame->state = CLOSED;
     PyObject *published = take_published(frame);
@@ -311,20 +300,20 @@ static int finish(Stretch *self, PyObject *error)
     drop_inner(self);
     Ring *ring = ring_of(self->core);
     if (ring == NULL)
-        return lose(self->core);
+        return count_loss(self->core);
     Py_INCREF(ring);
     PyObject *name = name_of_end(self->core, frame, error);
     int64_t waited_ns = self->stepped != NULL ? self->stepped->waited_ns : 0;
     waited_ns = waited_ns < self->active_ns ? waited_ns : self->active_ns;
     leave_stepped(self->frame);
-    store(self->core, ring, frame, end_ns, self->active_ns - waited_ns, waited_ns, name);
+    store_span(self->core, ring, frame, end_ns, self->active_ns - waited_ns, waited_ns, name);
     Py_XDECREF(name);
     int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
     Py_DECREF(ring);
     return failed ? -1 : 0;
 }
 
-/* An awaiter of a step of the body, which may be suspended in it. */
+/* Return what awaits a step of the body, which may be suspended: a new reference, NULL with an exception. */
 static PyObject *Stretch_stepped(Stretch *self, PyObject *awaitable)
 {
     if (self->frame == NULL || self->frame->frame->state == CLOSED || !is_awaitable(awaitable))
@@ -346,20 +335,20 @@ static PyObject *Stretch_stepped(Stretch *self, PyObject *awaitable)
 }
 
 
-/* True if its steps have no span. */
+/* Return true if the steps of the body have no span. */
 static inline int has_no_span(const Stretch *self)
 {
-    return self->is_running /* the body reports that itself */ || self->lost ||
+    return self->is_running /* the body raises its own error */ || self->lost ||
            (self->frame != NULL && self->frame->frame->state == CLOSED);
 }
 
-/* A step of the body has ended. Returns how, or that our end of its span has raised. */
+/* End a step of the body. Return the same outcome, or an error if ending the span has raised. */
 static PySendResult end_body_step(Stretch *self, PySendResult ended, PyObject **result)
 {
     raised_t raised = {0};
     self->is_running = 0;
     if (ended == PYGEN_NEXT) {
-        if ((Py_TYPE(self) == &AwaitableType ? suspend(self) : yielded(self)) == 0)
+        if ((Py_TYPE(self) == &AwaitableType ? suspend_span(self) : count_item(self)) == 0)
             return ended;
         ended = PYGEN_ERROR;
     }
@@ -369,7 +358,7 @@ static PySendResult end_body_step(Stretch *self, PySendResult ended, PyObject **
     }
     int is_end = raised.type == NULL || PyErr_GivenExceptionMatches(raised.type, PyExc_GeneratorExit) ||
                  PyErr_GivenExceptionMatches(raised.type, PyExc_StopAsyncIteration);
-    if (suspend(self) == 0 && finish(self, is_end || raised.value == NULL ? Py_None : raised.value) == 0) {
+    if (suspend_span(self) == 0 && finish_span(self, is_end || raised.value == NULL ? Py_None : raised.value) == 0) {
         raise_again(raised);
         return ended;
     }
@@ -383,7 +372,7 @@ static PySendResult Generator_step(Stretch *self, PyObject *value, PyObject **re
     *result = NULL;
     if (has_no_span(self) || (self->frame == NULL && value != Py_None))
         return PyIter_Send(self->body, value, result);
-    if (resume(self) < 0)
+    if (resume_span(self) < 0)
         return PYGEN_ERROR;
     if (has_no_span(self))
         return PyIter_Send(self->body, value, result);
@@ -403,10 +392,10 @@ static PyObject *Generator_throw(Stretch *self, PyObject *const *args, Py_ssize_
 {
     PyObject *result;
     int has_span = self->frame != NULL && !has_no_span(self);
-    if (has_span && resume(self) < 0)
+    if (has_span && resume_span(self) < 0)
         return NULL;
     self->is_running |= (char)has_span;
-    PySendResult ended = thrown(self->body, args, nargs, &result);
+    PySendResult ended = throw_into(self->body, args, nargs, &result);
     if (has_span)
         ended = end_body_step(self, ended, &result);
     return as_of_iterator(ended, result);
@@ -416,35 +405,33 @@ static PyObject *Generator_close(Stretch *self, PyObject *Py_UNUSED(none))
 {
     if (self->frame == NULL || has_no_span(self))
         return close_body(self->body);
-    if (resume(self) < 0)
+    if (resume_span(self) < 0)
         return NULL;
     self->is_running = 1;
-    PyObject *given = close_body(self->body);
-    end_body_step(self, given == NULL ? PYGEN_ERROR : PYGEN_RETURN, &given);
-    return given;
+    PyObject *result = close_body(self->body);
+    end_body_step(self, result == NULL ? PYGEN_ERROR : PYGEN_RETURN, &result);
+    return result;
 }
 
-/* Close the body of a generator that has no user left. The body itself reports what its closing raises. */
+/* Close the body of a generator that has no references left. The body itself reports what its closing raises. */
 static void end_dropped_body(Stretch *self)
 {
     raised_t raised = take_raised();
-    if (Py_TYPE(self) != &AsyncGeneratorType && !self->is_running && resume(self) < 0)
+    if (Py_TYPE(self) != &AsyncGeneratorType && !self->is_running && resume_span(self) < 0)
         PyErr_WriteUnraisable(NULL);
     Py_CLEAR(self->body);
-    if (suspend(self) < 0 || finish(self, Py_None) < 0)
+    if (suspend_span(self) < 0 || finish_span(self, Py_None) < 0)
         PyErr_WriteUnraisable(NULL);
     raise_again(raised);
 }
 
-/* ------------------------------------------------------------------ async generators */
-
-/* The awaitable of a step of an async generator. Takes the reference of the body's awaitable, and returns that without
- * memory. */
+/* Return the awaitable for a step of an async generator: a new reference, NULL with an exception. Takes the reference
+ * to the body's awaitable. Without memory it returns that one. */
 static PyObject *new_async_step(Stretch *generator, PyObject *awaitable, int closes)
 {
     AsyncStep *self = awaitable == NULL ? NULL : (AsyncStep *)AsyncStepType.tp_alloc(&AsyncStepType, 0);
     if (self == NULL) {
-        if (awaitable != NULL && lose(generator->core) < 0)
+        if (awaitable != NULL && count_loss(generator->core) < 0)
             Py_CLEAR(awaitable);
         return awaitable;
     }
@@ -454,13 +441,13 @@ static PyObject *new_async_step(Stretch *generator, PyObject *awaitable, int clo
     return (PyObject *)self;
 }
 
-/* -1 with an exception. */
+/* Begin a step of an async generator. Return -1 with an exception set. */
 static int begin_async_step(AsyncStep *self, int may_begin)
 {
     Stretch *generator = self->generator;
     self->has_begun = 1;
     if (!has_no_span(generator) && (generator->frame != NULL || (may_begin && !self->closes))) {
-        if (resume(generator) < 0)
+        if (resume_span(generator) < 0)
             return -1;
         generator->is_running = self->is_ours = (char)!has_no_span(generator);
     }
@@ -468,7 +455,7 @@ static int begin_async_step(AsyncStep *self, int may_begin)
     return self->steps == NULL ? -1 : 0;
 }
 
-/* As `end_body_step`: the result is an item, except of `aclose`. */
+/* End a step as `end_body_step`. A result is an item, except that of `aclose`. */
 static PySendResult end_async_step(AsyncStep *self, PySendResult ended, PyObject **result)
 {
     if (ended == PYGEN_NEXT || !self->is_ours)
@@ -500,26 +487,26 @@ static PyObject *AsyncStep_throw(AsyncStep *self, PyObject *const *args, Py_ssiz
         end_async_step(self, PYGEN_ERROR, &result);
         return NULL;
     }
-    PySendResult ended = thrown(self->steps, args, nargs, &result);
+    PySendResult ended = throw_into(self->steps, args, nargs, &result);
     ended = end_async_step(self, ended, &result);
     return as_of_iterator(ended, result);
 }
 
 static PyObject *AsyncStep_close(AsyncStep *self, PyObject *Py_UNUSED(none))
 {
-    PyObject *given = close_body(self->steps != NULL ? self->steps : self->awaitable);
+    PyObject *result = close_body(self->steps != NULL ? self->steps : self->awaitable);
     if (self->is_ours) {
         self->is_ours = 0;
-        end_body_step(self->generator, given == NULL ? PYGEN_ERROR : PYGEN_RETURN, &given);
+        end_body_step(self->generator, result == NULL ? PYGEN_ERROR : PYGEN_RETURN, &result);
     }
-    return given;
+    return result;
 }
 
-#define HELD_BY_STEP(EACH) EACH(steps) EACH(awaitable) EACH(generator)
+#define REFERENCES_AsyncStep(EACH) EACH(steps) EACH(awaitable) EACH(generator)
 
 static void AsyncStep_dealloc(AsyncStep *self)
 {
-    if (self->is_ours) { /* given up in the middle */
+    if (self->is_ours) { /* the awaitable was dropped before the step ended */
         Py_SET_REFCNT(self, 1);
         PyObject *none;
         raised_t raised = take_raised();
@@ -530,15 +517,11 @@ static void AsyncStep_dealloc(AsyncStep *self)
         raise_again(raised);
     }
     PyObject_GC_UnTrack(self);
-    HELD_BY_STEP(LET_GO)
+    REFERENCES_AsyncStep(RELEASE)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static int AsyncStep_traverse(AsyncStep *self, visitproc visit, void *arg)
-{
-    HELD_BY_STEP(VISIT)
-    return 0;
-}
+TRAVERSE(AsyncStep)
 
 static PyObject *AsyncGenerator_next(Stretch *self)
 {
@@ -568,26 +551,13 @@ static PyObject *AsyncGenerator_aclose(Stretch *self, PyObject *Py_UNUSED(none))
     return async_step_by(self, "aclose", NULL, 0, 1);
 }
 
-/* ------------------------------------------------------------------ as the body that each replaces */
-
-static PyMethodDef Generator_methods[] = {
-    {"send", (PyCFunction)StandIn_send, METH_O, "Go on with a value."},
-    {"throw", (PyCFunction)(void (*)(void))Generator_throw, METH_FASTCALL, "Go on with an exception."},
-    {"close", (PyCFunction)Generator_close, METH_NOARGS, "Go on no more."},
-    {NULL},
-};
+static PyMethodDef Generator_methods[] = {METHODS_OF_STEPPED(Generator), {NULL}};
+static PyMethodDef AsyncStep_methods[] = {METHODS_OF_STEPPED(AsyncStep), {NULL}};
 
 static PyMethodDef AsyncGenerator_methods[] = {
-    {"asend", (PyCFunction)AsyncGenerator_asend, METH_O, "Go on with a value."},
-    {"athrow", (PyCFunction)(void (*)(void))AsyncGenerator_athrow, METH_FASTCALL, "Go on with an exception."},
-    {"aclose", (PyCFunction)AsyncGenerator_aclose, METH_NOARGS, "Go on no more."},
-    {NULL},
-};
-
-static PyMethodDef AsyncStep_methods[] = {
-    {"send", (PyCFunction)StandIn_send, METH_O, "Go on with a value."},
-    {"throw", (PyCFunction)(void (*)(void))AsyncStep_throw, METH_FASTCALL, "Go on with an exception."},
-    {"close", (PyCFunction)AsyncStep_close, METH_NOARGS, "Go on no more."},
+    METHOD(AsyncGenerator, asend, METH_O, "Resume with a value."),
+    METHOD(AsyncGenerator, athrow, METH_FASTCALL, "Resume with an exception."),
+    METHOD(AsyncGenerator, aclose, METH_NOARGS, "End the body."),
     {NULL},
 };
 
@@ -596,12 +566,8 @@ static PyAsyncMethods Awaitable_async = {.am_send = (sendfunc)Generator_step, .a
 static PyAsyncMethods AsyncGenerator_async = {.am_aiter = PyObject_SelfIter, .am_anext = (unaryfunc)AsyncGenerator_next};
 static PyAsyncMethods AsyncStep_async = {.am_send = (sendfunc)AsyncStep_step, .am_await = PyObject_SelfIter};
 
-#define STRETCH_TYPE(name)                                                                                         \
-    PyVarObject_HEAD_INIT(&StandInType, 0)                                                                         \
-    .tp_name = name,                                                                                               \
-    .tp_basicsize = SIZE_IN_LINES(Stretch),                                                                               \
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,                       \
-    .tp_dealloc = (destructor)Stretch_dealloc,                                                                     \
+#define STRETCH_TYPE(name)                                                                                             \
+    TYPE(Stretch, &StandInType, name, SIZE_IN_LINES(Stretch), Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION), \
     .tp_traverse = (traverseproc)Stretch_traverse,                                                                 \
     .tp_repr = StandIn_repr,                                                                                       \
     .tp_getattro = StandIn_getattro,                                                                               \
@@ -617,7 +583,7 @@ static PyTypeObject GeneratorType = {
     .tp_methods = Generator_methods,
 };
 
-/* For `types.coroutine`: its yields are for the event loop, and no items. */
+/* A generator of `types.coroutine`. It yields to the event loop, not to a reader of items. */
 static PyTypeObject AwaitableType = {
     STRETCH_TYPE("generator"),
     .tp_as_async = &Awaitable_async,
@@ -633,11 +599,7 @@ static PyTypeObject AsyncGeneratorType = {
 };
 
 static PyTypeObject AsyncStepType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "async_generator_asend",
-    .tp_basicsize = sizeof(AsyncStep),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_dealloc = (destructor)AsyncStep_dealloc,
+    TYPE(AsyncStep, NULL, "async_generator_asend", sizeof(AsyncStep), Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION),
     .tp_traverse = (traverseproc)AsyncStep_traverse,
     .tp_as_async = &AsyncStep_async,
     .tp_iter = PyObject_SelfIter,

@@ -1,12 +1,11 @@
-/* Hot: the keys of the requests that a call serves, from its arguments or its result. Cold, at the end: the type. A
- * part of `_recorder.c`. Only the usual paths: attributes and keys of plain dicts, down to texts or numbers, or to
- * lists, tuples and dicts of them. All others are left to `otherwise`, which reads again and reports unreadable values:
- * see arguments.py. */
+/* Hot: the keys of the requests that a call serves, read from its arguments or its result. Cold, at the end: the type.
+ * A part of `_recorder.c`. C reads attributes and plain dicts, down to texts or numbers, or to lists, tuples and dicts
+ * of them. Python reads everything else by `otherwise`, and reports values that it cannot read: see arguments.py. */
 
 #define KEY_LIMIT 128 /* characters: as in spans.py */
 
-/* The path to keys below a value: the names of its steps, NULL for none, and of the steps from each item, None without
- * items. */
+/* A path to keys below a value. `steps` are names, or NULL for none. `of_each` are the steps from each item, or None if
+ * the value has no items. */
 typedef struct {
     PyObject *steps, *of_each;
 } key_path_t;
@@ -14,22 +13,23 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *made_of;             /* its arguments, which own all that follows */
-    PyObject *parameter;           /* the argument's name, None of what reads results */
-    Py_ssize_t position;           /* of the argument, -1 without one */
-    key_path_t keys, weights;      /* weights without steps are those of a dict of keys */
-    PyObject *weighed;             /* the argument that weights are in, None for that of the keys */
+    PyObject *made_of;             /* the arguments of its making, which own all references below */
+    PyObject *parameter;           /* the argument's name; None for a reader of results */
+    Py_ssize_t position;           /* the argument's position, -1 without one */
+    key_path_t keys, weights;      /* weights without steps are the values of a dict of keys */
+    PyObject *weighed;             /* the argument with the weights, None if it is the one with the keys */
     Py_ssize_t weighed_position;
-    PyObject *cut;                 /* a dict from a raw key to its text, made on demand, or None */
+    PyObject *cut;                 /* a dict from a raw key to its text, filled on demand, or None */
     PyObject *otherwise;
-    int is_batch;                  /* FACTS_OF_REQUEST for what else is read of one: `keys` has paths, and their names;
-                                    * `cut` what all of them have in common, `weighed` the reader before, None without */
+    /* 0 for one key, 1 for a batch, FACTS_OF_REQUEST for other facts of a request. For facts, `keys` has the paths and
+     * the names, `cut` has facts to add to each, and `weighed` is the reader to call before, or None. */
+    int is_batch;
 } Keys;
 
 #define FACTS_OF_REQUEST 2
 #define FACT_TEXT_LIMIT 256 /* characters: `VALUE_LIMIT` of spans.py */
 
-/* Return the object below a value: a new reference. NULL if it is not plain, with or without an exception. */
+/* Return the object below a value: a new reference. Return NULL, with or without an exception, if it is not plain. */
 static PyObject *part_below(PyObject *value, PyObject *steps)
 {
     Py_INCREF(value);
@@ -38,14 +38,15 @@ static PyObject *part_below(PyObject *value, PyObject *steps)
         const PyMappingMethods *mapping = Py_TYPE(value)->tp_as_mapping;
         if (PyDict_CheckExact(value))
             part = Py_XNewRef(PyDict_GetItemWithError(value, step));
-        else if (mapping == NULL || mapping->mp_subscript == NULL) /* else it may be a mapping, which is asked in Python */
+        /* An object with a subscript may be a mapping, which Python reads. */
+        else if (mapping == NULL || mapping->mp_subscript == NULL)
             part = PyObject_GetAttr(value, step);
         Py_SETREF(value, part);
     }
     return value;
 }
 
-/* A key as text; NULL if it is not plain. */
+/* Return a key as text: a new reference, NULL if it is not plain. */
 static inline PyObject *text_of_key(PyObject *key, PyObject *cut)
 {
     PyObject *text = NULL;
@@ -55,35 +56,35 @@ static inline PyObject *text_of_key(PyObject *key, PyObject *cut)
     else if (PyLong_CheckExact(key) && (PyLong_AsLongLongAndOverflow(key, &overflow), !overflow))
         text = PyObject_Str(key);
     if (text != NULL && cut != Py_None) {
-        PyObject *rest = Py_XNewRef(PyDict_GetItemWithError(cut, text));
-        if (rest == NULL && !PyErr_Occurred())
-            rest = PyObject_GetItem(cut, text);
-        Py_SETREF(text, rest);
+        PyObject *cut_text = Py_XNewRef(PyDict_GetItemWithError(cut, text));
+        if (cut_text == NULL && !PyErr_Occurred())
+            cut_text = PyObject_GetItem(cut, text);
+        Py_SETREF(text, cut_text);
         if (text != NULL && !PyUnicode_CheckExact(text))
             Py_CLEAR(text);
     }
     return text;
 }
 
-/* The items below a value, as a new list; NULL if they are not plain. */
+/* Return the items below a value as a new list, NULL if they are not plain. */
 static PyObject *items_below(PyObject *value, key_path_t path, PyObject **values)
 {
-    PyObject *found = part_below(value, path.steps), *items = NULL;
-    if (found == NULL)
+    PyObject *container = part_below(value, path.steps), *items = NULL;
+    if (container == NULL)
         return NULL;
-    if (PyDict_CheckExact(found) && path.of_each == Py_None) {
-        items = values == NULL ? NULL : PyDict_Keys(found); /* weights by key are looked up in Python */
-        if (items != NULL && (*values = PyDict_Values(found)) == NULL)
+    if (PyDict_CheckExact(container) && path.of_each == Py_None) {
+        items = values == NULL ? NULL : PyDict_Keys(container); /* Python looks up weights by key */
+        if (items != NULL && (*values = PyDict_Values(container)) == NULL)
             Py_CLEAR(items);
-    } else if (PyDict_CheckExact(found)) {
-        items = PyDict_Values(found);
-    } else if (PyList_CheckExact(found) || PyTuple_CheckExact(found)) {
-        items = PySequence_List(found);
-    } else if (values != NULL && path.of_each == Py_None && (PyUnicode_CheckExact(found) || PyLong_CheckExact(found))) {
+    } else if (PyDict_CheckExact(container)) {
+        items = PyDict_Values(container);
+    } else if (PyList_CheckExact(container) || PyTuple_CheckExact(container)) {
+        items = PySequence_List(container);
+    } else if (values != NULL && path.of_each == Py_None && (PyUnicode_CheckExact(container) || PyLong_CheckExact(container))) {
         if ((items = PyList_New(1)) != NULL) /* a batch of one */
-            PyList_SET_ITEM(items, 0, Py_NewRef(found));
+            PyList_SET_ITEM(items, 0, Py_NewRef(container));
     }
-    Py_DECREF(found);
+    Py_DECREF(container);
     if (items != NULL && PyList_GET_SIZE(items) > BATCH_LIMIT)
         Py_CLEAR(items);
     if (path.of_each == Py_None || PyTuple_GET_SIZE(path.of_each) == 0)
@@ -96,7 +97,7 @@ static PyObject *items_below(PyObject *value, key_path_t path, PyObject **values
     return items;
 }
 
-/* Set a value under a name, taking its reference, which is NULL after an earlier error. */
+/* Set a value under a name, taking its reference. Return true on an error, also if the value is NULL. */
 static int put_fact(PyObject *facts, PyObject *name, PyObject *value)
 {
     int failed = value == NULL || PyDict_SetItem(facts, name, value) < 0;
@@ -104,9 +105,9 @@ static int put_fact(PyObject *facts, PyObject *name, PyObject *value)
     return failed;
 }
 
-/* Return one weight per key: a new reference. NULL without an exception if they are no weights; `*asked` is set if
- * Python must read them. */
-static PyObject *weights_of_call(PyObject *weights, Py_ssize_t count, int *asked)
+/* Return one weight per key: a new reference. Return NULL without an exception if there is a value that is no weight.
+ * Then set `is_error` if Python must read them. */
+static PyObject *weights_of_call(PyObject *weights, Py_ssize_t count, int *is_error)
 {
     if (PyList_GET_SIZE(weights) < count)
         return NULL;
@@ -118,31 +119,32 @@ static PyObject *weights_of_call(PyObject *weights, Py_ssize_t count, int *asked
         else if (PyFloat_CheckExact(weight))
             is_amount = PyFloat_AS_DOUBLE(weight) >= 0 && isfinite(PyFloat_AS_DOUBLE(weight));
         if (!is_amount) {
-            for (i = 0; i < count; i++) /* of another kind, such as numpy's, or no weight */
-                *asked |= PyNumber_Check(PyList_GET_ITEM(weights, i));
+            for (i = 0; i < count; i++) /* numbers of other types, such as numpy's, are left to Python */
+                *is_error |= PyNumber_Check(PyList_GET_ITEM(weights, i));
             return NULL;
         }
     }
     return PyList_SetSlice(weights, count, PyList_GET_SIZE(weights), NULL) < 0 ? NULL : PyList_AsTuple(weights);
 }
 
-/* The attributes of a span for the keys below a value: a new dict. NULL if they are not plain. */
+/* Return the attributes of a span for the keys below a value: a new dict, NULL if they are not plain. */
 static PyObject *
 facts_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys, key_path_t weights, PyObject *cut)
 {
-    PyObject *facts = PyDict_New(), *its = NULL, *items, *found;
-    int failed = facts == NULL, asked = weights.steps != NULL; /* what a rule names as weights is named if it is none */
+    PyObject *facts = PyDict_New(), *amounts = NULL, *items, *part;
+    /* An error names the weights that a rule reads, if they are none. */
+    int failed = facts == NULL, is_error = weights.steps != NULL;
     if (!is_batch) {
-        found = failed ? NULL : part_below(value, keys.steps);
-        PyObject *text = found == NULL ? NULL : text_of_key(found, cut);
-        Py_XDECREF(found);
+        part = failed ? NULL : part_below(value, keys.steps);
+        PyObject *text = part == NULL ? NULL : text_of_key(part, cut);
+        Py_XDECREF(part);
         if (text != NULL && PyUnicode_GET_LENGTH(text) == 0)
             Py_CLEAR(text);
         if (failed || put_fact(facts, str_key, text))
             Py_CLEAR(facts);
         return facts;
     }
-    items = failed ? NULL : items_below(value, keys, &its);
+    items = failed ? NULL : items_below(value, keys, &amounts);
     for (Py_ssize_t i = 0; items != NULL && i < PyList_GET_SIZE(items); i++) {
         PyObject *item = PyList_GET_ITEM(items, i);
         if (PyUnicode_CheckExact(item) && PyUnicode_GET_LENGTH(item) <= KEY_LIMIT && cut == Py_None)
@@ -152,23 +154,23 @@ facts_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys,
             Py_CLEAR(items);
     }
     if (items != NULL && weights.steps != NULL) {
-        Py_XSETREF(its, items_below(weighed, weights, NULL));
-        failed = its == NULL;
+        Py_XSETREF(amounts, items_below(weighed, weights, NULL));
+        failed = amounts == NULL;
     }
     failed |= items == NULL || put_fact(facts, str_batch_keys, PyList_AsTuple(items));
-    found = failed || its == NULL ? NULL : weights_of_call(its, PyList_GET_SIZE(items), &asked);
-    if (found != NULL)
-        failed |= put_fact(facts, str_batch_weights, found);
+    part = failed || amounts == NULL ? NULL : weights_of_call(amounts, PyList_GET_SIZE(items), &is_error);
+    if (part != NULL)
+        failed |= put_fact(facts, str_batch_weights, part);
     else
-        failed |= its != NULL && asked;
+        failed |= amounts != NULL && is_error;
     if (failed || PyErr_Occurred())
         Py_CLEAR(facts);
     Py_XDECREF(items);
-    Py_XDECREF(its);
+    Py_XDECREF(amounts);
     return facts;
 }
 
-/* The same for keys given in code: a batch is a list, a tuple or a dict. */
+/* Return the attributes for keys that code gives. A batch is a list, a tuple or a dict. See `facts_of_keys`. */
 static PyObject *facts_of_given(PyObject *value, int is_batch)
 {
     if (is_batch && !PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !PyDict_CheckExact(value))
@@ -176,8 +178,8 @@ static PyObject *facts_of_given(PyObject *value, int is_batch)
     return facts_of_keys(value, value, is_batch, (key_path_t){NULL, Py_None}, (key_path_t){NULL, Py_None}, Py_None);
 }
 
-/* The same for the keys of a rule. NULL without an exception if they are not plain, or with the host's, of a signal
- * handler. */
+/* Return the attributes for the keys of a rule. Return NULL without an exception if they are not plain, or with one
+ * that a signal handler of the service raised. */
 static PyObject *facts_below(Keys *self, PyObject *value, PyObject *weighed)
 {
     PyObject *facts = facts_of_keys(value, weighed, self->is_batch, self->keys, self->weights, self->cut);
@@ -186,7 +188,7 @@ static PyObject *facts_below(Keys *self, PyObject *value, PyObject *weighed)
     return facts;
 }
 
-/* The value of an argument in (args, kwargs): borrowed, NULL for none. */
+/* Return an argument from (args, kwargs): borrowed, NULL for none. */
 static inline PyObject *argument_in(PyObject *const *args, PyObject *name, Py_ssize_t position)
 {
     if (PyTuple_CheckExact(args[0]) && 0 <= position && position < PyTuple_GET_SIZE(args[0]))
@@ -200,8 +202,9 @@ static inline int is_plain_fact(PyObject *value)
            (PyUnicode_CheckExact(value) && PyUnicode_GET_LENGTH(value) <= FACT_TEXT_LIMIT);
 }
 
-/* Add the facts below a value to what the reader before has read, taking its reference; NULL and None are nothing.
- * `otherwise` reads a fact that is not plain, by its place, and returns None for one that cannot be read. */
+/* Add the facts below a value to the facts of the reader before, taking their reference. NULL and None stand for no
+ * facts. `otherwise` reads a fact that is not plain, by its position, and returns None for one that cannot be read.
+ * Return a new dict, NULL with an exception. */
 static PyObject *facts_of_request(Keys *self, PyObject *value, PyObject *facts)
 {
     if (facts == NULL || facts == Py_None)
@@ -209,7 +212,8 @@ static PyObject *facts_of_request(Keys *self, PyObject *value, PyObject *facts)
     Py_ssize_t before = facts == NULL ? 0 : PyDict_GET_SIZE(facts);
     for (Py_ssize_t i = 0; facts != NULL && i < PyTuple_GET_SIZE(self->keys.steps); i++) {
         PyObject *steps = PyTuple_GET_ITEM(self->keys.steps, i);
-        PyObject *fact = steps == Py_None ? NULL : part_below(value, steps); /* None for its size or type */
+        /* None for the size or the type of a value. */
+        PyObject *fact = steps == Py_None ? NULL : part_below(value, steps);
         if (fact == NULL || !is_plain_fact(fact)) {
             if (fact == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
                 PyErr_Clear();
@@ -225,7 +229,7 @@ static PyObject *facts_of_request(Keys *self, PyObject *value, PyObject *facts)
     return facts;
 }
 
-/* The call as a Python function: with (args, kwargs), or with a result. */
+/* Read a call from (args, kwargs), or read a result, as a Python function would. */
 static PyObject *Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
@@ -249,28 +253,21 @@ static PyObject *Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyO
 
 static PyObject *Keys_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *parameter, *cut, *otherwise, *weights, *of_weights, *weighed;
-    key_path_t keys;
-    Py_ssize_t position, weighed_position;
-    int is_batch;
-    if (kwargs != NULL ||
-        !PyArg_ParseTuple(args, "OniO!OOOOnOO:Keys", &parameter, &position, &is_batch, &PyTuple_Type, &keys.steps,
-                          &keys.of_each, &weights, &of_weights, &weighed, &weighed_position, &cut, &otherwise))
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "Keys takes no words");
+    PyObject *weights;
+    if (kwargs != NULL)
+        return PyErr_Format(PyExc_TypeError, "Keys takes no words");
     Keys *self = (Keys *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
+    if (!PyArg_ParseTuple(args, "OniO!OOOOnOO:Keys", &self->parameter, &self->position, &self->is_batch, &PyTuple_Type,
+                          &self->keys.steps, &self->keys.of_each, &weights, &self->weights.of_each, &self->weighed,
+                          &self->weighed_position, &self->cut, &self->otherwise)) {
+        Py_DECREF(self);
+        return NULL;
+    }
     self->vectorcall = (vectorcallfunc)Keys_call;
     self->made_of = Py_NewRef(args);
-    self->parameter = parameter;
-    self->position = position;
-    self->is_batch = is_batch;
-    self->keys = keys;
-    self->weights = (key_path_t){weights == Py_None ? NULL : weights, of_weights};
-    self->weighed = weighed;
-    self->weighed_position = weighed_position;
-    self->cut = cut;
-    self->otherwise = otherwise;
+    self->weights.steps = weights == Py_None ? NULL : weights;
     return (PyObject *)self;
 }
 
@@ -280,7 +277,7 @@ static void Keys_dealloc(Keys *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* A copy goes with a function that is pickled by value. */
+/* Return what a copy is made of. Functions that are pickled by value contain one. */
 static PyObject *Keys_reduce(Keys *self, PyObject *Py_UNUSED(none))
 {
     return PyTuple_Pack(2, Py_TYPE(self), self->made_of);
@@ -292,14 +289,10 @@ static PyMethodDef Keys_methods[] = {
 };
 
 static PyTypeObject KeysType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Keys",
-    .tp_basicsize = sizeof(Keys),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_doc = "Reads the keys of calls or results: Keys(parameter, position, is_batch, steps, steps of each, steps to "
+    RECORDER_TYPE(Keys, sizeof(Keys), Py_TPFLAGS_HAVE_VECTORCALL),
+    .tp_doc = "A reader of the keys of calls or results: Keys(parameter, position, is_batch, steps, steps of each, steps to "
               "weights, steps of each, parameter of weights, its position, cut, otherwise).",
     .tp_new = Keys_new,
-    .tp_dealloc = (destructor)Keys_dealloc,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Keys, vectorcall),
     .tp_methods = Keys_methods,

@@ -1,6 +1,6 @@
-/* Cold: resets and forks, after which a recorder begins anew, and the clock that it reads. A part of `_recorder.c`. */
+/* Cold: resets and forks, after which a recorder begins anew, and the choice of its clock. A part of `_recorder.c`. */
 
-/* Free the rows of rings to which no thread writes any more: their threads may live on with the rings. */
+/* Free the rows of rings that no thread writes to any more, and the list. Threads may keep the rings. */
 static void free_rings(PyObject *rings)
 {
     for (Py_ssize_t i = 0; rings != NULL && i < PyList_GET_SIZE(rings); i++)
@@ -8,11 +8,11 @@ static void free_rings(PyObject *rings)
     Py_XDECREF(rings);
 }
 
-/* Forget what is open in every context: in a forked child, where the other threads are gone. */
+/* Forget the open spans of every context. A forked child does this, because other threads do not exist there. */
 static PyObject *Core_forget_all(Core *self, PyObject *none)
 {
     while (self->currents != NULL)
-        leave_list(self->currents);
+        unlist_current(self->currents);
     for (Stretch *stretch = self->stretches; stretch != NULL;) {
         Stretch *next = stretch->next;
         stretch->previous = stretch->next = NULL;
@@ -23,8 +23,8 @@ static PyObject *Core_forget_all(Core *self, PyObject *none)
     return Core_forget_current(self, none);
 }
 
-/* The node of the same path in a new tree. */
-static node_t *made_again(Core *core, const node_t *old)
+/* Return the node in a new tree that has the path of an old node. */
+static node_t *node_in_new_tree(Core *core, const node_t *old)
 {
     uint32_t depth = 0;
     for (const node_t *node = old; node != &core->root; node = node->parent)
@@ -37,13 +37,13 @@ static node_t *made_again(Core *core, const node_t *old)
         path[--at] = node->site;
     node_t *node = &core->root;
     for (; at < depth; at++)
-        node = end_of(node_of(core, node, path[at]));
+        node = node_at_end(node_of(core, node, path[at]));
     PyMem_Free(path);
     return node;
 }
 
-/* Begin a new call tree with the paths of open spans only. Return the sites of the old tree, ending with NULL, for the
- * caller to release where code of the host's may run. NULL without memory, and nothing is changed. */
+/* Begin a new call tree, with the paths of open spans only. Return the sites of the old tree, ending with NULL: the
+ * caller releases them where code of the service may run. Return NULL without memory, and change nothing. */
 static PyObject **give_up_nodes(Core *core)
 {
     node_t **old = core->nodes, *overflow = core->overflow, root = core->root;
@@ -67,17 +67,12 @@ static PyObject **give_up_nodes(Core *core)
         return NULL;
     }
     core->edges = 0;
-    for (Current *current = core->currents; current != NULL; current = current->next)
-        for (frame_t *frame = current->top; frame != NULL; frame = frame->above)
-            frame->node = made_again(core, frame->node);
-    for (Stretch *stretch = core->stretches; stretch != NULL; stretch = stretch->next)
-        for (frame_t *frame = stretch->inner; frame != NULL; frame = frame->above)
-            frame->node = made_again(core, frame->node);
+    FOR_EACH_OPEN_FRAME(core, frame, frame->node = node_in_new_tree(core, frame->node))
     for (uint32_t i = 0; i < count; i++) {
         PyMem_Free(old[i]->table);
-        sites[i] = old[i]->site; /* and its reference */
+        sites[i] = old[i]->site; /* with its reference */
         memset(old[i], 0, sizeof *old[i]);
-        /* Until it is reused it counts as the overflow, for an open span in no chain. */
+        /* An open span in no chain still has this node. Until the node is reused it counts as the overflow. */
         old[i]->site = overflow->site;
         make_spare(core, old[i]);
     }
@@ -86,7 +81,7 @@ static PyObject **give_up_nodes(Core *core)
     return sites;
 }
 
-/* Begin the memory's next generation. Nodes change owners until the next mark. */
+/* Begin the next generation of the memory. Nodes change their owners until `mark_moving` is called again. */
 static void begin_generation(Core *core)
 {
     mark_moving(core);
@@ -100,11 +95,11 @@ static void begin_generation(Core *core)
         at->parts[number].unseen = 0;
     while (core->memory->numbers > 0)
         newest_number(core->memory, --core->memory->numbers)->at_ns = 0;
-    if (core->told_sites != NULL)
-        PyDict_Clear(core->told_sites);
+    if (core->described_sites != NULL)
+        PyDict_Clear(core->described_sites);
 }
 
-/* Put the next frames into this memory. Drop free ones outside of it, which others could not read. */
+/* Use this memory for the next frames. Free unused frames outside of it, which other processes cannot read. */
 static void use_frames_of(memory_t *memory)
 {
     while (hot.free_frames != NULL) {
@@ -136,7 +131,7 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
     }
     PyObject *rings = PyList_New(0), **old_sites = NULL;
     begin_generation(self);
-    if (self->memory != NULL && frame_memory != self->memory) /* that of another recorder */
+    if (self->memory != NULL && frame_memory != self->memory) /* another recorder's memory */
         use_frames_of(self->memory);
     Ring *ended = rings == NULL ? NULL : empty_ring(self);
     if (ended == NULL || (self->overflow != NULL && (old_sites = give_up_nodes(self)) == NULL)) {
@@ -151,7 +146,8 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
     note_features(self);
     self->rings = rings;
     self->ended = ended;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(old_rings); i++) /* before any code runs: no call may count there */
+    /* Before any code runs, because no call may count there any more. */
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(old_rings); i++)
         ((Ring *)PyList_GET_ITEM(old_rings, i))->context_version = NO_VERSION;
     self->counted->ended_rows = self->counted->ended_too_short = 0;
     memset(self->counted->reasons, 0, sizeof(self->counted->reasons));
@@ -159,7 +155,7 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
     mark_moving(self);
     PyDict_Clear(self->counts);
     Py_DECREF(old_ended);
-    free_rings(old_rings); /* last: it may run code of the host's */
+    free_rings(old_rings); /* after the changes above, because it may run code of the service */
     Py_DECREF(Core_forget_names(self, NULL));
     PyDict_Clear(self->user_sites);
     for (uint32_t i = 0; old_sites != NULL && old_sites[i] != NULL; i++)
@@ -170,7 +166,7 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
 }
 
 /* Record into a file from the next reset on: attach(descriptor, is_on_disk, None). The recorder then owns the file,
- * whose header describes its parts. Or into private memory: attach(-1, False, header). */
+ * whose header describes its parts. Or record into private memory: attach(-1, False, header). */
 static PyObject *Core_attach(Core *self, PyObject *args)
 {
     static char has_handlers;
@@ -179,17 +175,17 @@ static PyObject *Core_attach(Core *self, PyObject *args)
     Py_ssize_t head_bytes;
     if (!PyArg_ParseTuple(args, "ipz#:attach", &fd, &is_file, &head, &head_bytes))
         return NULL;
-    recording_t own;
-    if (head != NULL && head_bytes < (Py_ssize_t)sizeof own)
+    recording_t header;
+    if (head != NULL && head_bytes < (Py_ssize_t)sizeof header)
         return PyErr_Format(PyExc_ValueError, "a header of %zd bytes", head_bytes);
     if (head != NULL)
-        memcpy(&own, head, sizeof own);
-    if (self->told_sites == NULL && (self->told_sites = PyDict_New()) == NULL)
+        memcpy(&header, head, sizeof header);
+    if (self->described_sites == NULL && (self->described_sites = PyDict_New()) == NULL)
         return NULL;
     if (!has_handlers && pthread_atfork(before_fork, drop_fork_copy, after_fork_in_child) != 0)
         return PyErr_NoMemory();
     has_handlers = 1;
-    memory_t *memory = map_memory(fd, is_file, head != NULL ? &own : NULL), *before = self->memory;
+    memory_t *memory = map_memory(fd, is_file, head != NULL ? &header : NULL), *before = self->memory;
     if (memory == NULL)
         return NULL;
     Py_DECREF(Core_forget_names(self, NULL));
@@ -210,13 +206,13 @@ static PyObject *Core_attach(Core *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* The descriptor of the memory, -1 if no other process can read it. */
+/* Return the descriptor of the memory, -1 if no other process can read it. */
 static PyObject *Core_memory_fd(Core *self, void *Py_UNUSED(closure))
 {
     return PyLong_FromLong(self->memory != NULL && has_fd(self->memory) ? self->memory->fd : -1);
 }
 
-/* The memory, to be read and written; None without one. It remains as long as the process. */
+/* Return the memory as a writable memoryview, None without one. The memory stays until the process ends. */
 static PyObject *Core_memory(Core *self, void *Py_UNUSED(closure))
 {
     if (self->memory == NULL)
@@ -224,11 +220,12 @@ static PyObject *Core_memory(Core *self, void *Py_UNUSED(closure))
     return PyMemoryView_FromMemory((char *)self->memory->at, (Py_ssize_t)self->memory->size_bytes, PyBUF_WRITE);
 }
 
-/* Populate pages for the rows that threads write next, in all this number of bytes, while the rings are not full yet:
- * the first touch of a page waits for it. Not on a disk, whose pages would have to be written. Return their bytes. */
+/* Populate pages for the rows that threads write next, up to a number of bytes. Else the first write to a page waits
+ * for it. Only for rings that are not full, and not on a disk, whose pages would have to be written. Return the number
+ * of bytes. */
 static PyObject *Core_touch_ahead(Core *self, PyObject *argument)
 {
-    enum { RINGS_MOST = 64, POPULATE_WRITE = 23 }; /* MADV_POPULATE_WRITE, since Linux 5.14 */
+    enum { RINGS_MOST = 64, POPULATE_WRITE = 23 }; /* `POPULATE_WRITE` is MADV_POPULATE_WRITE, since Linux 5.14 */
     struct {
         char *at;
         size_t bytes;
@@ -262,8 +259,9 @@ static PyObject *Core_touch_ahead(Core *self, PyObject *argument)
     return PyLong_FromSize_t(touched);
 }
 
-/* Begin to read the time stamp counter. False if the processor has none. Calibrated since the load of the module, two
- * milliseconds at least: a pair of clock reads is inexact by 10 ns, 5 us a second by two milliseconds. */
+/* Start to read the time stamp counter. Return False if the processor has none. The rate is measured since the load of
+ * the module, over two milliseconds at least. A pair of readings is inexact by 10 ns, which over two milliseconds makes
+ * 5 us per second. */
 static PyObject *Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
 {
     if (!HAS_TICKS)
@@ -284,8 +282,9 @@ static PyObject *Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
     Py_RETURN_TRUE;
 }
 
-/* Compare with the monotonic clock; the counter catches up over the next second instead of jumping. Return its
- * deviation in ns; None if the counter is not in use, or no longer, after a deviation of more than `limit_ns`. */
+/* Compare the time stamp counter with the monotonic clock. The counter catches up over the next second, without a jump.
+ * Return its deviation in ns. Return None if the counter is not in use, or is given up for a deviation above
+ * `limit_ns`. */
 static PyObject *Core_check_ticks(Core *self, PyObject *argument)
 {
     long long limit_ns = PyLong_AsLongLong(argument);
@@ -301,7 +300,7 @@ static PyObject *Core_check_ticks(Core *self, PyObject *argument)
     if (off_ns > limit_ns || off_ns < -limit_ns || now_ticks <= loaded_ticks) {
         self->reads_ticks = 0;
         note_features(self);
-        count(self, TICKS_STRAYED);
+        count_event(self, TICKS_STRAYED);
         Py_RETURN_NONE;
     }
     uint64_t rate = rate_since_load(now_ticks, now_ns);

@@ -1,25 +1,26 @@
-/* Cold: the memory in which others can read what is recorded, and its pieces. A part of `_recorder.c`. One mapping of
- * fixed size, shared with each process that gets its descriptor, in parts of equal slots. The structures that spans
- * touch are there, so that nothing is written twice. A full part counts refused slots, which are then in private
- * memory. The mapping exists as long as the process, as any pointer may refer to it. A forked child has a mapping of
- * its own at the same addresses before any Python code runs in it. */
+/* Cold: the memory in which other processes can read the recording, and its slots. A part of `_recorder.c`. It is one
+ * mapping of fixed size, shared with each process that gets its descriptor. It has parts of equal slots. The structures
+ * that spans touch are in it, so nothing is written twice. A full part counts the slots that it refuses, which are then
+ * in private memory. The mapping stays until the process ends, because any pointer may refer to it. A forked child gets
+ * a mapping of its own at the same addresses, before any Python code runs. */
 
-#define FIRST_FD 256 /* the service's own descriptors have the numbers that they would have without us */
+#define FIRST_FD 256 /* lower descriptors are left to the service */
 
 typedef struct memory {
     recording_t *at;
     size_t size_bytes;
-    int fd; /* -1: no other process can read it */
+    int fd; /* -1 if no other process can read it */
     dev_t device;
     ino_t inode;
     char is_private; /* true once no session records into it */
-    char is_file; /* its blocks on the disk are kept, because a full disk would end the process */
-    void *free[PART_COUNT]; /* freed slots, each with the next one's address */
-    unsigned char *taken; /* pages of rows, one by one */
+    /* True for a file on a disk, whose blocks stay allocated: a full disk would otherwise end the process. */
+    char is_file;
+    void *free[PART_COUNT]; /* freed slots; each begins with the address of the next */
+    unsigned char *used_pages; /* one byte per page of rows */
     size_t page_bytes, pages;
-    uint32_t numbers; /* used slots of newest numbers */
-    struct core *core; /* its owner */
-    struct memory *next; /* all of the process's */
+    uint32_t numbers; /* slots used of the newest values of numbers */
+    struct core *core; /* the recorder that owns it */
+    struct memory *next; /* in the list of all memories of the process */
 } memory_t;
 
 static memory_t *memories, *frame_memory;
@@ -29,7 +30,7 @@ static inline char *part_at(const memory_t *memory, int part)
     return (char *)memory->at + memory->at->parts[part].offset;
 }
 
-/* The memory of an address, NULL for a private one. */
+/* Return the memory that an address is in, NULL for private memory. */
 static memory_t *memory_of(const void *address)
 {
     for (memory_t *memory = memories; memory != NULL; memory = memory->next)
@@ -38,7 +39,7 @@ static memory_t *memory_of(const void *address)
     return NULL;
 }
 
-/* A zeroed slot; NULL if the part is full, which is counted, or without a memory. */
+/* Return a zeroed slot. Return NULL without a memory, or if the part is full, which is counted. */
 static void *take_slot(memory_t *memory, int number)
 {
     if (memory == NULL)
@@ -57,39 +58,32 @@ static void *take_slot(memory_t *memory, int number)
     return slot;
 }
 
-/* Give a slot back. False for a slot in private memory. */
-static int give_slot(void *slot, int number)
-{
-    memory_t *memory = memory_of(slot);
-    if (memory == NULL)
-        return 0;
-    memset(slot, 0, memory->at->parts[number].stride);
-    *(void **)slot = memory->free[number];
-    memory->free[number] = slot;
-    return 1;
-}
-
-/* Zeroed lines in a memory, or private ones; NULL without any. */
+/* Return zeroed lines: a slot, or private memory if the part is full. Return NULL without memory. */
 static void *new_lines_in(memory_t *memory, int number, size_t size)
 {
     void *lines = take_slot(memory, number);
     return lines != NULL ? lines : new_lines(size);
 }
 
+/* Free lines of `new_lines_in`. */
 static void free_lines_in(void *lines, int number)
 {
-    if (lines != NULL && !give_slot(lines, number))
+    memory_t *memory = lines == NULL ? NULL : memory_of(lines);
+    if (memory == NULL) {
         free_lines(lines);
+        return;
+    }
+    memset(lines, 0, memory->at->parts[number].stride);
+    *(void **)lines = memory->free[number];
+    memory->free[number] = lines;
 }
 
-/* The slot of the newest value of a number, after the ring of former ones. */
+/* Return the slot of a number's newest value. These slots are behind the ring of earlier values. */
 static inline number_t *newest_number(const memory_t *memory, uint64_t number)
 {
     const part_t *part = &memory->at->parts[PART_NUMBERS];
     return (number_t *)(part_at(memory, PART_NUMBERS) + (part->slots - NEWEST_NUMBERS + number) * part->stride);
 }
-
-/* ------------------------------------------------------------------ rows */
 
 static size_t mapped_bytes(uint64_t capacity)
 {
@@ -97,18 +91,18 @@ static size_t mapped_bytes(uint64_t capacity)
     return (capacity * sizeof(row_t) + page - 1) / page * page;
 }
 
-/* Memory for rows that others can read: the first free range that is large enough; NULL for none. */
+/* Return memory for rows that others can read: the first free range that is large enough. Return NULL without one. */
 static row_t *take_rows(memory_t *memory, size_t bytes)
 {
-    size_t wanted = bytes / memory->page_bytes;
-    for (size_t first = 0; first + wanted <= memory->pages;) {
-        const unsigned char *other = memchr(memory->taken + first, 1, wanted);
-        if (other != NULL) {
-            first = (size_t)(other - memory->taken) + 1;
+    size_t page_count = bytes / memory->page_bytes;
+    for (size_t first = 0; first + page_count <= memory->pages;) {
+        const unsigned char *used_page = memchr(memory->used_pages + first, 1, page_count);
+        if (used_page != NULL) {
+            first = (size_t)(used_page - memory->used_pages) + 1;
             continue;
         }
-        memset(memory->taken + first, 1, wanted);
-        size_t end = (first + wanted) * memory->page_bytes / sizeof(row_t);
+        memset(memory->used_pages + first, 1, page_count);
+        size_t end = (first + page_count) * memory->page_bytes / sizeof(row_t);
         if (end > memory->at->parts[PART_ROWS].used)
             memory->at->parts[PART_ROWS].used = end;
         return (row_t *)(part_at(memory, PART_ROWS) + first * memory->page_bytes);
@@ -116,14 +110,15 @@ static row_t *take_rows(memory_t *memory, size_t bytes)
     return NULL;
 }
 
-/* Rows are mapped, not allocated: only touched pages cost memory, and freed pages return to the system at once, unlike
- * the heap that the C library has for each thread. If readable memory allows fewer rows, there are fewer. */
+/* Map memory for rows, fewer of them if the readable memory has no more room. Rows are not allocated: only touched
+ * pages of a mapping cost memory, and freed pages return to the system at once. The C library's heap of a thread does
+ * neither. */
 static row_t *map_rows(memory_t *memory, uint64_t *capacity)
 {
-    for (uint64_t some = *capacity; memory != NULL && some >= SMALLEST_RING; some /= 2) {
-        row_t *rows = take_rows(memory, mapped_bytes(some));
+    for (uint64_t count = *capacity; memory != NULL && count >= SMALLEST_RING; count /= 2) {
+        row_t *rows = take_rows(memory, mapped_bytes(count));
         if (rows != NULL) {
-            *capacity = some;
+            *capacity = count;
             return rows;
         }
     }
@@ -133,26 +128,24 @@ static row_t *map_rows(memory_t *memory, uint64_t *capacity)
     return rows == MAP_FAILED ? NULL : rows;
 }
 
-/* Free the rows of whole pages, of which this number of bytes was written. They are zero when they are reused. */
+/* Free whole pages of rows, of which the first bytes were written. Rows are zero when they are reused. */
 static int unmap_rows(void *rows, size_t bytes, size_t written)
 {
     memory_t *memory = memory_of(rows);
     if (memory == NULL)
         return munmap(rows, bytes);
 #if defined(MADV_REMOVE)
-    if (memory->is_file || madvise(rows, bytes, MADV_REMOVE) < 0) /* refused for private memory */
+    if (memory->is_file || madvise(rows, bytes, MADV_REMOVE) < 0) /* the kernel refuses it for private memory */
 #endif
         memset(rows, 0, written);
-    memset(memory->taken + ((char *)rows - part_at(memory, PART_ROWS)) / memory->page_bytes, 0, bytes / memory->page_bytes);
+    memset(memory->used_pages + ((char *)rows - part_at(memory, PART_ROWS)) / memory->page_bytes, 0, bytes / memory->page_bytes);
     return 0;
 }
 
-/* ------------------------------------------------------------------ fork */
-
-static THREAD_LOCAL char *fork_copy; /* the pieces of all memories that a child inherits */
+static THREAD_LOCAL char *fork_copy; /* a copy of what a child inherits of all memories */
 static THREAD_LOCAL size_t fork_copy_bytes;
 
-/* The bytes of a part that a child inherits: 0 for rows and their details, without which it begins. */
+/* Return the bytes of a part that a child inherits. It inherits no rows and no details. */
 static size_t inherited_bytes(const part_t *part, int number)
 {
     if (number == PART_DETAILS || number >= PART_INTERVALS)
@@ -160,25 +153,26 @@ static size_t inherited_bytes(const part_t *part, int number)
     return (part->used < part->slots ? part->used : part->slots) * part->stride;
 }
 
-/* Copy the inherited pieces of a memory, from or to their place. Return their length. */
-static size_t copy_inherited(memory_t *memory, char *copy, int back)
+/* Copy what a child inherits of a memory, to a copy or back. Return the number of bytes. Only count them if `copy` is
+ * NULL. */
+static size_t copy_inherited(memory_t *memory, char *copy, int is_restored)
 {
-    size_t done = 0;
-    if (memory->is_private) /* a child has its own copy of private memory */
+    size_t copied = 0;
+    if (memory->is_private) /* the kernel has copied it for the child */
         return 0;
     char *at = (char *)memory->at;
     const part_t *parts = memory->at->parts;
     if (copy != NULL)
-        memcpy(back ? at : copy, back ? copy : at, sizeof(recording_t));
-    done += sizeof(recording_t);
+        memcpy(is_restored ? at : copy, is_restored ? copy : at, sizeof(recording_t));
+    copied += sizeof(recording_t);
     for (int number = 0; number < PART_COUNT; number++) {
         size_t bytes = inherited_bytes(&parts[number], number);
-        char *there = at + parts[number].offset;
+        char *slots = at + parts[number].offset;
         if (copy != NULL)
-            memcpy(back ? there : copy + done, back ? copy + done : there, bytes);
-        done += bytes;
+            memcpy(is_restored ? slots : copy + copied, is_restored ? copy + copied : slots, bytes);
+        copied += bytes;
     }
-    return done;
+    return copied;
 }
 
 static void drop_fork_copy(void)
@@ -188,34 +182,34 @@ static void drop_fork_copy(void)
     fork_copy = NULL;
 }
 
-/* In the parent, before it forks: later the parent's memory would have changed. */
+/* Copy what a child inherits. The parent calls it before the fork, because later its memory may have changed. */
 static void before_fork(void)
 {
-    size_t bytes = 0, done = 0;
+    size_t bytes = 0, copied = 0;
     for (memory_t *memory = memories; memory != NULL; memory = memory->next)
         bytes += copy_inherited(memory, NULL, 0);
     char *copy = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     fork_copy = copy == MAP_FAILED ? NULL : copy;
     fork_copy_bytes = bytes;
     for (memory_t *memory = memories; fork_copy != NULL && memory != NULL; memory = memory->next)
-        done += copy_inherited(memory, fork_copy + done, 0);
+        copied += copy_inherited(memory, fork_copy + copied, 0);
 }
 
 static int new_memfd(size_t size_bytes)
 {
 #if defined(SYS_memfd_create) /* older headers do not define it */
-    struct rlimit limit; /* above it a signal would end the process */
+    struct rlimit limit; /* a file above the limit causes a signal that ends the process */
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < size_bytes)
         return -1;
     int fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U | 8U); /* closed by exec, sealable, not executable */
     if (fd < 0)
-        fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U); /* a kernel before 6.3 */
+        fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U); /* for a kernel before 6.3 */
     if (fd < 0)
         return -1;
     if (ftruncate(fd, (off_t)size_bytes) == 0) {
-        (void)fcntl(fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: it keeps its size, and its seals */
+        (void)fcntl(fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: neither its size nor its seals can change */
         int moved = fcntl(fd, F_DUPFD_CLOEXEC, FIRST_FD);
-        if (moved < 0) /* the limit may be lower */
+        if (moved < 0) /* the limit of descriptors may be lower */
             return fd;
         close(fd);
         return moved;
@@ -227,28 +221,28 @@ static int new_memfd(size_t size_bytes)
     return -1;
 }
 
-static int know_file(memory_t *memory)
+static int identify_file(memory_t *memory)
 {
-    struct stat found;
-    if (fstat(memory->fd, &found) < 0)
+    struct stat status;
+    if (fstat(memory->fd, &status) < 0)
         return -1;
-    memory->device = found.st_dev;
-    memory->inode = found.st_ino;
+    memory->device = status.st_dev;
+    memory->inode = status.st_ino;
     return 0;
 }
 
-/* True if the descriptor is still ours: programs that detach from their terminal close all descriptors. */
+/* Return true if the descriptor is still ours. Programs that detach from their terminal close all descriptors. */
 static int has_fd(const memory_t *memory)
 {
-    struct stat found;
-    return memory->fd >= 0 && fstat(memory->fd, &found) == 0 && found.st_dev == memory->device &&
-           found.st_ino == memory->inode;
+    struct stat status;
+    return memory->fd >= 0 && fstat(memory->fd, &status) == 0 && status.st_dev == memory->device &&
+           status.st_ino == memory->inode;
 }
 
-/* In the child: make its own memory at the same addresses, without rows. */
+/* Give a child its own memory at the same addresses, without rows. The child calls it after the fork. */
 static void after_fork_in_child(void)
 {
-    size_t done = 0;
+    size_t copied = 0;
     for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
         if (memory->is_private)
             continue;
@@ -265,11 +259,11 @@ static void after_fork_in_child(void)
         memory->fd = fork_copy == NULL || mapped == MAP_FAILED ? -1 : fd;
         memory->is_file = 0;
         if (memory->fd >= 0)
-            know_file(memory);
+            identify_file(memory);
         if (mapped == MAP_FAILED)
             continue;
         if (fork_copy != NULL)
-            done += copy_inherited(memory, fork_copy + done, 1);
+            copied += copy_inherited(memory, fork_copy + copied, 1);
         memory->at->pid = (uint32_t)getpid();
         memory->at->state = STATE_FORKED;
         memory->at->start_ticks = 0;
@@ -280,9 +274,7 @@ static void after_fork_in_child(void)
     drop_fork_copy();
 }
 
-/* ------------------------------------------------------------------ what a memory is made of */
-
-/* True if the parts fit into a memory of this size in order, and their slots are large enough. */
+/* Return true if the parts are in order, fit into a memory of this size, and have slots that are large enough. */
 static int is_sound(const recording_t *head, size_t size_bytes)
 {
     const uint64_t least[PART_COUNT] = {
@@ -308,29 +300,29 @@ static int is_sound(const recording_t *head, size_t size_bytes)
     return head->parts[PART_DETAILS].slots % DETAIL_BLOCK_BYTES == 0 && end <= size_bytes;
 }
 
-/* Map a file whose header describes its parts, or without a file private memory for a header. NULL with an exception;
- * the caller then still owns the file. */
+/* Map a file whose header describes its parts, or without a file private memory with a given header. Return NULL with
+ * an exception. Then the caller still owns the file. */
 static memory_t *map_memory(int fd, int is_file, const recording_t *head)
 {
-    struct stat found;
+    struct stat status;
     memory_t *memory = PyMem_Calloc(1, sizeof *memory);
     if (memory == NULL)
         return (memory_t *)PyErr_NoMemory();
     memory->fd = fd;
     memory->is_file = (char)is_file;
     memory->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
-    if (head == NULL && (fstat(fd, &found) < 0 || know_file(memory) < 0)) {
+    if (head == NULL && (fstat(fd, &status) < 0 || identify_file(memory) < 0)) {
         PyErr_SetFromErrno(PyExc_OSError);
         goto failed;
     }
     memory->is_private = head != NULL;
-    memory->size_bytes = head != NULL ? (size_t)head->size_bytes : (size_t)found.st_size;
+    memory->size_bytes = head != NULL ? (size_t)head->size_bytes : (size_t)status.st_size;
     if (memory->size_bytes < sizeof(recording_t)) {
         PyErr_SetString(PyExc_ValueError, "a memory too small for a recording");
         goto failed;
     }
-    /* A service may have locked all its later mappings (mlockall). A mapping without access is not populated, and
-     * unlocked pages are populated as they are touched. */
+    /* A service may have locked its later mappings into memory (mlockall). A mapping without access is not populated.
+     * Once unlocked, pages are populated as they are touched. */
     int shared = head != NULL ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
     memory->at = mmap(NULL, memory->size_bytes, PROT_NONE, shared | MAP_NORESERVE, fd, 0);
     if (memory->at != MAP_FAILED) {
@@ -352,7 +344,7 @@ static memory_t *map_memory(int fd, int is_file, const recording_t *head)
         goto unmap;
     }
     memory->pages = rows->slots * sizeof(row_t) / memory->page_bytes;
-    if ((memory->taken = PyMem_Calloc(memory->pages + 1, 1)) == NULL) {
+    if ((memory->used_pages = PyMem_Calloc(memory->pages + 1, 1)) == NULL) {
         PyErr_NoMemory();
         goto unmap;
     }
@@ -366,7 +358,7 @@ failed:
     return NULL;
 }
 
-/* Stop recording here. The mapping stays, as pointers may refer to it. */
+/* Stop recording into a memory. The mapping stays, because pointers may refer to it. */
 static void leave_memory(memory_t *memory)
 {
     memory->core = NULL;
@@ -376,12 +368,12 @@ static void leave_memory(memory_t *memory)
     memory->fd = -1;
 }
 
-/* Free the files of ended recordings, as soon as no ring has rows there. Their contents are then in private memory at
- * the same addresses, for remaining pointers. */
+/* Free the files of ended recordings in which no ring has rows. Their contents move to private memory at the same
+ * addresses, because pointers may refer to them. */
 static void make_left_private(void)
 {
     for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
-        if (memory->core != NULL || memory->is_private || memchr(memory->taken, 1, memory->pages) != NULL)
+        if (memory->core != NULL || memory->is_private || memchr(memory->used_pages, 1, memory->pages) != NULL)
             continue;
         size_t bytes = copy_inherited(memory, NULL, 0);
         char *copy = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -398,7 +390,7 @@ static void make_left_private(void)
     }
 }
 
-/* Mark the begin or the end of a move of a memory's totals and nodes between owners. */
+/* Mark that totals and nodes of the memory begin to change their owners, or have done so. */
 static void mark_moving(const Core *core)
 {
     if (core->memory == NULL)

@@ -1,21 +1,23 @@
-/* Hot: the service's own numbers. Each has a cell in the recording with its newest value, of which one an interval is also
- * kept for timelines. A histogram has a cell for its sum and one for each bucket in use: four for a factor of two, as
- * `recording/numbers.py` reads them. A part of `_recorder.c`. */
+/* Hot: the numbers that the service reports. The recording has a cell with the newest value of each, and once per
+ * interval a copy of the cell for timelines. A histogram has a cell for its sum and one for each bucket in use, with
+ * four buckets per factor of two, as in `recording/numbers.py`. A part of `_recorder.c`. */
 
-enum { LEAST_EXPONENT = -32, MOST_EXPONENT = 34, BUCKET_OF_ZERO = -(1 << 20) }; /* readers see no value beyond as another */
+/* Values beyond the exponents count in the outermost buckets. */
+enum { LEAST_EXPONENT = -32, MOST_EXPONENT = 34, BUCKET_OF_ZERO = -(1 << 20) };
 
 typedef struct {
     PyObject_HEAD
     Core *core;
-    number_t *cell; /* NULL without room in the recording */
-    uint64_t uid;   /* of the core when the cell was taken */
-    int64_t due_ns, every_ns; /* of the values for timelines */
-    char kind; /* the first letter of what the cell's name ends with: gauge, counter or sum */
+    number_t *cell; /* NULL if the recording has no room */
+    uint64_t uid;   /* the core's uid when the cell was taken */
+    int64_t due_ns, every_ns; /* the time of the next copy for timelines, and the interval of copies */
+    char kind; /* the first letter of the word gauge, counter or sum, with which the name ends */
     char name[sizeof(((number_t *)0)->name)];
-    uint16_t buckets[4 * (MOST_EXPONENT - LEAST_EXPONENT + 1) + 1]; /* cells of buckets, counted from 1; 0: not taken yet */
+    /* The cells of the buckets, counted from 1; 0 if there is none. */
+    uint16_t buckets[4 * (MOST_EXPONENT - LEAST_EXPONENT + 1) + 1];
 } Number;
 
-/* A cell without a value; NULL without room. */
+/* Take a cell without a value. Return NULL without room. */
 static number_t *take_number(Core *core, const char *name)
 {
     memory_t *memory = core->memory;
@@ -27,15 +29,7 @@ static number_t *take_number(Core *core, const char *name)
     return cell;
 }
 
-static void keep_number(Core *core, const number_t *cell)
-{
-    part_t *part = &core->memory->at->parts[PART_NUMBERS];
-    uint64_t slot = part->used % (part->slots - NEWEST_NUMBERS);
-    memcpy(part_at(core->memory, PART_NUMBERS) + slot * part->stride, cell, sizeof *cell);
-    part->used++;
-}
-
-/* Count a value in its bucket. False without room. */
+/* Count a value in its bucket. Return false without room. */
 static int count_in_bucket(Number *self, double value, int64_t now_ns)
 {
     int exponent, bucket = BUCKET_OF_ZERO, at = 0;
@@ -49,24 +43,25 @@ static int count_in_bucket(Number *self, double value, int64_t now_ns)
         char name[sizeof self->name + 16] = {0};
         const char *kind = strrchr(self->name, '\n') + 1;
         snprintf(name, sizeof name, "%.*s%d", (int)(kind - self->name), self->name, bucket);
-        number_t *taken = take_number(self->core, name);
-        if (taken == NULL)
+        number_t *cell = take_number(self->core, name);
+        if (cell == NULL)
             return 0;
-        taken->at_ns = now_ns;
+        cell->at_ns = now_ns;
         self->buckets[at] = (uint16_t)self->core->memory->numbers;
     }
     newest_number(self->core->memory, self->buckets[at] - 1u)->value += 1;
     return 1;
 }
 
-/* A value that is not kept: which Python counts. */
-static SELDOM PyObject *refuse(Number *self, PyObject *value)
+/* Report a value that is not kept to Python, which counts it. Return None, NULL with an exception of the service
+ * set. */
+static SELDOM PyObject *refuse_value(Number *self, PyObject *value)
 {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
         return NULL;
     PyErr_Clear();
     PyObject *none = PyObject_CallMethod((PyObject *)self, "refuse", "O", value);
-    return none != NULL ? none : forgive() < 0 ? NULL : Py_NewRef(Py_None);
+    return none != NULL ? none : clear_fault() < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *store_value(Number *self, char kind, PyObject *value)
@@ -74,10 +69,10 @@ static PyObject *store_value(Number *self, char kind, PyObject *value)
     Core *core = self->core;
     if (!core->on)
         Py_RETURN_NONE;
-    /* Before anything is looked at, for it may run the host's code. */
+    /* The conversion comes first, because it may run code of the service. */
     double amount = PyLong_CheckExact(value) ? PyLong_AsDouble(value) : PyFloat_AsDouble(value);
     if (!isfinite(amount) || (amount < 0 && kind == 'c') || (amount == -1 && PyErr_Occurred()) || self->kind != kind)
-        return refuse(self, value);
+        return refuse_value(self, value);
     if (self->uid != core->uid) {
         self->cell = take_number(core, self->name);
         self->uid = core->uid;
@@ -87,12 +82,15 @@ static PyObject *store_value(Number *self, char kind, PyObject *value)
     number_t *cell = self->cell;
     int64_t now_ns = read_clock(core);
     if (cell == NULL || (kind == 's' && !count_in_bucket(self, amount, now_ns)))
-        return refuse(self, value);
+        return refuse_value(self, value);
     cell->value = kind == 'g' ? amount : cell->value + (amount > 0 ? amount : 0);
     cell->at_ns = now_ns;
     if (now_ns >= self->due_ns) {
         self->due_ns = now_ns + self->every_ns;
-        keep_number(core, cell);
+        part_t *part = &core->memory->at->parts[PART_NUMBERS];
+        uint64_t slot = part->used % (part->slots - NEWEST_NUMBERS);
+        memcpy(part_at(core->memory, PART_NUMBERS) + slot * part->stride, cell, sizeof *cell);
+        part->used++;
     }
     Py_RETURN_NONE;
 }
@@ -122,7 +120,7 @@ static int Number_init(Number *self, PyObject *args, PyObject *Py_UNUSED(kwargs)
     long long every_ns;
     if (!PyArg_ParseTuple(args, "O!yL:Number", &CoreType, &core, &name, &every_ns))
         return -1;
-    const char *kind = strrchr(name, '\n'); /* none in an empty name, of a number that refuses each value */
+    const char *kind = strrchr(name, '\n'); /* an empty name has none: such a number refuses each value */
     self->kind = kind != NULL ? kind[1] : 0;
     strncpy(self->name, name, sizeof self->name - 1);
     self->every_ns = every_ns;
@@ -137,22 +135,17 @@ static void Number_dealloc(Number *self)
 }
 
 static PyMethodDef Number_methods[] = {
-    {"set", (PyCFunction)Number_set, METH_O, "set($self, value, /)\n--\n\nSet the value of a gauge. Never raises."},
-    {"add", (PyCFunction)(void (*)(void))Number_add, METH_FASTCALL,
-     "add($self, amount=1, /)\n--\n\nAdd an amount from 0 on to a counter. Never raises."},
-    {"record", (PyCFunction)Number_record, METH_O,
-     "record($self, value, /)\n--\n\nCount a value in a histogram. Never raises."},
+    METHOD(Number, set, METH_O, "set($self, value, /)\n--\n\nSet the value of a gauge. Never raises."),
+    METHOD(Number, add, METH_FASTCALL,
+           "add($self, amount=1, /)\n--\n\nAdd an amount from 0 on to a counter. Never raises."),
+    METHOD(Number, record, METH_O, "record($self, value, /)\n--\n\nCount a value in a histogram. Never raises."),
     {NULL},
 };
 
 static PyTypeObject NumberType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Number",
-    .tp_basicsize = sizeof(Number),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    RECORDER_TYPE(Number, sizeof(Number), Py_TPFLAGS_BASETYPE),
     .tp_doc = "A number of the service's own.",
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Number_init,
-    .tp_dealloc = (destructor)Number_dealloc,
     .tp_methods = Number_methods,
 };

@@ -1,13 +1,12 @@
-/* Cold: spans that are given another name while they are open. A part of `_recorder.c`. */
+/* Cold: spans that get another name while they are open. A part of `_recorder.c`. No code of the service runs here, so
+ * the open spans do not change meanwhile. */
 
-/* Nothing in this section runs code of the host's, so the open spans do not change meanwhile. */
-
-/* An open span, and the nearest above it that is open. */
+/* An open span, and the nearest open span above it. */
 typedef struct {
     frame_t *frame, *above;
-    Current *owner; /* the owner of the chain with the span above */
-    node_t *node;   /* where the span was counted */
-    char is_below; /* true of the renamed span, and once moved of one below it */
+    Current *owner; /* the chain of the span above */
+    node_t *node;   /* the node of the span before the rename */
+    char is_below; /* true for the renamed span, and for spans below it that have been moved */
 } open_t;
 
 typedef struct {
@@ -16,7 +15,8 @@ typedef struct {
     const frame_t *renamed;
 } open_spans_t;
 
-/* The nearest open span from a frame of a chain on, or from the base of the chain's context. */
+/* Return the nearest open span above: the first open one from a frame of a chain on, or from the chain's base. Set
+ * `owner` to its chain. */
 static frame_t *nearest_above(frame_t *frame, Current **owner, Published *base)
 {
     while (frame != NULL && frame->state == CLOSED)
@@ -28,7 +28,7 @@ static frame_t *nearest_above(frame_t *frame, Current **owner, Published *base)
     return base == NULL ? NULL : base->frame;
 }
 
-/* Note the open spans of a chain; the outermost is below `base`. -1 without memory. */
+/* Note the open spans of a chain. Its outermost span is below `base`. Return -1 without memory. */
 static int note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
 {
     const frame_t *renamed = open->renamed;
@@ -36,7 +36,7 @@ static int note_chain(open_spans_t *open, frame_t *top, Current *owner, Publishe
     if (is_in_request && top != NULL && top->root_id != renamed->root_id && top->state != CLOSED)
         return 0;
     for (frame_t *frame = top; frame != NULL; frame = frame->above) {
-        /* A request that is open is the root of all that is below it. */
+        /* An open request is the root of all spans below it. */
         if (frame->state == CLOSED || (is_in_request && frame->root_id != renamed->root_id))
             continue;
         if (open->count == open->room) {
@@ -50,7 +50,7 @@ static int note_chain(open_spans_t *open, frame_t *top, Current *owner, Publishe
         const Stretch *stretch = frame->self == NULL ? NULL : ((Frame *)frame->self)->stretch;
         open_t *span = &open->spans[open->count++];
         *span = (open_t){.frame = frame, .node = frame->node, .owner = owner};
-        /* A generator's span stays below the one that it began in, also when another span resumes it. */
+        /* A generator's span stays below the span in which it began, even if another one resumes it. */
         span->above = stretch != NULL && stretch->has_parent ? nearest_above(NULL, &span->owner, stretch->parent)
                                                              : nearest_above(frame->above, &span->owner, base);
         frame->place = open->count;
@@ -69,7 +69,7 @@ static int note_open(Core *core, open_spans_t *open)
     return 0;
 }
 
-/* Move a span of a site below the node of the span above it, by the same path as before. `from` is the old node of the
+/* Move a span below the new node of the span above it, with the same steps as before. `from` is the old node of the
  * span above. */
 static void move_below(Core *core, const open_t *span, PyObject *site, const node_t *from)
 {
@@ -79,27 +79,28 @@ static void move_below(Core *core, const open_t *span, PyObject *site, const nod
     node_t *old = frame->node, *node = above != NULL ? above->node : &core->root;
     uint32_t steps = 0;
     if (above == NULL && old != full && old->parent != full)
-        node = old->parent; /* all above it have ended */
+        node = old->parent; /* all spans above it have ended */
     for (const node_t *at = old; above != NULL && at != from; at = at->parent, steps++)
-        if (at == NULL) { /* it is not below: its calls fold into one around it, or the tally is full */
+        if (at == NULL) { /* its node is not below: it was folded into an ancestor, or the tally was full */
             steps = 0;
             break;
         }
     frame->below_fold = above != NULL && above->below_fold;
-    for (; steps > 1; steps--) { /* spans between the two that have ended */
+    for (; steps > 1; steps--) { /* steps of spans in between that have ended */
         const node_t *at = old;
         for (uint32_t i = 1; i < steps; i++)
             at = at->parent;
         node_t *step = node_of(core, node, at->site);
         frame->below_fold |= (char)is_edge(step);
-        node = end_of(step);
+        node = node_at_end(step);
     }
     node_t *step = node_of(core, node, site);
     frame->below_fold |= (char)is_edge(step);
-    frame->node = end_of(step);
+    frame->node = node_at_end(step);
 }
 
-/* Move the open spans below the renamed one, each after the one above it. Each chain was noted from its innermost span on. */
+/* Move the open spans below the renamed one, each after the span above it. Chains were noted from the innermost span
+ * on. */
 static void move_all_below(Core *core, open_spans_t *open)
 {
     for (int has_moved = 1; has_moved;) {
@@ -116,7 +117,7 @@ static void move_all_below(Core *core, open_spans_t *open)
     }
 }
 
-/* True if a call of a span's node is open around it, by the spans above it. */
+/* Return true if a call of a span's node is open around it, by the spans above it. */
 static int is_inner_now(const open_spans_t *open, const open_t *span)
 {
     const frame_t *frame = span->frame;
@@ -126,8 +127,8 @@ static int is_inner_now(const open_spans_t *open, const open_t *span)
     return span->above != NULL && is_open_around(span->owner, span->above, frame->ring, frame->node);
 }
 
-/* The same for the innermost span of this context, if nothing has begun below it elsewhere: nearly every request's
- * case, also with others open. 0 otherwise. */
+/* Rename the innermost span of this context, if no other span is below it. Nearly each request is renamed so. Return
+ * false for any other span. */
 static int rename_alone(Core *core, frame_t *frame, PyObject *site)
 {
     Ring *ring;
@@ -143,7 +144,7 @@ static int rename_alone(Core *core, frame_t *frame, PyObject *site)
     return 1;
 }
 
-/* Change the site of an open span. Open spans below it move with it. */
+/* Change the site of an open span. The open spans below it move with it. */
 static void rename_frame(Core *core, frame_t *frame, PyObject *site)
 {
     if (rename_alone(core, frame, site))
@@ -151,7 +152,7 @@ static void rename_frame(Core *core, frame_t *frame, PyObject *site)
     open_spans_t open = {.renamed = frame};
     int failed = note_open(core, &open) < 0;
     if (failed || frame->place == 0) {
-        count(core, failed ? NO_DETAILS : RENAMED_LATE);
+        count_event(core, failed ? NO_DETAILS : RENAMED_LATE);
     } else {
         open_t *renamed = &open.spans[frame->place - 1];
         renamed->is_below = 1;
@@ -173,9 +174,9 @@ static void rename_to(Core *core, frame_t *frame, PyObject *site)
 {
     PyObject *kind = frame->state == CLOSED ? NULL : PyObject_GetAttr(frame->node->site, str_kind);
     if (frame->state == CLOSED)
-        count(core, RENAMED_LATE);
+        count_event(core, RENAMED_LATE);
     else if (kind == NULL || !PyUnicode_Check(kind) || !kind_is(site, kind))
-        count(core, RENAMED_KIND);
+        count_event(core, RENAMED_KIND);
     else if (frame->node->site != site)
         rename_frame(core, frame, site);
     PyErr_Clear();
@@ -184,7 +185,7 @@ static void rename_to(Core *core, frame_t *frame, PyObject *site)
 
 static PyObject *Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
+    if (nargs == 2 && args[0] == Py_None) /* the begin could not be recorded */
         Py_RETURN_NONE;
     if (nargs != 2 || Py_TYPE(args[0]) != &FrameType)
         return PyErr_Format(PyExc_TypeError, "rename(frame, site)");
@@ -197,16 +198,17 @@ static PyObject *Core_rename_innermost(Core *self, PyObject *site)
     frame_t *frame = open_span(self, INNERMOST, NULL);
     if (frame != NULL)
         rename_to(self, frame, site);
-    return forgive() < 0 ? NULL : Py_NewRef(Py_None);
+    return clear_fault() < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* The site of an open span, by its frame, or of the innermost one of this context. */
+/* Return the site of an open span: of the given frame, or for None of the innermost span. A new reference, None if it
+ * is not open. */
 static PyObject *Core_site_of_open(Core *self, PyObject *frame)
 {
     if (frame != Py_None && Py_TYPE(frame) != &FrameType)
         return PyErr_Format(PyExc_TypeError, "site_of_open(frame)");
-    frame_t *found = open_span(self, frame == Py_None ? INNERMOST : GIVEN, (Frame *)frame);
-    if (found == NULL && forgive() < 0)
+    frame_t *open = open_span(self, frame == Py_None ? INNERMOST : GIVEN, (Frame *)frame);
+    if (open == NULL && clear_fault() < 0)
         return NULL;
-    return Py_NewRef(found == NULL ? Py_None : found->node->site);
+    return Py_NewRef(open == NULL ? Py_None : open->node->site);
 }

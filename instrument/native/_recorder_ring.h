@@ -1,6 +1,6 @@
-/* Hot: the calling thread's ring. Cold: making and freeing of rings. A part of `_recorder.c`. */
+/* Hot: the calling thread's ring. Cold: making and freeing rings. A part of `_recorder.c`. */
 
-/* Free the rows. Its thread has no more use of a ring without rows, but a reader may still have it. */
+/* Free the rows of a ring. The thread uses the ring no more, but a reader may still have a reference to it. */
 static void free_rows_of(Ring *ring)
 {
     row_t *rows = ring->rows;
@@ -23,7 +23,7 @@ static void Ring_dealloc(Ring *self)
     free_lines_in(self, PART_RINGS);
 }
 
-/* The rows from a number on, as they are in memory. */
+/* Return the rows from a number on as bytes: a new reference, NULL with an exception. */
 static PyObject *Ring_copied(Ring *self, PyObject *argument)
 {
     uint64_t since = PyLong_AsUnsignedLongLong(argument);
@@ -43,25 +43,26 @@ static PyObject *Ring_copied(Ring *self, PyObject *argument)
     return bytes;
 }
 
-/* [(node index, calls, total ns, steps of generators)] of each call path. */
+/* Return [(node index, calls, total ns, steps of generators)] of each call path: a new reference, NULL with an
+ * exception. */
 static PyObject *Ring_usage(Ring *self, PyObject *Py_UNUSED(none))
 {
-    PyObject *found = PyList_New(0);
-    for (uint32_t n = 0; found != NULL && n < self->totals.slots * PAGE; n++) {
+    PyObject *usage = PyList_New(0);
+    for (uint32_t n = 0; usage != NULL && n < self->totals.slots * PAGE; n++) {
         totals_t *totals = known_totals(&self->totals, n);
         if (totals == NULL || (totals->calls == 0 && totals->steps == 0))
             continue;
         PyObject *item = Py_BuildValue("(IKLK)", n, totals->calls, totals->total_ns, totals->steps);
-        if (item == NULL || PyList_Append(found, item) < 0)
-            Py_CLEAR(found);
+        if (item == NULL || PyList_Append(usage, item) < 0)
+            Py_CLEAR(usage);
         Py_XDECREF(item);
     }
-    return found;
+    return usage;
 }
 
 static PyMethodDef Ring_methods[] = {
-    {"copied", (PyCFunction)Ring_copied, METH_O, "Rows from a number on as bytes."},
-    {"usage", (PyCFunction)Ring_usage, METH_NOARGS, "Node index, calls, total ns and steps of each call path."},
+    METHOD(Ring, copied, METH_O, "Return the rows from a number on as bytes."),
+    METHOD(Ring, usage, METH_NOARGS, "Return node index, calls, total ns and steps of each call path."),
     {NULL},
 };
 
@@ -70,23 +71,19 @@ static PyMemberDef Ring_members[] = {
     {"head", T_ULONGLONG, offsetof(Ring, head), READONLY, "rows ever written"},
     {"thread_id", T_LONG, offsetof(Ring, thread_id), READONLY, "native id of its thread"},
     {"name", T_OBJECT, offsetof(Ring, name), READONLY, "name of its thread"},
-    {"too_short", T_ULONGLONG, offsetof(Ring, too_short), READONLY, "spans counted that got no row"},
+    {"too_short", T_ULONGLONG, offsetof(Ring, too_short), READONLY, "spans without a row, as they were too short"},
     {"ended", T_BOOL, offsetof(Ring, ended), READONLY, "whether its thread has ended"},
     {NULL},
 };
 
 static PyTypeObject RingType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Ring",
-    .tp_basicsize = sizeof(Ring),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
+    RECORDER_TYPE(Ring, sizeof(Ring), 0),
     .tp_doc = "The newest rows of one thread, and the totals of all of them.",
-    .tp_dealloc = (destructor)Ring_dealloc,
     .tp_methods = Ring_methods,
     .tp_members = Ring_members,
 };
 
-/* Have the ring's thread find the chain of its current context again. */
+/* Make the ring's thread look for the chain of its current context with the next span. */
 static void forget_current_of(Ring *ring)
 {
     ring->context_version = NO_VERSION;
@@ -94,12 +91,12 @@ static void forget_current_of(Ring *ring)
 }
 
 /* Detach the calling thread from this ring. */
-static void part_with(Ring *ring)
+static void detach_ring(Ring *ring)
 {
     ring->ended = 1;
     ring->state = &nobody;
-    if (at_hand()->ring == ring)
-        at_hand()->uid = 0;
+    if (thread_cache()->ring == ring)
+        thread_cache()->uid = 0;
     forget_current_of(ring);
     Py_DECREF(ring);
 }
@@ -109,10 +106,10 @@ static void Mark_dealloc(Mark *self)
     Ring *ring = self->ring;
     if (ring != NULL && ring->thread_id == (long)PyThread_get_thread_native_id()) {
         ending_state = PyThreadState_GetID(PyThreadState_Get());
-        part_with(ring);
+        detach_ring(ring);
     } else if (ring != NULL) {
-        /* Another thread clears this thread's state: the thread's cache stays valid, at the cost of one ring. The
-         * thread has gone in a fork, is stopped at the end of the interpreter, or lives on without Python. */
+        /* Another thread frees this thread's state, so the cache of the thread cannot be changed, and one ring is never
+         * freed. The thread was lost in a fork, is stopped as the interpreter ends, or goes on without Python. */
         ring->ended = 1;
         ring->state = &nobody;
         forget_current_of(ring);
@@ -121,12 +118,8 @@ static void Mark_dealloc(Mark *self)
 }
 
 static PyTypeObject MarkType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Mark",
-    .tp_basicsize = sizeof(Mark),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Lives in a thread's state; its end is the thread's end.",
-    .tp_dealloc = (destructor)Mark_dealloc,
+    RECORDER_TYPE(Mark, sizeof(Mark), 0),
+    .tp_doc = "An object in a thread's state, which is freed when the thread ends.",
 };
 
 static uint64_t free_rows(Core *core)
@@ -137,30 +130,30 @@ static uint64_t free_rows(Core *core)
     return used < core->row_budget ? core->row_budget - used : 0;
 }
 
-/* An ended thread needs no memory beyond its written rows. */
-static void shrink(Ring *ring)
+/* Free the rows of an ended thread that were never written. */
+static void shrink_ring(Ring *ring)
 {
     uint64_t capacity = ring->capacity;
     while (capacity > SMALLEST_RING && capacity / 2 >= ring->head)
         capacity /= 2;
     if (capacity == ring->capacity)
         return;
-    size_t kept = mapped_bytes(capacity), mapped = mapped_bytes(ring->capacity);
-    if (ring->rows != NULL && kept < mapped && unmap_rows((char *)ring->rows + kept, mapped - kept, 0) < 0)
+    size_t kept_bytes = mapped_bytes(capacity), all_bytes = mapped_bytes(ring->capacity);
+    if (ring->rows != NULL && kept_bytes < all_bytes && unmap_rows((char *)ring->rows + kept_bytes, all_bytes - kept_bytes, 0) < 0)
         return;
     ring->capacity = capacity;
     ring->mask = (uint32_t)(capacity - 1);
 }
 
-/* Free the rings of ended threads, oldest first, until there is room for another ring and few enough are left. Their
- * totals stay. */
-static void retire(Core *core)
+/* Free the rings of ended threads, oldest first, until there is room for another ring and the limit of their number is
+ * met. Their totals are added to those of `ended`. */
+static void retire_rings(Core *core)
 {
     Py_ssize_t ended = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(core->rings); i++) {
         Ring *ring = (Ring *)PyList_GET_ITEM(core->rings, i);
         if (ring->ended) {
-            shrink(ring);
+            shrink_ring(ring);
             ended++;
         }
     }
@@ -175,7 +168,7 @@ static void retire(Core *core)
         uint32_t totals_count = ring->totals.slots * PAGE;
         for (uint32_t n = 0; n < totals_count; n++)
             if (known_totals(&ring->totals, n) != NULL && totals_of(core->ended, n) == NULL)
-                return; /* no memory to add its totals: it stays */
+                return; /* without memory for its totals the ring stays */
         mark_moving(core);
         for (uint32_t n = 0; n < totals_count; n++) {
             totals_t *from = known_totals(&ring->totals, n);
@@ -194,8 +187,8 @@ static void retire(Core *core)
     }
 }
 
-/* A ring without rows. It has no weak references and nothing for the collector, so it may be in memory that others can
- * read. */
+/* Make a ring without rows: a new reference, NULL with an exception. It has no weak references, and nothing for the
+ * collector, so it may be in memory that others can read. */
 static Ring *empty_ring(Core *core)
 {
     Ring *ring = new_lines_in(core->memory, PART_RINGS, sizeof(Ring));
@@ -210,7 +203,7 @@ static Ring *empty_ring(Core *core)
     return ring;
 }
 
-/* Note the end of the calling thread's C stack, and the margin that a call needs at least. */
+/* Note the end of the calling thread's C stack, and the margin that calls leave. */
 static void find_stack_end(void)
 {
     pthread_attr_t attributes;
@@ -219,23 +212,23 @@ static void find_stack_end(void)
     if (pthread_getattr_np(pthread_self(), &attributes) != 0)
         return;
     if (pthread_attr_getstack(&attributes, &lowest, &size) == 0) {
-        at_hand()->stack_end = (uintptr_t)lowest;
-        at_hand()->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
+        thread_cache()->stack_end = (uintptr_t)lowest;
+        thread_cache()->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
     }
     pthread_attr_destroy(&attributes);
 }
 
-/* A call of Python from C takes C stack, which a raised recursion limit does not protect. A stack that is not the
- * thread's own is far away. */
+/* Return true if a call would use the margin of the C stack. A raised recursion limit does not protect the stack from
+ * Python code that C calls. On a foreign stack the distance is large. */
 static inline int is_stack_used_up(void)
 {
-    volatile char here; /* not the frame's address, which would take a register */
-    return (uintptr_t)&here - at_hand()->stack_end < at_hand()->stack_margin;
+    volatile char marker; /* the frame's own address would take a register */
+    return (uintptr_t)&marker - thread_cache()->stack_end < thread_cache()->stack_margin;
 }
 
-static SELDOM PyObject *refuse_for_stack(const char *what)
+static SELDOM PyObject *refuse_for_stack(const char *calls)
 {
-    return PyErr_Format(PyExc_RecursionError, "the C stack is used up by %s", what);
+    return PyErr_Format(PyExc_RecursionError, "the C stack is used up by %s", calls);
 }
 
 static Ring *new_ring(Core *core)
@@ -243,7 +236,7 @@ static Ring *new_ring(Core *core)
     PyObject *name = PyObject_CallNoArgs(core->thread_name);
     if (name == NULL)
         return NULL;
-    retire(core);
+    retire_rings(core);
     uint64_t quarter = free_rows(core) / 4, capacity = SMALLEST_RING;
     while (capacity * 2 <= quarter && capacity < LARGEST_RING)
         capacity *= 2;
@@ -266,17 +259,18 @@ static Ring *new_ring(Core *core)
     return ring;
 }
 
-/* The Mark of a recorder in the calling thread's state, made if missing. Borrowed. NULL with an exception. */
+/* Return the Mark of a recorder in the calling thread's state, made if missing: borrowed, NULL with an exception. */
 static Mark *find_mark(Core *core)
 {
     PyObject *locals = PyThreadState_GetDict(); /* borrowed */
     if (locals == NULL)
         return (Mark *)PyErr_Format(PyExc_RuntimeError, "no thread state");
-    /* By the recorder's address: the ring of one that is gone, or from before a reset, has no rows and is replaced. */
+    /* The key is the recorder's address. If an earlier recorder had the same address, its ring has no rows and is
+     * replaced. So is a ring from before a reset. */
     PyObject *key = Py_BuildValue("(ON)", &MarkType, PyLong_FromVoidPtr(core));
     if (key == NULL)
         return NULL;
-    Mark *mark = (Mark *)PyDict_GetItemWithError(locals, key); /* borrowed; it is never taken out */
+    Mark *mark = (Mark *)PyDict_GetItemWithError(locals, key); /* borrowed; the dict keeps it */
     if (mark == NULL && !PyErr_Occurred() && (mark = PyObject_New(Mark, &MarkType)) != NULL) {
         mark->ring = NULL;
         if (PyDict_SetItem(locals, key, (PyObject *)mark) < 0)
@@ -288,26 +282,26 @@ static Mark *find_mark(Core *core)
     return mark;
 }
 
-/* The calling thread's ring, made at its first span and after a reset. Borrowed from the thread's state. NULL with an
- * exception, or without one where the reason has been counted. */
+/* Return the calling thread's ring, which is made at its first span and after a reset. It is borrowed from the thread's
+ * state. Return NULL with an exception, or without one if the reason has been counted. */
 static Ring *find_ring(Core *core)
 {
     if (core->overflow == NULL)
         return (Ring *)PyErr_Format(PyExc_RuntimeError, "the recorder has not been initialised");
     if (ending_state != 0 && ending_state == PyThreadState_GetID(PyThreadState_Get())) {
-        /* This is a finaliser at the thread's end. A ring made now would not be freed when the thread has ended. */
-        count(core, THREAD_ENDING);
+        /* A finaliser runs at the end of the thread. A ring that is made now would never be freed. */
+        count_event(core, THREAD_ENDING);
         return NULL;
     }
     Mark *mark = find_mark(core);
     if (mark == NULL)
         return NULL;
-    /* Making one, and giving one up, may run code that records or resets. */
+    /* Making or freeing a ring may run code that records or resets. */
     for (int tries = 0; mark->ring == NULL || mark->ring->rows == NULL; tries++) {
         Ring *ring = tries < TRIES ? new_ring(core) : NULL;
         if (ring == NULL) {
             if (tries == TRIES)
-                count(core, FAULT);
+                count_event(core, FAULT);
             return NULL;
         }
         if (PyList_Append(core->rings, (PyObject *)ring) < 0) {
@@ -315,16 +309,16 @@ static Ring *find_ring(Core *core)
             return NULL;
         }
         Ring *before = mark->ring;
-        mark->ring = ring; /* takes the reference over */
+        mark->ring = ring; /* owns the reference */
         if (before != NULL)
-            part_with(before);
+            detach_ring(before);
     }
-    at_hand()->uid = core->uid;
-    at_hand()->ring = mark->ring;
-    return at_hand()->ring;
+    thread_cache()->uid = core->uid;
+    thread_cache()->ring = mark->ring;
+    return thread_cache()->ring;
 }
 
 static inline Ring *ring_of(Core *core)
 {
-    return at_hand()->uid == core->uid ? at_hand()->ring : find_ring(core);
+    return thread_cache()->uid == core->uid ? thread_cache()->ring : find_ring(core);
 }

@@ -1,4 +1,4 @@
-/* Hot: the row of an ended span, and its contribution to the totals. A part of `_recorder.c`. */
+/* Hot: the row of an ended span, and what it adds to the totals. A part of `_recorder.c`. */
 
 static uint64_t bytes_in(PyObject *attributes)
 {
@@ -11,7 +11,7 @@ static uint64_t bytes_in(PyObject *attributes)
     return bytes;
 }
 
-/* The totals of a call path on the ring's thread; NULL without memory. */
+/* Return the totals of a call path on the ring's thread, NULL without memory. */
 static SELDOM totals_t *find_totals_here(Ring *ring, node_t *node)
 {
     totals_t *totals = totals_of(ring, node->index);
@@ -27,8 +27,9 @@ static inline totals_t *totals_here(Ring *ring, node_t *node)
     return __builtin_expect(node->ring_tag == ring->tag, 1) ? node->totals : find_totals_here(ring, node);
 }
 
-/* The error of an ended span: that of its status, if one was set, else the given one. Borrowed. */
-static PyObject *error_told(PyObject *attributes, PyObject *error)
+/* Return the error of an ended span: that of the status that its attributes set, else the given one. Borrowed, NULL for
+ * none. */
+static PyObject *error_of_span(PyObject *attributes, PyObject *error)
 {
     PyObject *status = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_status_code) : NULL;
     if (status == NULL) {
@@ -49,12 +50,7 @@ static PyObject *error_told(PyObject *attributes, PyObject *error)
     return error != NULL ? error : str_other;
 }
 
-static inline uint64_t number_as_rare(int64_t active_ns)
-{
-    return (uint64_t)active_ns << 1 | 1;
-}
-
-/* Fill a row, except its rare facts. */
+/* Fill a row, all but `rare`. */
 static inline __attribute__((always_inline)) void
 fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t end_ns)
 {
@@ -65,10 +61,10 @@ fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t end_ns)
     row->task = (uint32_t)frame->task;
 }
 
-/* Have the compiler read the next values again, not keep them in registers, which are few. */
+/* Make the compiler read the next values from memory again. Registers are few. */
 #define READ_ANEW() __atomic_signal_fence(__ATOMIC_SEQ_CST)
 
-/* Write the row of a span of this length, unless it is too short. */
+/* Write the row of a span of this length, unless the span is too short for a row. */
 static inline __attribute__((always_inline)) void
 write_row(Ring *ring, const frame_t *frame, const node_t *node, int64_t end_ns, int64_t total_ns, PyObject *error,
           uint64_t rare)
@@ -82,13 +78,13 @@ write_row(Ring *ring, const frame_t *frame, const node_t *node, int64_t end_ns, 
     row_t *row = &ring->rows[head & ring->mask];
     row->rare = rare;
     fill_row(row, frame, node, end_ns);
-    /* A row is complete for a reader in another process as soon as it is counted. */
+    /* A reader in another process takes the row as complete once `head` counts it. */
     __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
     __builtin_prefetch(row + 1, 1);
 }
 
-/* Count a call. Returns whether its bucket was the last there was room for: `count_all_waiting` is to come next. `core` is
- * where the recorder is found, or NULL, if it is needed. */
+/* Count a call. Return true if its bucket took the last waiting place: the caller then calls `count_all_waiting`.
+ * `core` points to the recorder, which is needed for a sum that is full, or to NULL. */
 static inline __attribute__((always_inline)) int
 count_call(Core *const *core, totals_t *totals, const frame_t *frame, int64_t total_ns, int64_t active_ns, int is_inner)
 {
@@ -112,7 +108,7 @@ count_call(Core *const *core, totals_t *totals, const frame_t *frame, int64_t to
     return __builtin_expect(--totals->waiting_room == 0, 0);
 }
 
-/* The suspended time of the awaited object around an open span since the span began. */
+/* Return how long the awaited object around an open span was suspended since the span began. */
 static int64_t waited_since_begin(const Frame *self, int64_t now_ns)
 {
     const Stepped *around = self->stepped;
@@ -124,7 +120,8 @@ static int64_t waited_since_begin(const Frame *self, int64_t now_ns)
     return waited_ns > 0 ? waited_ns : 0;
 }
 
-/* The waited time of an open span: at least its children's, if its own suspensions were not seen. */
+/* Return how long an open span waited. It is at least the children's waits, because its own suspensions may be
+ * unknown. */
 static inline int64_t waited_of(const Frame *self, int64_t now_ns)
 {
     int64_t waited_ns = self->stepped == NULL ? 0 : waited_since_begin(self, now_ns);
@@ -134,8 +131,8 @@ static inline int64_t waited_of(const Frame *self, int64_t now_ns)
     return waited_ns < total_ns ? waited_ns : total_ns > 0 ? total_ns : 0;
 }
 
-/* Split a span's time: it waited for this time, and ran in `active_ns`. Its self time includes its waits other than its
- * children's. Time in which only its children ran is theirs. */
+/* Split the time of a span that ran for `active_ns` and waited for `waited_ns`. Return the waits in its self time.
+ * Those of its children are theirs, and so is time in which only children ran. */
 static int64_t take_waited(frame_t *frame, int64_t active_ns, int64_t waited_ns)
 {
     int64_t children_ran_ns = frame->children_ns - ((Frame *)frame->self)->children_waited_ns;
@@ -145,9 +142,10 @@ static int64_t take_waited(frame_t *frame, int64_t active_ns, int64_t waited_ns)
     return own_ns > ran_ns ? own_ns - ran_ns : 0;
 }
 
-/* Code of the host's may run only at the begin and the end: in between, the ring is being changed. */
+/* Store the row of an ended span, and count the call. Code of the service may run only at the begin and at the end: in
+ * between the ring changes. */
 static void
-store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, int64_t waited_ns, PyObject *error)
+store_span(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, int64_t waited_ns, PyObject *error)
 {
     int64_t own_waited_ns = 0;
     if (waited_ns > 0) {
@@ -157,7 +155,7 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
     }
     uint64_t rare = 0, moved_bytes = 0;
     if (frame->attributes != NULL)
-        error = error_told(frame->attributes, error);
+        error = error_of_span(frame->attributes, error);
     if (error != NULL || frame->attributes != NULL) {
         rare = HAS_MORE;
         if (frame->node->is_copy && frame->attributes != NULL)
@@ -165,19 +163,19 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         if (core->memory != NULL)
             write_detail(core, frame->span_id, active_ns, error, frame->attributes);
     } else if (active_ns >= 0) {
-        rare = number_as_rare(active_ns);
+        rare = (uint64_t)active_ns << 1 | 1;
     }
-    if (ring->rows == NULL) /* reset meanwhile, and no memory for a new one */
+    if (ring->rows == NULL) /* reset meanwhile, without memory for a new ring */
         return;
     int was_cancelled = frame->attributes != NULL && error == NULL && frame->node->is_request &&
                         PyDict_Check(frame->attributes) && PyDict_GetItem(frame->attributes, str_outcome) != NULL;
-    if (end_ns < frame->start_ns) /* the time stamp counters of two processors may differ by a little */
+    if (end_ns < frame->start_ns) /* the time stamp counters of two processors may differ slightly */
         end_ns = frame->start_ns;
     int64_t total_ns = end_ns - frame->start_ns;
     write_row(ring, frame, frame->node, end_ns, total_ns, error, rare);
     totals_t *totals = totals_here(ring, frame->node);
     if (totals == NULL) {
-        count(core, NOT_TALLIED);
+        count_event(core, NOT_TALLIED);
         return;
     }
     if (count_call(&core, totals, frame, total_ns, active_ns < 0 ? total_ns : active_ns, frame->is_inner))
@@ -189,13 +187,13 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         add_time(&core, &totals->waiting_ns, own_waited_ns);
 }
 
-/* Store a span without error, attributes and waits: the usual one. */
-static inline void store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
+/* Store a span without error, attributes and waits, as most are. */
+static inline void store_plain_span(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
 {
     int64_t total_ns = end_ns - frame->start_ns;
     node_t *node = frame->node;
     if (__builtin_expect(total_ns < 0 || node->ring_tag != ring->tag, 0)) {
-        store(core, ring, frame, end_ns, -1, 0, NULL);
+        store_span(core, ring, frame, end_ns, -1, 0, NULL);
         return;
     }
     write_row(ring, frame, node, end_ns, total_ns, NULL, 0);

@@ -1,11 +1,11 @@
 /* Hot: spans around blocks. Cold: attributes of open spans. A part of `_recorder.c`. */
 
-/* The innermost open span of this context, its open request, or the given span: NULL for none. Valid until code of the
- * host's may run. */
-static frame_t *open_span(Core *core, int which, Frame *given)
+/* Return the innermost open span of this context, its open request, or the given span. Borrowed until code of the
+ * service may run. NULL if it is not open. */
+static frame_t *open_span(Core *core, int target, Frame *object)
 {
-    if (which == GIVEN)
-        return given->frame->state == CLOSED ? NULL : given->frame;
+    if (target == GIVEN)
+        return object->frame->state == CLOSED ? NULL : object->frame;
     Ring *ring;
     Current *current = current_of(core, &ring);
     if (current == NULL)
@@ -13,12 +13,12 @@ static frame_t *open_span(Core *core, int which, Frame *given)
     frame_t *frame = current->top;
     if (frame == NULL && current->base != NULL)
         frame = current->base->frame;
-    if (frame == NULL || which == INNERMOST)
+    if (frame == NULL || target == INNERMOST)
         return frame;
     return is_open_request(frame->request) ? ((Frame *)frame->request)->frame : NULL;
 }
 
-/* True for an attribute that is stored unchanged: it runs no code and takes little memory. */
+/* Return true for an attribute that is stored unchanged, because it runs no code and takes little memory. */
 static int is_plain_attribute(PyObject *name, PyObject *value)
 {
     if (!PyUnicode_CheckExact(name) || PyUnicode_GET_LENGTH(name) > VALUE_LIMIT || PyUnicode_GET_LENGTH(name) == 0)
@@ -33,78 +33,79 @@ static int is_plain_attribute(PyObject *name, PyObject *value)
     return PyFloat_CheckExact(value) || PyBool_Check(value);
 }
 
-static int put_attribute(Core *core, PyObject *made, PyObject *name, PyObject *value)
+static int put_attribute(Core *core, PyObject *attributes, PyObject *name, PyObject *value)
 {
-    if (PyDict_GET_SIZE(made) >= ATTRIBUTE_LIMIT && PyDict_Contains(made, name) == 0) {
-        count(core, TOO_MANY_ATTRIBUTES);
+    if (PyDict_GET_SIZE(attributes) >= ATTRIBUTE_LIMIT && PyDict_Contains(attributes, name) == 0) {
+        count_event(core, TOO_MANY_ATTRIBUTES);
         return 0;
     }
-    return PyDict_SetItem(made, name, value);
+    return PyDict_SetItem(attributes, name, value);
 }
 
-/* Set attributes of an open span, from a dict or by name. The dict is copied each time, because others may have the
- * earlier one. -1 with an exception of the host's. */
-static int set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
+/* Set attributes of an open span, from a dict or by name. The dict is copied each time, because other code may have the
+ * earlier one. Return -1 with an exception of the service set. */
+static int set_attributes(Core *core, int target, Frame *object, PyObject *added, PyObject *names, PyObject *const *values)
 {
-    frame_t *frame = open_span(core, which, given);
+    frame_t *frame = open_span(core, target, object);
     for (int tries = 0; frame != NULL && tries < TRIES; tries++) {
         uint64_t span_id = frame->span_id;
         PyObject *before = Py_XNewRef(frame->attributes), *name, *value;
-        PyObject *made = before != NULL && PyDict_Check(before) ? PyDict_Copy(before) : PyDict_New();
-        int failed = made == NULL;
+        PyObject *attributes = before != NULL && PyDict_Check(before) ? PyDict_Copy(before) : PyDict_New();
+        int failed = attributes == NULL;
         for (Py_ssize_t i = 0; !failed && names != NULL && i < PyTuple_GET_SIZE(names); i++)
-            failed = put_attribute(core, made, PyTuple_GET_ITEM(names, i), values[i]) < 0;
-        for (Py_ssize_t at = 0; !failed && more != NULL && PyDict_Next(more, &at, &name, &value);)
-            failed = put_attribute(core, made, name, value) < 0;
-        /* To make a dict may have run code of the host's. */
-        frame = failed ? NULL : open_span(core, which, given);
+            failed = put_attribute(core, attributes, PyTuple_GET_ITEM(names, i), values[i]) < 0;
+        for (Py_ssize_t at = 0; !failed && added != NULL && PyDict_Next(added, &at, &name, &value);)
+            failed = put_attribute(core, attributes, name, value) < 0;
+        /* Making a dict may have run code of the service. */
+        frame = failed ? NULL : open_span(core, target, object);
         if (frame != NULL && frame->span_id == span_id && frame->attributes == before) {
-            frame->attributes = made;
+            frame->attributes = attributes;
             frame->has_more = 1;
-            Py_XDECREF(before); /* the frame's */
+            Py_XDECREF(before); /* the frame's reference */
             Py_XDECREF(before);
             return 0;
         }
         Py_XDECREF(before);
-        Py_XDECREF(made);
+        Py_XDECREF(attributes);
     }
     if (frame == NULL && !PyErr_Occurred()) {
-        if (which == GIVEN)
-            count(core, ANNOTATED_LATE);
+        if (target == GIVEN)
+            count_event(core, ANNOTATED_LATE);
         return 0;
     }
     if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_MemoryError))
-        count(core, NO_DETAILS);
-    return forgive();
+        count_event(core, NO_DETAILS);
+    return clear_fault();
 }
 
-/* As `set_attributes`, and write them for readers of open spans. */
-static int annotate_open(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
+/* Set attributes as `set_attributes`, and write them for readers of open spans. */
+static int annotate_open(Core *core, int target, Frame *object, PyObject *added, PyObject *names, PyObject *const *values)
 {
-    if (set_attributes(core, which, given, more, names, values) < 0)
+    if (set_attributes(core, target, object, added, names, values) < 0)
         return -1;
-    frame_t *frame = core->memory != NULL ? open_span(core, which, given) : NULL;
+    frame_t *frame = core->memory != NULL ? open_span(core, target, object) : NULL;
     if (frame != NULL && frame->attributes != NULL)
-        tell_attributes(core, frame);
-    return forgive();
+        write_open_attributes(core, frame);
+    return clear_fault();
 }
 
-/* Set attributes that a service gives by name. Values that need checks go the slow way in Python. */
+/* Set attributes that the service gives by name. Python checks those that are not plain. Return None, NULL with an
+ * exception. */
 static PyObject *
-annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+annotate_by(Core *core, int target, Frame *object, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
-    if (!core->on && which != GIVEN)
+    if (!core->on && target != GIVEN)
         Py_RETURN_NONE;
     int plain = nargs == 0;
     for (Py_ssize_t i = 0; plain && names != NULL && i < PyTuple_GET_SIZE(names); i++)
         plain = is_plain_attribute(PyTuple_GET_ITEM(names, i), args[i]);
     if (plain)
-        return annotate_open(core, which, given, NULL, names, args) < 0 ? NULL : Py_NewRef(Py_None);
-    if (which != GIVEN && open_span(core, which, given) == NULL)
-        return forgive() < 0 ? NULL : Py_NewRef(Py_None);
-    Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+        return annotate_open(core, target, object, NULL, names, args) < 0 ? NULL : Py_NewRef(Py_None);
+    if (target != GIVEN && open_span(core, target, object) == NULL)
+        return clear_fault() < 0 ? NULL : Py_NewRef(Py_None);
+    Py_ssize_t keyword_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     PyObject *more = PyDict_New(), *first = nargs > 0 ? args[0] : Py_None, *checked = NULL;
-    for (Py_ssize_t i = 0; more != NULL && i < named; i++)
+    for (Py_ssize_t i = 0; more != NULL && i < keyword_count; i++)
         if (PyDict_SetItem(more, PyTuple_GET_ITEM(names, i), args[nargs + i]) < 0)
             Py_CLEAR(more);
     if (nargs > 1)
@@ -113,16 +114,16 @@ annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize
         checked = PyObject_CallMethodObjArgs((PyObject *)core, str_annotate_checked, first, more, NULL);
     int failed = nargs > 1;
     if (!failed && checked != NULL && PyDict_Check(checked))
-        failed = annotate_open(core, which, given, checked, NULL, NULL) < 0;
+        failed = annotate_open(core, target, object, checked, NULL, NULL) < 0;
     else if (!failed)
-        failed = lose(core) < 0;
+        failed = count_loss(core) < 0;
     Py_XDECREF(checked);
     Py_XDECREF(more);
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* bind(key): name the request that the innermost open span serves. Other keys than texts and numbers go the slow
- * way. */
+/* Set the key of the request that the innermost open span serves: bind(key). Python checks keys that are neither text
+ * nor number. */
 static PyObject *Core_bind(Core *self, PyObject *key)
 {
     if (!self->on)
@@ -135,13 +136,12 @@ static PyObject *Core_bind(Core *self, PyObject *key)
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* ------------------------------------------------------------------ scopes */
-
 static PyObject *enter_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
 static PyObject *exit_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
 static PyTypeObject BoundMethodType;
 
-/* An empty scope; NULL with an exception. Its methods have no references until they are bound. */
+/* Return an empty scope: a new reference, NULL with an exception. Its methods have no references until they are
+ * bound. */
 static Scope *empty_scope(PyTypeObject *type)
 {
     Scope *self = (Scope *)type->tp_alloc(type, 0);
@@ -172,33 +172,11 @@ static PyObject *Scope_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static int Scope_traverse(Scope *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->core);
-    Py_VISIT(self->site);
-    Py_VISIT(self->attributes);
-    Py_VISIT(self->frame);
-    Py_VISIT(self->spare);
-    return 0;
-}
+#define REFERENCES_Scope(EACH) EACH(core) EACH(site) EACH(attributes) EACH(frame) EACH(spare)
+TRAVERSE(Scope)
 
-/* End a scope without references: its `with` lost it (from 3.14 on a signal handler may raise after `__enter__` and
- * before the block), or it was entered by hand. */
-static void end_dropped(Scope *self)
-{
-    raised_t raised = take_raised();
-    if (close_frame(self->core, self->frame, NULL, 0, 0) < 0)
-        PyErr_WriteUnraisable(NULL);
-    raise_again(raised);
-}
-
-static inline known_t *place_of_path(path_t *path)
-{
-    return (known_t *)((char *)path - offsetof(known_t, path));
-}
-
-/* Detach a scope from its name. Free it if it is unused. */
-static void part_with_scope(Scope *scope)
+/* Take a scope from the cached name that it belongs to. Free it if it is unused. */
+static void detach_scope(Scope *scope)
 {
     if (scope == NULL)
         return;
@@ -208,55 +186,52 @@ static void part_with_scope(Scope *scope)
         Py_DECREF(scope);
 }
 
-static inline uint64_t version_of_names(const Core *core)
-{
-    return (uintptr_t)core;
-}
-
-/* Invalidate the known paths of all scopes. Runs no code of the host's. */
+/* Forget the steps that the cached names of a recorder remember. Runs no code of the service. */
 static void forget_paths_of_names(const Core *core)
 {
-    for (known_t *place = names_at_hand; place < names_at_hand + NAMES_AT_HAND; place++)
-        if (place->version == version_of_names(core)) {
+    for (cached_t *place = scope_names; place < scope_names + NAMES_CACHED; place++)
+        if (place->version == (uintptr_t)core) {
             place->version = 0;
             place->path = (path_t){0};
         }
 }
 
-/* Have the sites of scopes be looked up by name again, also for existing scopes. */
+/* Forget which site a scope's name has, also for existing scopes. */
 static PyObject *Core_forget_names(Core *self, PyObject *Py_UNUSED(none))
 {
     forget_paths_of_names(self);
-    for (known_t *place = names_at_hand; place < names_at_hand + NAMES_AT_HAND; place++)
+    for (cached_t *place = scope_names; place < scope_names + NAMES_CACHED; place++)
         if (place->version == 0) {
             PyObject *name = place->instance;
             Scope *scope = place->scope;
             place->instance = NULL;
             place->scope = NULL;
-            part_with_scope(scope); /* this and the next line may run code of the host's */
+            detach_scope(scope); /* this line and the next may run code of the service */
             Py_XDECREF(name);
         }
     Py_RETURN_NONE;
 }
 
-/* Free a scope, as a frame is freed. */
+/* Free a scope that is not reused, or keep the object for another scope. */
 static SELDOM void give_up_scope(Scope *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     Py_SET_REFCNT(self, 1);
-    if (self->frame != NULL && self->frame->frame->state == OPEN)
-        end_dropped(self);
+    if (self->frame != NULL && self->frame->frame->state == OPEN) {
+        /* The `with` statement lost the scope: from 3.14 on a signal handler may raise after `__enter__` and before the
+         * block. Or the scope was entered without `with`. */
+        raised_t raised = take_raised();
+        if (close_frame(self->core, self->frame, NULL, 0, 0) < 0)
+            PyErr_WriteUnraisable(NULL);
+        raise_again(raised);
+    }
     if (self->path != &no_path) {
-        known_t *place = place_of_path(self->path);
+        cached_t *place = (cached_t *)((char *)self->path - offsetof(cached_t, path));
         place->scope = NULL;
         place->version = 0;
         self->path = &no_path;
     }
-    Py_CLEAR(self->core);
-    Py_CLEAR(self->site);
-    Py_CLEAR(self->attributes);
-    Py_CLEAR(self->frame);
-    Py_CLEAR(self->spare);
+    REFERENCES_Scope(CLEAR)
     if (type == hot.free_scope_type && free_scope_count < OBJECTS_KEPT) {
         free_scopes[free_scope_count++] = self;
         return;
@@ -264,7 +239,7 @@ static SELDOM void give_up_scope(Scope *self)
     PyObject_GC_UnTrack(self);
     type->tp_free((PyObject *)self);
     if (hot.free_scope_type != NULL && PyType_IsSubtype(type, hot.free_scope_type))
-        Py_DECREF(type); /* made in Python: each object of it holds it */
+        Py_DECREF(type); /* a class made in Python: each object owns a reference to it */
 }
 
 static inline int is_reusable(const Scope *self)
@@ -272,7 +247,7 @@ static inline int is_reusable(const Scope *self)
     return self->path != &no_path && self->frame == NULL;
 }
 
-/* A named scope waits for the next call, without the recorder, which may be freed meanwhile. */
+/* Keep a named scope for the next call. It releases the recorder, which may be freed meanwhile. */
 static inline void wait_for_call(Scope *self)
 {
     Core *core = self->core;
@@ -290,7 +265,7 @@ static void Scope_dealloc(Scope *self)
     wait_for_call(self);
 }
 
-/* Scopes of a Python subclass are freed like ours, because it only adds methods. */
+/* Reuse the scopes of a Python subclass as those of `Scope`, because it only adds methods. */
 static void keep_scopes_of(PyTypeObject *type)
 {
     if (hot.free_scope_type != NULL || type->tp_basicsize != ScopeType.tp_basicsize)
@@ -299,7 +274,7 @@ static void keep_scopes_of(PyTypeObject *type)
     type->tp_dealloc = (destructor)Scope_dealloc;
 }
 
-/* A scope of a site, of which it takes the reference; NULL without memory, with an exception. */
+/* Return a scope of a site: a new reference, NULL with an exception. Takes the reference to the site. */
 static Scope *new_scope(Core *core, PyObject *site)
 {
     PyTypeObject *type = core->scope_type != NULL ? (PyTypeObject *)core->scope_type : &ScopeType;
@@ -325,13 +300,13 @@ static SELDOM PyObject *enter_otherwise(Scope *self)
         }
         Py_CLEAR(self->spare);
         self->frame = open_frame(self->core, self->site, self->path != &no_path ? self : NULL, self->attributes, OPEN);
-        if (self->frame == NULL && lose(self->core) < 0)
+        if (self->frame == NULL && count_loss(self->core) < 0)
             return NULL;
     }
     return Py_NewRef((PyObject *)self);
 }
 
-/* Begin the span of a scope: fast where its name was met here before, and nothing else is to be done. */
+/* Begin the span of a scope. It is fast if its name was used here before, and no other feature is on. */
 static inline __attribute__((always_inline)) PyObject *Scope_enter(Scope *self)
 {
     Frame *open = self->spare;
@@ -352,7 +327,7 @@ static SELDOM PyObject *exit_otherwise(Scope *self, PyObject *error, int64_t end
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* The rare steps of an end: freeing a request may run code of the host's. */
+/* Do the rare last steps of an end. Freeing a request may run code of the service. */
 static SELDOM PyObject *exit_with(Core *core, totals_t *full, PyObject *request)
 {
     if (full != NULL)
@@ -361,8 +336,8 @@ static SELDOM PyObject *exit_with(Core *core, totals_t *full, PyObject *request)
     Py_RETURN_NONE;
 }
 
-/* End it: fast if it is the innermost span of the current context, has only times, and its Frame has no other reference
- * and is reused. After the clock is read, only the last step is a call. */
+/* End the span of a scope. It is fast for the innermost span of the current context, if it has only times and its Frame
+ * can be reused. After the clock is read, only the last step is a call. */
 static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, PyObject *error)
 {
     if (self->frame == NULL || error != hot.none)
@@ -372,7 +347,7 @@ static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, P
     core = self->core;
     Frame *open = self->frame;
     frame_t *frame = open->frame;
-    Ring *ring = at_hand()->ring;
+    Ring *ring = thread_cache()->ring;
     if (frame->ring != ring || Py_REFCNT(open) != 2 || ring->context_version != ring->state->context_ver)
         return exit_otherwise(self, Py_None, end_ns);
     Current *current = ring->current;
@@ -395,8 +370,8 @@ static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, P
     self->frame = NULL;
     self->spare = open;
     self->spare_frame = frame;
-    Py_SET_REFCNT(open, 1); /* no more the chain's */
-    Py_SET_REFCNT(ring, Py_REFCNT(ring) - 1); /* its thread has another reference */
+    Py_SET_REFCNT(open, 1); /* the chain's reference is gone */
+    Py_SET_REFCNT(ring, Py_REFCNT(ring) - 1); /* never the last one, because the thread has another reference */
     frame->ring = NULL;
     frame->start_ns = 0;
     frame->request = NULL;
@@ -413,15 +388,15 @@ static PyObject *Scope_annotate(Scope *self, PyObject *const *args, Py_ssize_t n
 }
 
 static PyMethodDef Scope_methods[] = {
-    {"annotate", (PyCFunction)(void (*)(void))Scope_annotate, METH_FASTCALL | METH_KEYWORDS,
-     "annotate($self, attributes=None, /, **more)\n--\n\nSet attributes of the span; see instrument.annotate."},
+    METHOD(Scope, annotate, METH_FASTCALL | METH_KEYWORDS,
+           "annotate($self, attributes=None, /, **more)\n--\n\nSet attributes of the span; see instrument.annotate."),
     {NULL},
 };
 
-/* `__enter__` and `__exit__`, as a class has them. */
+/* `__enter__` or `__exit__` as an attribute of the class. */
 typedef struct {
     PyObject_HEAD
-    size_t at; /* of the bound one in a scope */
+    size_t at; /* offset of the bound method in a scope */
     vectorcallfunc vectorcall;
     const char *name;
 } ScopeMethod;
@@ -448,7 +423,7 @@ static PyObject *ScopeMethod_get(ScopeMethod *self, PyObject *scope, PyObject *P
     return Py_INCREF(scope), (PyObject *)bound;
 }
 
-/* The scope that a method is called on in its class; NULL with an exception. */
+/* Return the scope that a method of the class is called with: borrowed, NULL with an exception. */
 static Scope *scope_of_call(ScopeMethod *self, PyObject *const *args, size_t nargsf)
 {
     if (PyVectorcall_NARGS(nargsf) > 0 && PyObject_TypeCheck(args[0], &ScopeType))
@@ -461,7 +436,7 @@ static PyObject *
 enter_bound(BoundMethod *self, PyObject *const *Py_UNUSED(args), size_t Py_UNUSED(nargsf), PyObject *Py_UNUSED(names))
 {
     Scope *scope = (Scope *)((char *)self - offsetof(Scope, enter));
-    __asm__("" : "+r"(scope)); /* or both addresses take a register */
+    __asm__("" : "+r"(scope)); /* computes one address; else both would take a register */
     return Scope_enter(scope);
 }
 
@@ -469,7 +444,7 @@ static PyObject *exit_bound(BoundMethod *self, PyObject *const *args, size_t nar
 {
     Scope *scope = (Scope *)((char *)self - offsetof(Scope, exit));
     __asm__("" : "+r"(scope));
-    if ((nargsf & 2) != 0) /* two or three, as a `with` gives */
+    if ((nargsf & 2) != 0) /* two or three arguments, as a `with` statement passes */
         return Scope_exit(scope, args[1]);
     return exit_otherwise(scope, PyVectorcall_NARGS(nargsf) > 1 ? args[1] : Py_None, 0);
 }
@@ -496,7 +471,7 @@ static PyTypeObject ScopeMethodType = {
     .tp_name = "instrument.native._recorder.ScopeMethod",
     .tp_basicsize = sizeof(ScopeMethod),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    .tp_doc = "A method of scopes that a `with` calls.",
+    .tp_doc = "A method of scopes that a `with` statement calls.",
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(ScopeMethod, vectorcall),
     .tp_descr_get = (descrgetfunc)ScopeMethod_get,
@@ -508,7 +483,8 @@ static Scope *scope_of(const BoundMethod *self)
     return (Scope *)((char *)self - self->at);
 }
 
-/* It may run code of the host's. A scope that waits for the next call does so without a look at its type. */
+/* Release the scope that the method is bound to. It may run code of the service. A reusable scope is kept without a
+ * look at its type. */
 static void BoundMethod_dealloc(BoundMethod *self)
 {
     Scope *scope = scope_of(self);
@@ -535,18 +511,14 @@ static PyGetSetDef BoundMethod_getset[] = {
 };
 
 static PyTypeObject BoundMethodType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.BoundMethod",
-    .tp_basicsize = sizeof(BoundMethod),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
-    .tp_doc = "Such a method, bound to a scope.",
-    .tp_dealloc = (destructor)BoundMethod_dealloc,
+    RECORDER_TYPE(BoundMethod, sizeof(BoundMethod), Py_TPFLAGS_HAVE_VECTORCALL),
+    .tp_doc = "A method that a `with` statement calls, bound to its scope.",
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(BoundMethod, vectorcall),
     .tp_getset = BoundMethod_getset,
 };
 
-/* Give the class of scopes its methods, which are in one line. */
+/* Give the class of scopes its two methods, which are in one cache line. */
 static int add_scope_methods(void)
 {
     static ScopeMethod methods[] __attribute__((aligned(LINE))) = {
@@ -566,11 +538,6 @@ static PyMemberDef Scope_members[] = {
     {NULL},
 };
 
-static PyObject *Scope_frame(Scope *self, void *Py_UNUSED(closure))
-{
-    return Py_NewRef(self->frame != NULL ? (PyObject *)self->frame : Py_None);
-}
-
 static int Scope_set_frame(Scope *self, PyObject *value, void *Py_UNUSED(closure))
 {
     if (value != NULL && value != Py_None && Py_TYPE(value) != &FrameType) {
@@ -583,19 +550,14 @@ static int Scope_set_frame(Scope *self, PyObject *value, void *Py_UNUSED(closure
 }
 
 static PyGetSetDef Scope_getset[] = {
-    {"_frame", (getter)Scope_frame, (setter)Scope_set_frame, NULL, NULL},
+    {"_frame", object_at, (setter)Scope_set_frame, NULL, (void *)offsetof(Scope, frame)},
     {NULL},
 };
 
 static PyTypeObject ScopeType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Scope",
-    .tp_basicsize = SIZE_IN_LINES(Scope),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    COLLECTED_TYPE(Scope, SIZE_IN_LINES(Scope), Py_TPFLAGS_BASETYPE),
     .tp_doc = "A span around a block: Scope(recorder, site, attributes=None).",
     .tp_new = Scope_new,
-    .tp_dealloc = (destructor)Scope_dealloc,
-    .tp_traverse = (traverseproc)Scope_traverse,
     .tp_methods = Scope_methods,
     .tp_members = Scope_members,
     .tp_getset = Scope_getset,
@@ -612,12 +574,12 @@ static PyObject *Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs
     Ring *ring;
     Current *current = current_of(self, &ring);
     if (current == NULL)
-        return lose(self) < 0 ? NULL : Py_NewRef(Py_None);
+        return count_loss(self) < 0 ? NULL : Py_NewRef(Py_None);
     frame_t frame;
     frame.attributes = with_link(current, args[2] == Py_None ? NULL : args[2]);
     if (frame.attributes != NULL && (current = current_of(self, &ring)) == NULL) {
         Py_DECREF(frame.attributes);
-        return lose(self) < 0 ? NULL : Py_NewRef(Py_None);
+        return count_loss(self) < 0 ? NULL : Py_NewRef(Py_None);
     }
     identify(self, ring, current, &frame, args[0], NULL, OPEN);
     if (frame.node->is_request && !is_open_request(frame.request))
@@ -628,7 +590,7 @@ static PyObject *Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs
     count_against_above(current, &frame, ring, end_ns);
     if (nargs > 4 && args[4] == Py_True)
         frame.children_ns = end_ns - start_ns;
-    store(self, ring, &frame, end_ns, -1, 0, nargs > 5 && args[5] != Py_None ? args[5] : NULL);
+    store_span(self, ring, &frame, end_ns, -1, 0, nargs > 5 && args[5] != Py_None ? args[5] : NULL);
     int failed = frame.pair != NULL ? end_on_device(ring, &frame, end_ns) : 0;
     Py_DECREF(ring);
     Py_XDECREF(frame.request);
@@ -638,7 +600,7 @@ static PyObject *Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs
 
 static PyObject *no_scope(Core *self)
 {
-    if (self->no_scope == NULL || lose(self) < 0)
+    if (self->no_scope == NULL || count_loss(self) < 0)
         return NULL;
     return Py_NewRef((PyObject *)self->no_scope);
 }
@@ -649,34 +611,33 @@ static PyObject *Core_new_span(Core *self, PyObject *site)
     return scope != NULL ? (PyObject *)scope : no_scope(self);
 }
 
-/* The cache entry for a name. */
-static inline known_t *place_of_name(PyObject *name)
+/* Return the cache entry for a name. */
+static inline cached_t *place_of_name(PyObject *name)
 {
-    return &names_at_hand[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
+    return &scope_names[((uintptr_t)name >> 4) & (NAMES_CACHED - 1)];
 }
 
-/* Cache the scope of a name's site for reuse, if possible. The address of a text identifies it while there is a
- * reference. */
+/* Cache the scope of a name's site for reuse. The entry owns a reference to the name, so the address identifies it. */
 static void keep_name(Core *core, PyObject *name, Scope *scope)
 {
     if (Py_TYPE(scope) != hot.free_scope_type)
         return;
-    known_t *place = place_of_name(name);
-    if (place->version == version_of_names(core) && place->path.site == scope->site && place->instance == name)
+    cached_t *place = place_of_name(name);
+    if (place->version == (uintptr_t)core && place->path.site == scope->site && place->instance == name)
         return; /* it is in use */
     PyObject *before = place->instance;
     Scope *scope_before = place->scope;
     place->instance = Py_NewRef(name);
     place->path = (path_t){.site = scope->site};
-    place->version = version_of_names(core);
+    place->version = (uintptr_t)core;
     place->scope = scope;
     scope->path = &place->path;
-    part_with_scope(scope_before); /* this and the next line may run code of the host's */
+    detach_scope(scope_before); /* this line and the next may run code of the service */
     Py_XDECREF(before);
 }
 
-/* scope(name, key=) or scope(name, batch=), where the name is known and the keys are plain. NULL with an exception or,
- * where it is to go the long way, without. */
+/* Return a scope for scope(name, key=) or scope(name, batch=), if the site is known by name and the keys are plain.
+ * Return NULL with an exception, or without one if Python must make the scope. */
 static Scope *scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
 {
     PyObject *word = PyTuple_GET_ITEM(names, 0);
@@ -699,7 +660,7 @@ static Scope *scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
     return scope;
 }
 
-/* scope(name): for a site that is known by name; other calls go the slow way in Python. */
+/* Return a scope for scope(name), if the site is known by name. Python makes all others. */
 static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (nargs == 1 && names == NULL && PyUnicode_CheckExact(args[0]) && self->scope_type != NULL) {
@@ -707,7 +668,7 @@ static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ss
         if (site != NULL) {
             int is_muted = Py_TYPE(site) == (PyTypeObject *)self->scope_type;
             if (is_muted && Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
-                return Py_NewRef(site); /* reused while it has no other reference */
+                return Py_NewRef(site); /* reusable, because only the dict has a reference */
             Scope *scope = new_scope(self, Py_NewRef(is_muted ? ((Scope *)site)->site : site));
             if (scope == NULL)
                 return no_scope(self);
@@ -719,9 +680,9 @@ static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ss
             return NULL;
     }
     if (nargs == 1 && names != NULL && PyTuple_GET_SIZE(names) == 1 && self->scope_type != NULL) {
-        PyObject *found = (PyObject *)scope_of_keys(self, args, names);
-        if (found != NULL)
-            return found;
+        PyObject *keyed_scope = (PyObject *)scope_of_keys(self, args, names);
+        if (keyed_scope != NULL)
+            return keyed_scope;
     }
     PyObject *method = PyErr_Occurred() ? NULL : PyObject_GetAttr((PyObject *)self, str_make_scope);
     PyObject *scope = method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)nargs, names);
@@ -731,21 +692,21 @@ static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ss
     return scope;
 }
 
-/* The same for a cached name with an unused scope. */
+/* Return a scope. It is fast for a cached name whose scope is unused. */
 static PyObject *Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (nargs != 1 || names != NULL)
         return scope_otherwise(self, args, nargs, names);
-    const known_t *place = place_of_name(args[0]);
+    const cached_t *place = place_of_name(args[0]);
     Scope *scope = place->scope;
-    if (place->instance != args[0] || place->version != version_of_names(self) || scope->core != NULL)
+    if (place->instance != args[0] || place->version != (uintptr_t)self || scope->core != NULL)
         return scope_otherwise(self, args, nargs, names);
     __builtin_prefetch(place->path.newest.step);
     __builtin_prefetch(scope->spare, 1);
     __builtin_prefetch(scope->spare_frame, 1);
     __builtin_prefetch((char *)scope->spare_frame + LINE, 1);
     scope->core = (Core *)Py_NewRef((PyObject *)self);
-    return (PyObject *)scope; /* and its reference */
+    return (PyObject *)scope; /* with the entry's reference */
 }
 
 PyDoc_STRVAR(scope_doc,

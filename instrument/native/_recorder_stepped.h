@@ -1,8 +1,9 @@
-/* Hot: coroutines whose calls are spans. Their awaited objects are stepped here, and each suspension is timed, for the
- * span of the coroutine and for those that begin inside it. Cold, at the end: throwing, closing and attributes. A part
- * of `_recorder.c`. */
+/* Hot: coroutines whose calls are spans. We step what they await, and time each suspension, for the span of the
+ * coroutine and for spans that begin inside it. Cold, at the end: throwing, closing and attributes. A part of
+ * `_recorder.c`. */
 
-/* The object that one of ours replaces: the function of a wrapper, or what it steps. */
+/* Return the object that an object of ours replaces, borrowed: the function of a wrapper, or the object that is
+ * stepped. */
 static PyObject *replaced_by(PyObject *self)
 {
     return Py_TYPE(self)->tp_vectorcall_offset > 0 ? ((Function *)self)->wrapped : ((Stepped *)self)->awaited;
@@ -11,12 +12,13 @@ static PyObject *replaced_by(PyObject *self)
 _Static_assert(offsetof(Function, wrapped) == offsetof(Carried, function), "`replaced_by` reads both");
 _Static_assert(offsetof(Stepped, awaited) == offsetof(Stretch, body), "`replaced_by` reads both");
 
-/* Return an attribute of an object of ours, or of the object that it replaces. */
+/* Return an attribute of an object of ours, else of the object that it replaces: a new reference, NULL with an
+ * exception. */
 static PyObject *StandIn_getattro(PyObject *self, PyObject *name)
 {
-    PyObject *found = PyObject_GenericGetAttr(self, name);
-    if (found != NULL || replaced_by(self) == NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
-        return found;
+    PyObject *attribute = PyObject_GenericGetAttr(self, name);
+    if (attribute != NULL || replaced_by(self) == NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return attribute;
     PyErr_Clear();
     return PyObject_GetAttr(replaced_by(self), name);
 }
@@ -31,34 +33,35 @@ static PyObject *StandIn_repr(PyObject *self)
     return PyObject_Repr(replaced_by(self));
 }
 
-static PyTypeObject *stood_for(PyTypeObject *);
+static PyTypeObject *replaced_type(PyTypeObject *);
 
 static PyObject *StandIn_class(PyObject *self, void *Py_UNUSED(closure))
 {
-    return Py_NewRef((PyObject *)stood_for(Py_TYPE(self)));
+    return Py_NewRef((PyObject *)replaced_type(Py_TYPE(self)));
 }
 
-/* Of what is stepped; a wrapper asks its function. */
+/* The attribute of stepped objects. A wrapper of a function has it from the function. */
 static PyGetSetDef StandIn_getset[] = {
     {"__class__", StandIn_class, NULL, NULL, NULL},
     {NULL},
 };
 
-/* The object that `await` would step: a coroutine itself, or the iterator of another awaitable. A new reference; NULL
+/* Return what `await` would step: the coroutine itself, or the iterator of another awaitable. A new reference, NULL
  * with an exception. */
 static PyObject *iterator_of(PyObject *awaitable)
 {
     return PyCoro_CheckExact(awaitable) ? Py_NewRef(awaitable) : Py_TYPE(awaitable)->tp_as_async->am_await(awaitable);
 }
 
-/* True for an awaitable that we can step. Any other object is passed to `await` unchanged. */
+/* Return true for an awaitable that we can step. Other objects are passed to `await` unchanged. */
 static int is_awaitable(PyObject *object)
 {
     const PyAsyncMethods *methods = Py_TYPE(object)->tp_as_async;
     return PyCoro_CheckExact(object) || (methods != NULL && methods->am_await != NULL);
 }
 
-/* Make an object of one of both types. Takes the reference of the iterator. NULL without memory, with an exception. */
+/* Make an object of SteppedType or CoroutineType: a new reference, NULL with an exception. Takes the reference to the
+ * iterator. */
 static Stepped *new_stepped(Core *core, PyTypeObject *type, PyObject *iterator)
 {
     Stepped *self = free_stepped_count > 0 ? free_stepped[--free_stepped_count] : (Stepped *)type->tp_alloc(type, 0);
@@ -72,31 +75,30 @@ static Stepped *new_stepped(Core *core, PyTypeObject *type, PyObject *iterator)
     return self;
 }
 
+#define REFERENCES_Stepped(EACH) EACH(core) EACH(awaited) EACH(function) EACH(attributes)
+
 static int Stepped_traverse(Stepped *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->core);
-    Py_VISIT(self->awaited);
-    Py_VISIT(self->function);
-    Py_VISIT(self->attributes);
-    Py_VISIT(self->own);
+    REFERENCES_Stepped(VISIT)
+    Py_VISIT(self->span);
     return 0;
 }
 
-/* End its span, if it has one that is open. -1 with an exception of the host's. */
-static int end_own(Stepped *self, PyObject *error)
+/* End the span of a coroutine, if it is open. Return -1 with an exception of the service set. */
+static int end_span(Stepped *self, PyObject *error)
 {
-    Frame *own = self->own;
-    if (own == NULL)
+    Frame *span = self->span;
+    if (span == NULL)
         return 0;
-    int failed = own->frame->state == CLOSED ? 0 : close_frame(self->core, own, error, 0, 0);
-    leave_stepped(own);
-    self->own = NULL;
-    Py_DECREF(own);
+    int failed = span->frame->state == CLOSED ? 0 : close_frame(self->core, span, error, 0, 0);
+    leave_stepped(span);
+    self->span = NULL;
+    Py_DECREF(span);
     return failed;
 }
 
-/* Release the awaited object: an open span of other code may still reference us. Code of the host's may run. A raised
- * exception stays. */
+/* Release the awaited object, because an open span of other code may own a reference to us for longer. Code of the
+ * service may run. A raised exception stays set. */
 static void leave_awaited(Stepped *self)
 {
     if (self->function != NULL || self->awaited == Py_None)
@@ -108,26 +110,23 @@ static void leave_awaited(Stepped *self)
 
 static PyObject *Stepped_close(Stepped *, PyObject *);
 
-/* Free it as a scope, even with an open span, which no caller can resume. */
+/* Free a stepped object. An open span is ended, because no caller can resume the coroutine. */
 static void Stepped_dealloc(Stepped *self)
 {
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs((PyObject *)self);
     Py_SET_REFCNT(self, 1);
-    if (self->own != NULL) {
+    if (self->span != NULL) {
         raised_t raised = take_raised();
         PyObject *none = Stepped_close(self, NULL);
         if (none == NULL)
             PyErr_WriteUnraisable(self->awaited);
         Py_XDECREF(none);
-        if (end_own(self, NULL) < 0)
+        if (end_span(self, NULL) < 0)
             PyErr_WriteUnraisable(NULL);
         raise_again(raised);
     }
-    Py_CLEAR(self->core);
-    Py_CLEAR(self->awaited);
-    Py_CLEAR(self->function);
-    Py_CLEAR(self->attributes);
+    REFERENCES_Stepped(CLEAR)
     self->waited_ns = self->suspended_ns = 0;
     self->task = 0;
     self->has_begun = self->is_running = 0;
@@ -145,7 +144,7 @@ static int released(PyObject *none)
     return none == NULL ? -1 : 0;
 }
 
-/* Close a body that will not be resumed, as a closed coroutine does. Return its result, or NULL with an exception. */
+/* Close a body that will not be resumed. Return the result: a new reference, NULL with an exception. */
 static PyObject *close_body(PyObject *body)
 {
     PyObject *method = PyObject_GetAttrString(body, "close");
@@ -155,31 +154,31 @@ static PyObject *close_body(PyObject *body)
         PyErr_Clear();
         return Py_NewRef(Py_None);
     }
-    PyObject *given = PyObject_CallNoArgs(method);
+    PyObject *result = PyObject_CallNoArgs(method);
     Py_DECREF(method);
-    return given;
+    return result;
 }
 
-/* Begin a span whose site has no known step here, and remember the step. NULL as in `open_frame`. */
-static SELDOM Frame *begin_own_otherwise(Stepped *self)
+/* Begin the span of a coroutine that has no remembered step here, and remember the step. Returns as `open_frame`. */
+static SELDOM Frame *begin_unknown_span(Stepped *self)
 {
     Core *core = self->core;
     Function *function = self->function;
     uint64_t uid = core->uid;
-    Frame *own = open_frame(core, function->path.site, NULL, self->attributes, OPEN);
-    if (own == NULL || core->uid != uid || own->frame->below_fold || own->frame->node->is_request)
-        return own;
+    Frame *span = open_frame(core, function->path.site, NULL, self->attributes, OPEN);
+    if (span == NULL || core->uid != uid || span->frame->below_fold || span->frame->node->is_request)
+        return span;
     if (function->uid != uid)
         forget_paths(function);
     path_t *path = &function->path;
-    node_t *node = own->frame->node, *step;
+    node_t *node = span->frame->node, *step;
     if (node->parent != core->overflow && !find_known_step(path, node->parent, &step))
         remember_step(path, node->parent, node);
-    return own;
+    return span;
 }
 
-/* Begin its span. -1 with an exception of the host's. */
-static int begin_own(Stepped *self)
+/* Begin the span of a coroutine. Return -1 with an exception of the service set. */
+static int begin_span(Stepped *self)
 {
     Core *core = self->core;
     Function *function = self->function;
@@ -191,56 +190,56 @@ static int begin_own(Stepped *self)
         count_passed(pass);
         return 0;
     }
-    int is_too_deep = at_hand()->uid == core->uid && is_stack_used_up();
+    int is_too_deep = thread_cache()->uid == core->uid && is_stack_used_up();
     int may_be_known = !is_too_deep && self->attributes == NULL && function->uid == core->uid && is_on_and_nothing_else(core);
-    Frame *own = may_be_known ? new_frame_object() : NULL;
-    if (own != NULL && !begin_known(core, own, &function->path, 0))
-        Py_CLEAR(own);
-    if (own == NULL && !is_too_deep && !PyErr_Occurred()) /* without memory */
-        own = begin_own_otherwise(self);
-    if (own == NULL) {
+    Frame *span = may_be_known ? new_frame_object() : NULL;
+    if (span != NULL && !begin_known(core, span, &function->path, 0))
+        Py_CLEAR(span);
+    if (span == NULL && !is_too_deep && !PyErr_Occurred()) /* without memory, an exception is set */
+        span = begin_unknown_span(self);
+    if (span == NULL) {
         if (is_too_deep)
             refuse_for_stack("calls of instrumented coroutines");
-        else if (lose(core) == 0)
+        else if (count_loss(core) == 0)
             return 0;
         raised_t raised = take_raised();
         if (released(close_body(self->awaited)) < 0)
-            PyErr_Clear(); /* of two that handlers raised, the first */
+            PyErr_Clear(); /* the first exception is raised again */
         raise_again(raised);
         return -1;
     }
-    leave_stepped(own);
-    self->task = own->frame->task;
-    self->own = own;
-    own->stepped = self;
-    own->waited_before_ns = 0;
+    leave_stepped(span);
+    self->task = span->frame->task;
+    self->span = span;
+    span->stepped = self;
+    span->waited_before_ns = 0;
     return 0;
 }
 
-/* Begin a step. Set `around` to the stepped object around it, with its reference. -1 with an exception of the host's,
- * and without a step. */
+/* Begin a step. Set `around` to the stepped object around this one, with its reference. Return -1 with an exception of
+ * the service set, and without a step. */
 static inline int begin_step(Stepped *self, Stepped **around)
 {
     if (!self->has_begun) {
-        if (begin_own(self) < 0)
+        if (begin_span(self) < 0)
             return -1;
     } else if (self->suspended_ns != 0) {
         self->waited_ns += read_clock(self->core) - self->suspended_ns;
         self->suspended_ns = 0;
     }
-    *around = at_hand()->stepping;
-    at_hand()->stepping = (Stepped *)Py_NewRef((PyObject *)self);
+    *around = thread_cache()->stepping;
+    thread_cache()->stepping = (Stepped *)Py_NewRef((PyObject *)self);
     self->is_running = 1;
     return 0;
 }
 
-/* End a step that yielded to the loop, returned or raised. Return the same outcome, or an error if the end of its span
- * has raised. */
+/* End a step that yielded, returned or raised. Return the same outcome, or an error if the end of the span has
+ * raised. */
 static inline PySendResult end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
 {
-    /* If greenlets have switched meanwhile it may be another object: that stays valid, and is not running. */
-    Stepped *innermost = at_hand()->stepping;
-    at_hand()->stepping = around;
+    /* Greenlets may have switched meanwhile, so it may be another object. That one stays valid, and is not running. */
+    Stepped *innermost = thread_cache()->stepping;
+    thread_cache()->stepping = around;
     self->is_running = 0;
     if (ended == PYGEN_NEXT) {
         self->suspended_ns = read_clock(self->core);
@@ -254,12 +253,12 @@ static inline PySendResult end_step(Stepped *self, Stepped *around, PySendResult
     }
     if (ended == PYGEN_ERROR) {
         raised_t raised = take_normal();
-        if (end_own(self, raised.value) < 0) {
+        if (end_span(self, raised.value) < 0) {
             drop_raised(raised);
         } else {
             raise_again(raised);
         }
-    } else if (end_own(self, NULL) < 0) {
+    } else if (end_span(self, NULL) < 0) {
         Py_CLEAR(*result);
         ended = PYGEN_ERROR;
     }
@@ -272,7 +271,7 @@ static PySendResult Stepped_step(Stepped *self, PyObject *value, PyObject **resu
 {
     Stepped *around;
     *result = NULL;
-    if (self->is_running) /* it says so itself */
+    if (self->is_running) /* the body raises its own error */
         return PyIter_Send(self->awaited, value, result);
     if (begin_step(self, &around) < 0)
         return PYGEN_ERROR;
@@ -290,7 +289,8 @@ static PyObject *as_of_iterator(PySendResult ended, PyObject *result)
         PyErr_SetNone(PyExc_StopIteration);
         return NULL;
     }
-    PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result); /* not SetObject alone: a tuple would be arguments */
+    /* PyErr_SetObject alone would unpack a tuple into arguments. */
+    PyObject *stop = PyObject_CallOneArg(PyExc_StopIteration, result);
     if (stop != NULL)
         PyErr_SetObject(PyExc_StopIteration, stop);
     Py_XDECREF(stop);
@@ -305,7 +305,7 @@ static PyObject *StandIn_send(PyObject *self, PyObject *value)
     return as_of_iterator(ended, result);
 }
 
-/* The end of an iterator without a result needs no exception, whose making costs more than the span. */
+/* Make a step as an iterator. An end without a result sets no exception: making one costs more than the span. */
 static PyObject *Stepped_next(Stepped *self)
 {
     PyObject *result;
@@ -316,22 +316,23 @@ static PyObject *Stepped_next(Stepped *self)
     return NULL;
 }
 
-/* Return an object that replaces a function's coroutine and has a span of a site. Return the coroutine itself if it
- * cannot be awaited. NULL with an exception. */
+/* Return an object that replaces a function's coroutine, and has a span: a new reference, NULL with an exception.
+ * Return the coroutine itself if it cannot be awaited. */
 static PyObject *stepped_coroutine(Function *function, PyObject *coroutine, PyObject *attributes)
 {
     if (!is_awaitable(coroutine))
         return Py_NewRef(coroutine);
     PyObject *iterator = iterator_of(coroutine);
-    Stepped *made = iterator == NULL ? NULL : new_stepped(function->core, &CoroutineType, iterator);
-    if (made == NULL)
+    Stepped *stepped = iterator == NULL ? NULL : new_stepped(function->core, &CoroutineType, iterator);
+    if (stepped == NULL)
         return NULL;
-    made->function = (Function *)Py_NewRef((PyObject *)function);
-    made->attributes = Py_XNewRef(attributes);
-    return (PyObject *)made;
+    stepped->function = (Function *)Py_NewRef((PyObject *)function);
+    stepped->attributes = Py_XNewRef(attributes);
+    return (PyObject *)stepped;
 }
 
-/* stepped_in(frame, awaitable): an awaitable that steps another for an open span, and times its suspensions. */
+/* Return an awaitable that steps another one for an open span, and times the suspensions: stepped_in(frame,
+ * awaitable). */
 static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType))
@@ -342,25 +343,25 @@ static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t n
     PyObject *iterator = iterator_of(args[1]);
     if (iterator == NULL)
         return NULL;
-    Stepped *made = frame->stepped;
-    if (made != NULL && made->awaited == Py_None) { /* the previous awaitable has ended */
-        Py_SETREF(made->awaited, iterator);
-        return Py_NewRef((PyObject *)made);
+    Stepped *stepped = frame->stepped;
+    if (stepped != NULL && stepped->awaited == Py_None) { /* the previous awaitable has ended */
+        Py_SETREF(stepped->awaited, iterator);
+        return Py_NewRef((PyObject *)stepped);
     }
-    made = new_stepped(self, &SteppedType, iterator);
-    if (made == NULL)
+    stepped = new_stepped(self, &SteppedType, iterator);
+    if (stepped == NULL)
         return NULL;
     leave_stepped(frame);
-    made->task = frame->frame->task;
-    frame->stepped = (Stepped *)Py_NewRef((PyObject *)made);
+    stepped->task = frame->frame->task;
+    frame->stepped = (Stepped *)Py_NewRef((PyObject *)stepped);
     frame->waited_before_ns = 0;
-    return (PyObject *)made;
+    return (PyObject *)stepped;
 }
 
 /* Cold from here on: the other methods of a coroutine, for code that cancels, closes or inspects it. */
 
-/* The raised exception is a StopIteration: its value is the result. */
-static PySendResult returned(PyObject **result)
+/* Turn the raised StopIteration into the result of a step. */
+static PySendResult take_stop_value(PyObject **result)
 {
     raised_t raised = take_normal();
     *result = raised.value == NULL ? NULL : PyObject_GetAttrString(raised.value, "value");
@@ -368,8 +369,9 @@ static PySendResult returned(PyObject **result)
     return *result != NULL ? PYGEN_RETURN : PYGEN_ERROR;
 }
 
-/* Throw into the stepped object. Without a `throw` method, raise the thrown exception. */
-static PySendResult thrown(PyObject *body, PyObject *const *args, Py_ssize_t nargs, PyObject **result)
+/* Throw into the stepped object. Raise the exception if the object has no `throw` method. Set `result` to a new
+ * reference or to NULL. */
+static PySendResult throw_into(PyObject *body, PyObject *const *args, Py_ssize_t nargs, PyObject **result)
 {
     PyObject *method = PyObject_GetAttrString(body, "throw");
     *result = NULL;
@@ -378,7 +380,7 @@ static PySendResult thrown(PyObject *body, PyObject *const *args, Py_ssize_t nar
         Py_DECREF(method);
         if (*result != NULL)
             return PYGEN_NEXT;
-        return PyErr_ExceptionMatches(PyExc_StopIteration) ? returned(result) : PYGEN_ERROR;
+        return PyErr_ExceptionMatches(PyExc_StopIteration) ? take_stop_value(result) : PYGEN_ERROR;
     }
     if (!PyErr_ExceptionMatches(PyExc_AttributeError))
         return PYGEN_ERROR;
@@ -396,10 +398,11 @@ static PyObject *Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t 
 {
     Stepped *around = NULL;
     PyObject *result;
-    int has_span = !self->is_running && (self->function == NULL || self->has_begun); /* a step of its body has one */
+    /* A running body has begun its step before. */
+    int has_span = !self->is_running && (self->function == NULL || self->has_begun);
     if (has_span && begin_step(self, &around) < 0)
         return NULL;
-    PySendResult ended = thrown(self->awaited, args, nargs, &result);
+    PySendResult ended = throw_into(self->awaited, args, nargs, &result);
     if (has_span)
         ended = end_step(self, around, ended, &result);
     return as_of_iterator(ended, result);
@@ -407,7 +410,7 @@ static PyObject *Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
 {
-    static PyObject *closed; /* the result of close() */
+    static PyObject *closed; /* the exception with which closed spans end */
     Stepped *around;
     if (!self->has_begun || self->is_running)
         return close_body(self->awaited);
@@ -418,33 +421,29 @@ static PyObject *Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
         end_step(self, around, PYGEN_ERROR, &result);
         return NULL;
     }
-    Stepped *innermost = at_hand()->stepping;
-    at_hand()->stepping = around;
+    Stepped *innermost = thread_cache()->stepping;
+    thread_cache()->stepping = around;
     self->is_running = 0;
-    int failed = end_own(self, closed);
+    int failed = end_span(self, closed);
     leave_awaited(self);
     Py_XDECREF(innermost);
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Return an iterator, as a coroutine does, for code that steps it by hand. */
+/* Return an iterator that steps the coroutine, for code that does so by hand. */
 static PyObject *Coroutine_await(Stepped *self, PyObject *Py_UNUSED(none))
 {
     return (PyObject *)new_stepped(self->core, &SteppedType, Py_NewRef((PyObject *)self));
 }
 
-static PyMethodDef Stepped_methods[] = {
-    {"send", (PyCFunction)StandIn_send, METH_O, "Go on with a value."},
-    {"throw", (PyCFunction)(void (*)(void))Stepped_throw, METH_FASTCALL, "Go on with an exception."},
-    {"close", (PyCFunction)Stepped_close, METH_NOARGS, "Go on no more."},
-    {NULL},
-};
+#define METHODS_OF_STEPPED(type)                                                                                       \
+    {"send", StandIn_send, METH_O, "Resume with a value."}, METHOD(type, throw, METH_FASTCALL, "Resume with an exception."), \
+        METHOD(type, close, METH_NOARGS, "End the body.")
 
+static PyMethodDef Stepped_methods[] = {METHODS_OF_STEPPED(Stepped), {NULL}};
 static PyMethodDef Coroutine_methods[] = {
-    {"send", (PyCFunction)StandIn_send, METH_O, "Go on with a value."},
-    {"throw", (PyCFunction)(void (*)(void))Stepped_throw, METH_FASTCALL, "Go on with an exception."},
-    {"close", (PyCFunction)Stepped_close, METH_NOARGS, "Go on no more."},
-    {"__await__", (PyCFunction)Coroutine_await, METH_NOARGS | METH_COEXIST, "Steps it, as an iterator."},
+    METHODS_OF_STEPPED(Stepped),
+    {"__await__", (PyCFunction)Coroutine_await, METH_NOARGS | METH_COEXIST, "Return an iterator that steps it."},
     {NULL},
 };
 
@@ -454,14 +453,9 @@ static PyAsyncMethods Stepped_async = {
 };
 
 static PyTypeObject SteppedType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "instrument.native._recorder.Stepped",
-    .tp_basicsize = SIZE_IN_LINES(Stepped),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_doc = "What is awaited, stepped and timed: it knows how long it was suspended.",
-    .tp_dealloc = (destructor)Stepped_dealloc,
-    .tp_traverse = (traverseproc)Stepped_traverse,
-    .tp_getattro = StandIn_getattro, /* those that show the position in a chain of awaits */
+    COLLECTED_TYPE(Stepped, SIZE_IN_LINES(Stepped), Py_TPFLAGS_DISALLOW_INSTANTIATION),
+    .tp_doc = "An awaited object that is stepped, and whose suspensions are timed.",
+    .tp_getattro = StandIn_getattro, /* for attributes that show the position in a chain of awaits */
     .tp_as_async = &Stepped_async,
     .tp_iter = PyObject_SelfIter,
     .tp_iternext = (iternextfunc)Stepped_next,
@@ -469,13 +463,9 @@ static PyTypeObject SteppedType = {
     .tp_methods = Stepped_methods,
 };
 
-/* The object that a coroutine function returns. It cannot be iterated, as a coroutine of Python's cannot. */
+/* What a coroutine function returns. As a coroutine of Python, it cannot be iterated. */
 static PyTypeObject CoroutineType = {
-    PyVarObject_HEAD_INIT(&StandInType, 0)
-    .tp_name = "coroutine",
-    .tp_basicsize = SIZE_IN_LINES(Stepped),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .tp_dealloc = (destructor)Stepped_dealloc,
+    TYPE(Stepped, &StandInType, "coroutine", SIZE_IN_LINES(Stepped), Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION),
     .tp_traverse = (traverseproc)Stepped_traverse,
     .tp_repr = StandIn_repr,
     .tp_getattro = StandIn_getattro,

@@ -1,10 +1,5 @@
-/* Hot: the step from a node of the call tree to that of a call, and totals of a call path on a thread. Cold: nodes that
- * are new, and adding totals up. A part of `_recorder.c`. */
-
-static inline uint64_t scrambled(uint64_t id)
-{
-    return id * 0x9E3779B97F4A7C15u;
-}
+/* Hot: the step from a node of the call tree to the node of a call, and the totals of a call path on a thread. Cold:
+ * new nodes, and sums of totals. A part of `_recorder.c`. */
 
 static inline uint32_t slot_of(PyObject *site, uint32_t slots)
 {
@@ -12,7 +7,7 @@ static inline uint32_t slot_of(PyObject *site, uint32_t slots)
     return (uint32_t)((address >> 4) * 0x9E3779B1u) & (slots - 1);
 }
 
-/* A step to a node that is no descendant has a mark in the low bits of its address, which are free. */
+/* Mark a step to a node that is not a child, in the low bits of the address, which are free. */
 static inline node_t *as_edge(node_t *node)
 {
     return (node_t *)((uintptr_t)node | 1);
@@ -23,7 +18,7 @@ static inline int is_edge(const node_t *step)
     return (uintptr_t)step & 1;
 }
 
-static inline node_t *end_of(node_t *step)
+static inline node_t *node_at_end(node_t *step)
 {
     return (node_t *)((uintptr_t)step & ~(uintptr_t)1);
 }
@@ -34,9 +29,18 @@ static inline node_t *known_child(node_t *parent, PyObject *site)
         return NULL;
     for (uint32_t i = slot_of(site, parent->slots);; i = (i + 1) & (parent->slots - 1)) {
         node_t *step = parent->table[i];
-        if (step == NULL || end_of(step)->site == site)
+        if (step == NULL || node_at_end(step)->site == site)
             return step;
     }
+}
+
+/* Put a step into the first free entry of a table, in the order in which its site is searched. */
+static void put_step(node_t **table, uint32_t slots, node_t *step)
+{
+    uint32_t at = slot_of(node_at_end(step)->site, slots);
+    while (table[at] != NULL)
+        at = (at + 1) & (slots - 1);
+    table[at] = step;
 }
 
 static int add_child(node_t *parent, node_t *child)
@@ -46,23 +50,14 @@ static int add_child(node_t *parent, node_t *child)
         node_t **table = PyMem_Calloc(slots, sizeof(node_t *));
         if (table == NULL)
             return -1;
-        for (uint32_t i = 0; i < parent->slots; i++) {
-            node_t *node = parent->table[i];
-            if (node == NULL)
-                continue;
-            uint32_t at = slot_of(end_of(node)->site, slots);
-            while (table[at] != NULL)
-                at = (at + 1) & (slots - 1);
-            table[at] = node;
-        }
+        for (uint32_t i = 0; i < parent->slots; i++)
+            if (parent->table[i] != NULL)
+                put_step(table, slots, parent->table[i]);
         PyMem_Free(parent->table);
         parent->table = table;
         parent->slots = slots;
     }
-    uint32_t at = slot_of(end_of(child)->site, parent->slots);
-    while (parent->table[at] != NULL)
-        at = (at + 1) & (parent->slots - 1);
-    parent->table[at] = child;
+    put_step(parent->table, parent->slots, child);
     parent->children++;
     return 0;
 }
@@ -79,28 +74,24 @@ static int kind_is(PyObject *site, PyObject *word)
     return same;
 }
 
-static int asks_for_device(PyObject *site)
+/* Copy the facts of a site that spans read to its node. Errors are cleared. */
+static void read_site(node_t *node)
 {
-    PyObject *device = PyObject_GetAttr(site, str_device);
-    int asks = device == Py_True;
-    Py_XDECREF(device);
+    node->is_request = kind_is(node->site, str_request) != 0;
+    node->is_copy = kind_is(node->site, str_copy) != 0;
+    PyObject *device = PyObject_GetAttr(node->site, str_device);
     PyErr_Clear();
-    return asks;
+    PyObject *min_ns = PyObject_GetAttr(node->site, str_min_ns);
+    node->is_device = device == Py_True;
+    node->min_ns = min_ns != NULL && PyLong_Check(min_ns) ? PyLong_AsLongLong(min_ns) : 0;
+    if (PyErr_Occurred() && node->min_ns == -1)
+        node->min_ns = 0;
+    PyErr_Clear();
+    Py_XDECREF(device);
+    Py_XDECREF(min_ns);
 }
 
-static int64_t min_ns_of(PyObject *site)
-{
-    PyObject *value = PyObject_GetAttr(site, str_min_ns);
-    long long min_ns = value == NULL || !PyLong_Check(value) ? 0 : PyLong_AsLongLong(value);
-    Py_XDECREF(value);
-    if (PyErr_Occurred()) {
-        PyErr_Clear();
-        return 0;
-    }
-    return min_ns;
-}
-
-/* Keep a node of no tree for reuse. */
+/* Keep a node that is in no tree, for reuse. */
 static void make_spare(Core *core, node_t *node)
 {
     node_t **spare = core->memory != NULL && memory_of(node) == core->memory ? &core->spare : &core->private_spare;
@@ -129,25 +120,23 @@ static node_t *new_node(Core *core, node_t *parent, PyObject *site)
     node->site = Py_NewRef(site);
     node->parent = parent;
     node->index = core->node_count;
-    node->is_request = kind_is(site, str_request) != 0;
-    node->is_copy = kind_is(site, str_copy) != 0;
-    node->is_device = (char)asks_for_device(site);
-    node->min_ns = min_ns_of(site);
+    read_site(node);
     if (add_child(parent, node) < 0) {
         Py_CLEAR(node->site);
         make_spare(core, node);
         return NULL;
     }
     core->nodes[core->node_count++] = node;
-    tell_site(core, site);
-    __atomic_store_n(&node->is_known, 1, __ATOMIC_RELEASE); /* its readers also see the site and the parent */
+    describe_site(core, site);
+    /* A reader that sees this also sees the site and the parent. */
+    __atomic_store_n(&node->is_known, 1, __ATOMIC_RELEASE);
     return node;
 }
 
-/* The node that counts calls of a site by new paths once the tally is full. */
+/* Return the node that counts the calls of a site on new paths, once the tally is full. */
 static node_t *overflow_of(Core *core, PyObject *site)
 {
-    node_t *node = end_of(known_child(core->overflow, site));
+    node_t *node = node_at_end(known_child(core->overflow, site));
     if (node == NULL && core->overflow->children < OVERFLOW_SITES &&
         (node = new_node(core, core->overflow, site)) != NULL)
         node->may_recur = 1;
@@ -155,8 +144,8 @@ static node_t *overflow_of(Core *core, PyObject *site)
     return node != NULL ? node : core->overflow;
 }
 
-/* The first step from a node to the node of a site: an ancestor of the same site, so that recursion makes no nodes;
- * else a new node, while the tally has room. Never fails. */
+/* Make the first step from a node to the node of a site. If an ancestor has the same site, that is the node, so
+ * recursion makes no nodes. Else it is a new node, or the overflow node once the tally is full. Never fails. */
 static SELDOM node_t *first_step(Core *core, node_t *parent, PyObject *site)
 {
     node_t *step, *again = parent;
@@ -178,14 +167,12 @@ static SELDOM node_t *first_step(Core *core, node_t *parent, PyObject *site)
     return step;
 }
 
-/* The step from a node to the node of a site called there. Never fails. */
+/* Return the step from a node to the node of a site that is called there. Never fails. */
 static inline node_t *node_of(Core *core, node_t *parent, PyObject *site)
 {
     node_t *step = known_child(parent, site);
     return __builtin_expect(step != NULL, 1) ? step : first_step(core, parent, site);
 }
-
-/* ------------------------------------------------------------------ totals */
 
 static inline totals_t *known_totals(const book_t *book, uint32_t index)
 {
@@ -198,15 +185,15 @@ static totals_t *totals_of(Ring *ring, uint32_t index)
     book_t *book = &ring->totals;
     uint32_t number = index / PAGE;
     if (number >= book->slots) {
-        uint32_t wanted = book->slots ? book->slots : 8;
-        while (wanted <= number)
-            wanted *= 2;
-        totals_t ***grown = PyMem_Realloc(book->pages, wanted * sizeof(totals_t **));
+        uint32_t page_slots = book->slots ? book->slots : 8;
+        while (page_slots <= number)
+            page_slots *= 2;
+        totals_t ***grown = PyMem_Realloc(book->pages, page_slots * sizeof(totals_t **));
         if (grown == NULL)
             return NULL;
-        memset(grown + book->slots, 0, (wanted - book->slots) * sizeof(totals_t **));
+        memset(grown + book->slots, 0, (page_slots - book->slots) * sizeof(totals_t **));
         book->pages = grown;
-        book->slots = wanted;
+        book->slots = page_slots;
     }
     if (book->pages[number] == NULL && (book->pages[number] = PyMem_Calloc(PAGE, sizeof(totals_t *))) == NULL)
         return NULL;
@@ -220,7 +207,7 @@ static totals_t *totals_of(Ring *ring, uint32_t index)
     return *totals;
 }
 
-/* The index that histogram.bucket computes. */
+/* Return the index that histogram.bucket computes. */
 static inline uint32_t bucket_of(uint64_t value)
 {
     if (value < 128)
@@ -229,7 +216,7 @@ static inline uint32_t bucket_of(uint64_t value)
     return (highest << 6) + (uint32_t)(value >> (highest - 6)) - (6 << 6);
 }
 
-static int carry(chunk_t *chunk, uint32_t at, uint64_t times)
+static int add_to_upper(chunk_t *chunk, uint32_t at, uint64_t times)
 {
     if (chunk->high == NULL && (chunk->high = new_lines_in(memory_of(chunk), PART_HIGHS, 64 * sizeof *chunk->high)) == NULL)
         return -1;
@@ -255,9 +242,9 @@ static void count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t
     uint16_t *low = &chunk->low[bucket & 63];
     if (times > (uint64_t)(UINT16_MAX - *low)) {
         uint64_t sum = *low + (times & UINT16_MAX);
-        if (carry(chunk, bucket & 63, (times >> LOW_BITS) + (sum >> LOW_BITS)) < 0) {
+        if (add_to_upper(chunk, bucket & 63, (times >> LOW_BITS) + (sum >> LOW_BITS)) < 0) {
             core->counted->reasons[NO_DETAILS] += times - (uint64_t)(UINT16_MAX - *low);
-            *low = UINT16_MAX; /* no memory for the upper counts */
+            *low = UINT16_MAX; /* without memory for the upper parts */
         } else {
             *low = (uint16_t)sum;
         }
@@ -266,20 +253,20 @@ static void count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t
     }
 }
 
-/* Count the waiting buckets; without a recorder, those without memory wait on. */
+/* Count the buckets that wait. Without a recorder, buckets that need memory keep waiting if there is none. */
 static void count_waiting(Core *core, totals_t *totals)
 {
     while (totals->waiting_room < BUCKETS_WAITING) {
         uint32_t bucket = totals->waiting[totals->waiting_room];
         chunk_t *chunk = chunk_of(totals, bucket);
-        if (core == NULL && (chunk == NULL || (chunk->low[bucket & 63] == UINT16_MAX && carry(chunk, bucket & 63, 0) < 0)))
+        if (core == NULL && (chunk == NULL || (chunk->low[bucket & 63] == UINT16_MAX && add_to_upper(chunk, bucket & 63, 0) < 0)))
             return;
         totals->waiting_room++;
         count_bucket(core, totals, bucket, 1);
     }
 }
 
-/* The same for a full list of buckets, within a call: rare cases go through the function above. */
+/* Count a full list of waiting buckets, within a call. `count_waiting` does the rare cases. */
 static __attribute__((noinline)) void count_all_waiting(Core *core, totals_t *totals)
 {
 #pragma GCC unroll 7
@@ -297,15 +284,15 @@ static __attribute__((noinline)) void count_all_waiting(Core *core, totals_t *to
     totals->waiting_room = BUCKETS_WAITING;
 }
 
-/* Add to a sum of times, which stays at its largest value instead of becoming negative. Without a core at `core` that
- * is not reported. */
+/* Add to a sum of times. At its largest value the sum stays there instead of becoming negative. `core` points to the
+ * recorder that counts this, or to NULL. */
 static inline __attribute__((always_inline)) void add_time(Core *const *core, int64_t *sum, int64_t more)
 {
     *sum = (int64_t)((uint64_t)*sum + (uint64_t)more);
-    if (__builtin_expect(*sum < 0, 0)) { /* as neither was */
+    if (__builtin_expect(*sum < 0, 0)) { /* neither of both was negative */
         *sum = INT64_MAX;
         if (*core != NULL)
-            count(*core, SATURATED);
+            count_event(*core, SATURATED);
     }
 }
 
@@ -317,9 +304,12 @@ static inline uint64_t times_of(const totals_t *totals, uint32_t bucket)
     return (chunk->high == NULL ? 0 : chunk->high[bucket & 63] << LOW_BITS) + chunk->low[bucket & 63];
 }
 
-/* Add all but the histogram. */
-static void add_totals(Core *core, totals_t *into, const totals_t *from)
+/* Add the totals of a call path on one thread to those of another ring. */
+static void merge_totals(Core *core, totals_t *into, totals_t *from)
 {
+    if (from->calls == 0)
+        return;
+    count_waiting(core, from);
     if (into->calls == 0 || from->min_ns < into->min_ns)
         into->min_ns = from->min_ns;
     if (into->calls == 0 || from->first_ns < into->first_ns) {
@@ -337,14 +327,6 @@ static void add_totals(Core *core, totals_t *into, const totals_t *from)
     add_time(&core, &into->waiting_ns, from->waiting_ns);
     add_time(&core, &into->device_ns, from->device_ns);
     add_time(&core, &into->beyond_ns, from->beyond_ns);
-}
-
-static void merge_totals(Core *core, totals_t *into, totals_t *from)
-{
-    if (from->calls == 0)
-        return;
-    count_waiting(core, from);
-    add_totals(core, into, from);
     for (uint32_t c = 0; c < CHUNKS; c++)
         for (uint32_t i = c << 6; from->chunks[c] != NULL && i < (c + 1) << 6; i++)
             if (times_of(from, i))

@@ -1,6 +1,6 @@
-/* The recording of one process, in memory that others can read. `recording/memory_layout.py` has the same layout for
- * readers outside; a test compares both, field by field. Pointers are addresses in the process: less the `address` of
- * the header they are offsets. There is one writer; a reader checks its copies. */
+/* The recording of one process, in memory that other processes can read. `recording/memory_layout.py` has the same
+ * layout for readers. A test compares both, field by field. Pointers are addresses in the process that records:
+ * subtract the `address` of the header to get offsets. There is one writer. A reader checks its copies. */
 
 #ifndef INSTRUMENT_RECORDING_LAYOUT_H
 #define INSTRUMENT_RECORDING_LAYOUT_H
@@ -11,23 +11,25 @@
 #define RECORDING_VERSION 10
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
-#define NEWEST_NUMBERS 1024 /* slots for the newest values of numbers, behind the ring of former ones */
+#define NEWEST_NUMBERS 1024 /* slots for the newest values of numbers, behind the ring of earlier values */
 
-/* The parts of a recording. Slots are used one after another; freed ones are zeroed and reused. */
+/* The parts of a recording. Slots are used one after another. Freed slots are zeroed and reused. */
 enum {
     PART_TEXT,    /* facts on the process and the session: a length and JSON */
     PART_RINGS,
     PART_NODES,
     PART_TOTALS,
-    PART_CHUNKS,  /* of histograms, by the pointers of totals */
-    PART_HIGHS,   /* the upper parts of their counts, by the pointers of chunks */
+    PART_CHUNKS,  /* of histograms; totals point to them */
+    PART_HIGHS,   /* the upper parts of the counts of chunks, which point to them */
     PART_FRAMES,
-    PART_ATTRIBUTES, /* of open spans: one for each frame's slot; `used` has no meaning */
+    PART_ATTRIBUTES, /* of open spans, one slot per slot of frames; `used` has no meaning */
     PART_FACTS,   /* facts of sites, one after another; a slot is a byte */
-    PART_DETAILS, /* rare facts of rows, a ring of blocks; a slot is a byte, `used` counts those ever written */
-    PART_INTERVALS, /* of devices, */
-    PART_SAMPLES, /* readings of gauges, and */
-    PART_NUMBERS, /* of the service's own numbers: rings that Python writes, whose `used` counts the slots ever written */
+    /* Rare facts of rows, in a ring of blocks; a slot is a byte, and `used` counts all bytes ever written. */
+    PART_DETAILS,
+    /* Device intervals; this part and the next two are rings, whose `used` counts all slots ever written. */
+    PART_INTERVALS,
+    PART_SAMPLES, /* readings of gauges */
+    PART_NUMBERS, /* the service's own numbers */
     PART_ROWS,
     PART_COUNT,
 };
@@ -59,20 +61,20 @@ typedef struct {
     uint64_t generation;               /* grows with each reset */
     uint64_t moving;                   /* odd while totals and nodes change owners */
     counted_t counted;
-    uint64_t interval_slots; /* the number of the part's slots in the ring */
-    uint64_t settled_ns; /* spans that ended by then have all their intervals; 0: no device was timed */
+    uint64_t interval_slots; /* the number of slots that the ring of device intervals uses */
+    uint64_t settled_ns; /* all spans that ended before have their device intervals; 0 if no device was timed */
     part_t parts[PART_COUNT];
 } recording_t;
 
 typedef struct {
     uint64_t site; /* the site's address, as in nodes */
     uint32_t size_bytes, text_bytes;
-} fact_t; /* and JSON behind it */
+} fact_t; /* followed by JSON */
 
 typedef struct {
     uint64_t span_id; /* 0 while it is written */
     uint64_t text_bytes;
-} attributes_t; /* of an open span, and JSON behind it */
+} attributes_t; /* of an open span, followed by JSON */
 
 typedef struct {
     uint64_t span_id;
@@ -95,12 +97,12 @@ typedef struct {
     char name[112]; /* a name, a unit and a kind, each on a line */
 } number_t;
 
-#define DETAIL_BLOCK_BYTES (64 << 10) /* no record crosses from one into the next */
+#define DETAIL_BLOCK_BYTES (64 << 10) /* no record crosses the border of two blocks */
 
 typedef struct {
-    uint64_t span_id; /* 0: nothing more in this block */
-    int64_t active_ns; /* -1 for the span's total time */
+    uint64_t span_id; /* 0 if the rest of this block is empty */
+    int64_t active_ns; /* -1 if it equals the total time */
     uint32_t size_bytes, text_bytes;
-} detail_t; /* and JSON behind it */
+} detail_t; /* followed by JSON */
 
 #endif

@@ -95,7 +95,7 @@ def annotate(attributes: Mapping[str, object] | None = None, /, **more: object) 
     """Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({"usage.tokens": 3})``.
 
     The span may be of a function, a layer, a scope or a request, opened here or where this task or thread was started.
-    Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one of these; a span has at most 128.
+    Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one type; a span has at most 128.
     Any other value is left out and counted. A name that is set again has the new value. Does nothing without an open
     span or a recording. Never raises.
     """
