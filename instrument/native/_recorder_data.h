@@ -579,7 +579,7 @@ static PyObject *object_at(PyObject *self, void *offset)
     EACH(make_scope, "make_scope") EACH(min_ns, "min_ns") EACH(device, "device") EACH(end, "end")              \
     EACH(pause, "pause") EACH(resume, "resume") EACH(items, "items") EACH(first_item, "first_item_ns")         \
     EACH(last_item, "last_item_ns") EACH(longest_gap, "longest_gap_ns") EACH(error_key, "error")               \
-    EACH(fact_names, "fact_names") EACH(attributes, "attributes") EACH(key, "instrument.key") EACH(key_word, "key")  \
+    EACH(fields, "fields") EACH(attributes, "attributes") EACH(key, "instrument.key") EACH(key_word, "key")  \
     EACH(batch_word, "batch") EACH(bind_innermost, "bind_innermost") EACH(batch_keys, "instrument.batch.keys") \
     EACH(batch_weights, "instrument.batch.weights")
 #define DECLARE_TEXT(name, text) static PyObject *str_##name;

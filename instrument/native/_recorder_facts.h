@@ -300,7 +300,7 @@ static void describe_site(Core *core, PyObject *site)
         part->unseen++;
         goto end;
     }
-    PyObject *names = PyObject_GetAttr(site, str_fact_names);
+    PyObject *names = PyObject_GetAttr(site, str_fields);
     text_t text = {.at = (char *)(fact + 1), .end = (char *)fact + most};
     put_word(&text, "{");
     for (Py_ssize_t i = 0; names != NULL && PyTuple_CheckExact(names) && i < PyTuple_GET_SIZE(names); i++) {

@@ -45,7 +45,7 @@ class Site:
     - `work()` returns the framework and devices of a span that begins.
     """
 
-    fact_names: ClassVar[tuple[str, ...]]
+    fields: ClassVar[tuple[str, ...]]
 
     name: str
     kind: str = "user"
@@ -77,9 +77,7 @@ def plain_fields(kind: type) -> list[Field[Any]]:
     return [member for member in fields(kind) if not str(member.type).startswith("Callable")]
 
 
-Site.fact_names = tuple(
-    name for name, kind in Site.__annotations__.items() if not kind.startswith(("Callable", "ClassVar"))
-)
+Site.fields = tuple(key for key, kind in Site.__annotations__.items() if not kind.startswith(("Callable", "ClassVar")))
 
 NO_DEVICE_TIME = "no device time: "
 """The first words of every note that says why no device time was measured."""
