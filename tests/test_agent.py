@@ -53,9 +53,9 @@ if os.environ.get("IMPATIENT") != "all" and "instrument.sessions.membership" in 
     leaving.EXIT_LIMIT_NS = 60 * 10**9
 elif "IMPATIENT" not in os.environ and sys.orig_argv[1:3] == ["-m", "instrument"]:
     from instrument.agent import agent
-    from instrument.cli import control_verb, run_verb
+    from instrument.cli import option_values, run_verb
 
-    control_verb.WAIT_S = run_verb.AGENT_WAIT_S = 60
+    option_values.WAIT_S = run_verb.AGENT_WAIT_S = 60
     agent.STOP_LIMIT_S = agent.STOP_WAIT_S = agent.LAST_SEND_S = 60
 """
 """The first lines of all processes of a test's runs: other work on the machine makes no process slow or gone.

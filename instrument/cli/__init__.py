@@ -12,6 +12,7 @@ shadowing.guard_imports()  # before anything else is imported
 
 import argparse
 import io
+import json
 import os
 import re
 import sys
@@ -19,18 +20,18 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from instrument.errors import InstrumentError, ProfileError
 
 VERBS: Mapping[str, str] = {
     **{word: f"{word}_verb" for word in ("init", "run", "check")},
-    **dict.fromkeys(("ps", "live", "dump"), "runs_verb"),
-    **dict.fromkeys(("on", "off", "reload"), "control_verb"),
+    **dict.fromkeys(("ps", "live", "dump"), "ps_live_dump_verbs"),
+    **dict.fromkeys(("on", "off", "reload"), "on_off_reload_verbs"),
     **{word: f"{word}_verb" for word in ("report", "explain", "compare")},
     **dict.fromkeys(("convert", "merge", "query"), "convert_verb"),
     "agent": "agent_verb",
-    "recover": "runs_verb",
+    "recover": "convert_verb",
     "help": "help_verb",
 }
 """The module of each verb, in the order in which the help lists the verbs."""
@@ -57,16 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ProfileError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
-        print("instrument: `instrument help profile` describes every key", file=sys.stderr)
-        return 2
-    except InstrumentError as error:
-        print(f"instrument: {error}", file=sys.stderr)
+        print_remark("`instrument help profile` describes every key")
         return 2
     except BrokenPipeError:  # such as of `| head`
         _discard_output()
         return READER_GONE
-    except OSError as error:
-        print(f"instrument: {error}", file=sys.stderr)
+    except (InstrumentError, OSError) as error:
+        print_remark(error)
         try:
             flush_stream(sys.stdout)
         except OSError:
@@ -87,6 +85,20 @@ def flush_stream(stream: TextIO | None) -> None:
     """Flush a stream, which is None if the process was started with the stream closed."""
     if stream is not None:
         stream.flush()
+
+
+def print_remark(*parts: object) -> None:
+    """Print a remark to standard error, with colons between its parts."""
+    print("instrument", *parts, sep=": ", file=sys.stderr)
+
+
+def print_json(document: Any) -> None:
+    json.dump(document, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in lines)
 
 
 def _parse_options(words: list[str]) -> argparse.Namespace:
@@ -120,24 +132,15 @@ def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.
         description="Always-on instrumentation of inference services. A profile.yaml selects what to record.",
         epilog="Begin with `instrument run -- COMMAND`. `instrument help` lists the topics of the documentation.",
     )
-    parser.add_argument("--version", action=_Version)
+    if word not in VERBS:
+        from importlib.metadata import version
+
+        text = f"instrument {version('instrument-sdk')}"
+        parser.add_argument("--version", action="version", version=text, help="print the version and exit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for module in dict.fromkeys([VERBS[word]] if word in VERBS else VERBS.values()):
         import_module(f"instrument.cli.{module}").add(verbs)
     return parser, verbs.choices
-
-
-class _Version(argparse.Action):
-    """An option that prints the installed version."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        sys.stdout.write(f"instrument {version('instrument-sdk')}\n")
-        parser.exit()
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
@@ -152,19 +155,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
         return words[:at], words[at + 1 :]
     if words[:1] != ["run"]:
         return words, []
-    own_words, host = words, []
-    i = 1
-    while i < len(words):
-        word = words[i]
-        if word == "--":
-            own_words, host = words[:i], words[i + 1 :]
-            break
-        if word in ("--profile", "--preset"):
-            i += 2
-            continue
-        if word == "-h" or word.startswith("--"):
-            i += 1  # ours, or a mistake for the parser to name
-            continue
-        own_words, host = words[:i], words[i:]
-        break
-    return own_words, host
+    at = 1
+    while at < len(words) and words[at] != "--" and (words[at] == "-h" or words[at].startswith("--")):
+        at += 2 if words[at] in ("--profile", "--preset") else 1  # ours, or a mistake for the parser to name
+    return words[:at], words[at + (words[at : at + 1] == ["--"]) :]

@@ -4,7 +4,6 @@ processes."""
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -12,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 from instrument import native
+from instrument.cli import print_json
 from instrument.cli.interpreter import find_host, run_command
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
 from instrument.device import cuda
@@ -74,7 +74,7 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
 
         verdicts, problems = process.check(profile, options.modules)
     if options.json:
-        print(json.dumps(_make_document(profile, verdicts, command), indent=2))
+        print_json(_make_document(profile, verdicts, command))
     else:
         if is_unnamed:
             print(WITHOUT_PROFILE)
@@ -165,9 +165,8 @@ def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, A
         print(f"device: {_describe_device(cuda.versions())}")
     why = _why_no_gpu(profile)
     print(f"gauges of GPUs: {f'not read ({why})' if why else 'read'}")
-    unwritten = _why_no_files(profile)
-    if unwritten:
-        print(f"export: {unwritten}")
+    if why := _why_no_files(profile):
+        print(f"export: {why}")
     if why := _why_no_dataset(profile):
         print(f"export.parquet: {why}")
     if command is not None:
@@ -187,8 +186,7 @@ def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, A
 def _asks_for_device_time(profile: Profile) -> bool:
     if profile.device.cuda == "off" or profile.state == "CPU":
         return False
-    asks = [rule.device for rule in profile.functions] + [rule.device for rule in profile.layers]
-    return any(asks) or bool(profile.copies)
+    return bool(profile.copies) or any(rule.device for rules in (profile.functions, profile.layers) for rule in rules)
 
 
 def _describe_device(versions: dict[str, str]) -> str:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
+from instrument.cli import print_json, print_lines, print_remark
 from instrument.cli.inputs import (
-    CLOCK,
-    CLOCKS,
     FILES,
+    add_merging,
     expand_paths,
     limit_memory,
     list_runs,
@@ -23,9 +22,8 @@ from instrument.cli.inputs import (
     merge_saved,
     read_saved,
 )
-from instrument.cli.option_values import Verbs, count_or_all, one_of, read_count, size_bytes
+from instrument.cli.option_values import Verbs, add_table_options, read_count, table_options
 from instrument.errors import InstrumentError
-from instrument.report.view import UNITS
 
 if TYPE_CHECKING:
     from instrument.report.comparison import Comparison
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
 
 REGRESSION, INCONCLUSIVE = 1, 3
 """The exit codes of the gate if a slowdown exceeds the limit, and if the result is unclear. 0 is a pass."""
-
-MOST = 15
-"""The default maximum number of rows of a printed table."""
 
 KEPT = 5
 """The default number of runs that a baseline keeps."""
@@ -79,13 +74,7 @@ def add(verbs: Verbs) -> None:
         metavar="N",
         help=f"number of runs that a baseline keeps (default: {KEPT})",
     )
-    parser.add_argument(
-        "--rows", type=count_or_all, metavar="N|all", help=f"most rows of each table (default: {MOST} in text)"
-    )
-    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="unit of times in text (default: ms)")
-    parser.add_argument(
-        "--json", action="store_true", help="print the same numbers as one JSON document, with times in ns"
-    )
+    add_table_options(parser)
     parser.add_argument(
         "--html", metavar="PAGE", help="also write a page with the tables and a chart of the call paths"
     )
@@ -93,8 +82,7 @@ def add(verbs: Verbs) -> None:
         "--markdown", metavar="PATH", help="also write the verdict and the changed call paths as Markdown"
     )
     parser.add_argument("--junit", metavar="PATH", help="also write a test case for each call path as JUnit XML")
-    parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
-    parser.add_argument("--memory", type=size_bytes, metavar="SIZE", help="largest memory to use, such as 2GiB")
+    add_merging(parser)
     parser.set_defaults(verb=compare)
 
 
@@ -116,8 +104,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.view import Options, document
 
     effects.scipy_special()  # before memory is bounded
-    most = None if options.json else MOST
-    view_options = Options(unit=options.unit, rows=options.rows or None, most=most, requests_by=options.by or "")
+    view_options = Options(**table_options(options), requests_by=options.by or "")
     paths = [Path(side) for side in (*befores, options.sides[-1])]
     files = [str(file) for path in paths for file in (path.rglob("*.*") if path.is_dir() else [path])]
     with limit_memory("compare", files, options.memory):
@@ -136,10 +123,9 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     if baseline is not None and code == 0:
         _add_to_baseline(baseline, options.sides[0], options.keep)
     if options.json:
-        json.dump({"exit_code": code, **document(comparison)}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json({"exit_code": code, **document(comparison)})
     else:
-        sys.stdout.writelines(f"{line.rstrip()}\n" for line in comparison.lines())
+        print_lines(comparison.lines())
     return code
 
 
@@ -147,10 +133,8 @@ def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
     """Read the recordings before or after the change: one run or, with `--all`, each of several runs."""
     from instrument.report.view import Recording
 
-    def print_remark(sentence: str) -> None:
-        print(f"instrument: compare: {sentence}", file=sys.stderr)
-
-    runs = list_runs(side) if options.all and Path(side).is_dir() else [expand_paths([side], None, False, print_remark)]
+    say = partial(print_remark, "compare")
+    runs = list_runs(side) if options.all and Path(side).is_dir() else [expand_paths([side], None, False, say)]
     return [Recording.of_saved(merge_saved(list(map(read_saved, files)), options.clock)) for files in runs]
 
 

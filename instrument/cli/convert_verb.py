@@ -1,4 +1,5 @@
-"""The verbs on saved files: `convert` writes them in another form, `merge` joins them, and `query` runs SQL on them."""
+"""The verbs on files: `convert` writes them in another form, `merge` joins them, and `query` runs SQL on them.
+`recover` saves the spans of killed processes."""
 
 from __future__ import annotations
 
@@ -6,15 +7,19 @@ import argparse
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instrument.cli import print_lines, print_remark
 from instrument.cli.inputs import WALL, add_files, find_files, read_bounded, read_merged
 from instrument.cli.option_values import Verbs, one_of
 from instrument.errors import InstrumentError, TraceError
+from instrument.recording import memory
 
 if TYPE_CHECKING:
     from instrument.trace.file import Saved
@@ -24,6 +29,7 @@ def add(verbs: Verbs) -> None:
     _add_convert(verbs)
     _add_merge(verbs)
     _add_query(verbs)
+    _add_recover(verbs)
 
 
 FORMS = {
@@ -71,7 +77,7 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
         return _write_dataset(options, paths)
     if options.output is None and len(paths) > 1:
         raise InstrumentError(f"convert: there are {len(paths)} files; name the file to write with -o OUT")
-    target = Path(options.output or _replace_suffix(paths[0], FORMS[options.to][0]))
+    target = Path(options.output or re.sub(r"(\.json\.gz|\.npz|\.json)?\Z", FORMS[options.to][0], paths[0], count=1))
     refuse_to_replace_input(target, paths)
     if options.to == "otlp":
         _write_otlp(target, read_bounded("convert", paths, options.memory))
@@ -186,13 +192,6 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     write_or_explain(target, write_lines)
 
 
-def _replace_suffix(path: str, suffix: str) -> str:
-    for end in (".json.gz", ".npz", ".json"):
-        if path.endswith(end):
-            return path.removesuffix(end) + suffix
-    return path + suffix
-
-
 def _add_merge(verbs: Verbs) -> None:
     parser = verbs.add_parser("merge", help="join several saved files in one file, with each span once")
     add_files(parser)
@@ -278,6 +277,61 @@ def _print_rows(names: Sequence[str], rows: Sequence[Sequence[Any]], options: ar
         from instrument.report.table import safe, table
 
         cells = [["-" if cell is None else safe(str(cell)) for cell in row] for row in rows]
-        sys.stdout.writelines(
-            f"{line.rstrip()}\n" for line in table([safe(name) for name in names], cells, [0] * len(names))
-        )
+        print_lines(table([safe(name) for name in names], cells, [0] * len(names)))
+
+
+WHICH = "give the folder of limits.ring_dir in the profile"
+
+
+def _add_recover(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "recover",
+        help="make recordings from the files of killed processes in limits.ring_dir",
+        description="Writes a recording (.npz) next to each file of a process that was killed, for `instrument "
+        "report`. Files of processes that run, or that ended in order, remain as they are.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder that limits.ring_dir names")
+    parser.add_argument(
+        "--remove", action="store_true", help="afterwards remove the files of all processes that have ended"
+    )
+    parser.set_defaults(verb=recover_files)
+
+
+def recover_files(options: argparse.Namespace, host: list[str]) -> int:
+    """Save the recordings of ring files and print the outcomes. Returns the exit code, 2 if a file cannot be read."""
+    try:
+        files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == memory.SUFFIX)
+    except OSError as error:
+        raise InstrumentError(f"recover: cannot read {options.folder}: {error.strerror}; {WHICH}") from error
+    if not files:
+        raise InstrumentError(f"recover: the folder {options.folder} has no file *{memory.SUFFIX}; {WHICH}")
+    failed = False
+    for path in files:
+        try:
+            outcome, is_gone = _recover_file(path)
+            print(f"{path}: {outcome}")
+            if is_gone and options.remove:
+                path.unlink()
+        except (TraceError, OSError) as problem:
+            print_remark("recover", path, problem)
+            failed = True
+    return 2 if failed else 0
+
+
+def _recover_file(path: Path) -> tuple[str, bool]:
+    """Save the recording of a ring file. Return a sentence, and True if its process has ended. Raises `TraceError`."""
+    from instrument.agent import crash_capture
+    from instrument.recording.mapped import Mapped
+
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        with closing(Mapped(fd)) as mapped:
+            header = mapped.header
+        if memory.is_alive(path):
+            return f"process {header.pid} runs", False
+        if header.state == "goodbye":
+            return f"process {header.pid} has ended in order", True
+        answer = crash_capture.save_recording(fd, str(path.with_suffix(".npz")), end_kind="ended without a goodbye")
+    finally:
+        os.close(fd)
+    return f"process {header.pid} {answer['died']}; saved as {answer['path']}", True

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
+from instrument.cli import print_json, print_lines
 from instrument.cli.inputs import add_files, find_files, limit_memory, load_libraries, merge_saved, read_saved
-from instrument.cli.option_values import Verbs, count_or_all, one_of, read_count, time_ns
-from instrument.report.view import UNITS
+from instrument.cli.option_values import Verbs, add_table_options, read_count, table_options, time_ns
 
 INCONCLUSIVE = 3
 """The exit code if the evidence does not determine the cause."""
-
-MOST = 15
-"""The default maximum number of rows of a printed table."""
 
 
 def add(verbs: Verbs) -> None:
@@ -38,11 +33,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--by", metavar="NAME", help="attribute by which a burst of requests is counted (default: tenant)"
     )
-    parser.add_argument(
-        "--rows", type=count_or_all, metavar="N|all", help=f"most rows of a table (default: {MOST} in text)"
-    )
-    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="unit of times in text (default: ms)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document, with times in ns")
+    add_table_options(parser)
     parser.set_defaults(verb=explain)
 
 
@@ -53,8 +44,7 @@ def explain(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report import explanation
     from instrument.report.view import Options, Recording, document
 
-    most = None if options.json else MOST
-    chosen = Options(unit=options.unit, rows=options.rows or None, most=most, requests_by=options.by or "")
+    chosen = Options(**table_options(options), requests_by=options.by or "")
     choice = explanation.RequestChoice(
         options.request, options.slowest, options.endpoint or "", options.since, options.until
     )
@@ -64,8 +54,7 @@ def explain(options: argparse.Namespace, host: list[str]) -> int:
     is_inconclusive = any(item.verdict == explanation.INCONCLUSIVE for item in explanations)
     code = INCONCLUSIVE if is_inconclusive else 0
     if options.json:
-        json.dump({"exit_code": code, "explanations": document(explanations)}, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json({"exit_code": code, "explanations": document(explanations)})
     else:
-        sys.stdout.writelines(f"{line.rstrip()}\n" for item in explanations for line in item.lines())
+        print_lines(line for item in explanations for line in item.lines())
     return code

@@ -6,15 +6,16 @@ import argparse
 import errno
 import os
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from instrument.cli import print_remark
 from instrument.cli.option_values import one_of, size_bytes
 from instrument.errors import InstrumentError, TraceError
 from instrument.runtime import file_writing
@@ -96,13 +97,9 @@ SUFFIXES = (".npz", ".json", ".json.gz")
 
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:
     """Return the named files, and for a folder the files of one run. Raises `TraceError` for a folder without any."""
-
-    def print_remark(note: str) -> None:
-        print(f"instrument: {verb}: {note}", file=sys.stderr)
-
     load_libraries()
     with limit_memory(verb, [path for path in options.traces if not Path(path).is_dir()], options.memory):
-        return expand_paths(options.traces, options.run, options.all, print_remark)
+        return expand_paths(options.traces, options.run, options.all, partial(print_remark, verb))
 
 
 def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
@@ -110,19 +107,16 @@ def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Ca
     files if `is_of_all`. `say` gets a sentence on omitted runs."""
     files: list[str] = []
     for path in paths:
-        if not Path(path).is_dir():
-            files.append(path)
-            continue
-        inside = _list_files(path)
-        files += inside if is_of_all or (len(inside) == 1 and run is None) else _choose_files(path, inside, run, say)
+        inside = _list_files(path) if Path(path).is_dir() else [path]
+        is_whole = inside == [path] or is_of_all or (len(inside) == 1 and run is None)
+        files += inside if is_whole else _choose_files(path, inside, run, say)
     return list(dict.fromkeys(files))
 
 
 def list_runs(folder: str) -> list[list[str]]:
     """Return the files of each run in a folder, the oldest run first. A file that names no run counts as a run."""
-    paths = _list_files(folder)
-    facts_by_path = {path: facts for path in paths if (facts := _read_facts(path)) is not None}
-    return [*([path] for path in paths if path not in facts_by_path), *(run.files for run in group_runs(facts_by_path))]
+    others, runs = _group_runs(_list_files(folder))
+    return [*([path] for path in others), *(run.files for run in runs)]
 
 
 def _list_files(folder: str) -> list[str]:
@@ -141,14 +135,21 @@ def _list_files(folder: str) -> list[str]:
 
 
 def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
-    """Return the files of the named run, else of the newest run, and the files that belong to no run."""
-    facts_by_path = {path: facts for path in paths if (facts := _read_facts(path)) is not None}
-    if not facts_by_path and run is None:
-        return list(paths)
-    newest, sentence = choose_run(folder, group_runs(facts_by_path), run)
-    if sentence:
-        say(sentence)
-    return [path for path in paths if path not in facts_by_path or path in newest.files]
+    """Return the files of the named run, else of the newest run, and the files that belong to no run. Raises
+    `TraceError` if there is no such run."""
+    others, runs = _group_runs(paths)
+    names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
+    more = len(runs) - RUNS_NAMED
+    names += f" and {more} more" if more > 0 else ""
+    chosen = [candidate for candidate in runs if run in (None, candidate.name)][-1:]
+    if run is not None and not chosen:
+        raise TraceError(f"the folder {folder} has no run {run}; its runs are: {names}")
+    if run is None and len(runs) > 1:
+        say(
+            f"the folder {folder} has files of {len(runs)} runs: {names}; this is the newest, {runs[-1].name}; "
+            "--run RUN takes another one, --all all of them"
+        )
+    return [path for path in paths if path in others or any(path in candidate.files for candidate in chosen)]
 
 
 def _read_facts(path: str) -> Trace | None:
@@ -177,6 +178,11 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--run", metavar="RUN", help="in a folder, read only this run (default: the newest one)")
     several.add_argument("--all", action="store_true", help="in a folder, read all runs as one recording")
+    add_merging(parser)
+
+
+def add_merging(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the clock of several files, and for memory."""
     parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",
@@ -224,57 +230,40 @@ RUNS_NAMED = 5
 
 @dataclass
 class FilesOfRun:
-    """The files of one run, and the time that they cover, in ns since 1970."""
+    """The files of one run and their processes, and the end of the time that they cover, in ns since 1970."""
 
     name: str
     files: list[str]
-    start_ns: int
     end_ns: int
+    processes: set[object]
 
     def __str__(self) -> str:
         return f"{self.name} ({len(self.files)} file{'s' * (len(self.files) != 1)})"
 
 
-def group_runs(files: Mapping[str, Trace]) -> list[FilesOfRun]:
-    """Return the runs of the given files, the newest last. Files that name no run are grouped by process and time."""
-    runs: list[tuple[FilesOfRun, set[object]]] = []
+def _group_runs(paths: Sequence[str]) -> tuple[list[str], list[FilesOfRun]]:
+    """Return the files without a run, and the runs of the others, the newest last. Files that name no run are grouped
+    by process and time."""
+    files = {path: facts for path in paths if (facts := _read_facts(path)) is not None}
+    runs: list[FilesOfRun] = []
     for path, facts in sorted(files.items(), key=lambda item: item[1].origin.realtime_of(item[1].start_ns)):
         newest = max([part.facts for part in facts.processes] or [facts], key=attrgetter("end_ns"))
         origin = newest.origin
         start_ns, end_ns = origin.realtime_of(newest.start_ns), origin.realtime_of(newest.end_ns)
         process = origin.host, origin.boot, origin.pid, origin.start_ticks
-        for run, processes in runs:
-            is_same = start_ns <= run.end_ns or process in processes
+        for run in runs:
+            is_same = start_ns <= run.end_ns or process in run.processes
             if run.name == origin.run if origin.run else is_same and run.name.startswith(UNNAMED):
                 run.files.append(path)
                 run.end_ns = max(run.end_ns, end_ns)
-                processes.add(process)
+                run.processes.add(process)
                 break
         else:
             began = time.strftime("%Y%m%dT%H%M%S", time.gmtime(start_ns // 10**9))
             name = origin.run or f"{UNNAMED}{began}-{origin.pid}"
-            runs.append((FilesOfRun(name, [path], start_ns, end_ns), {process}))
-    return sorted((run for run, _ in runs), key=attrgetter("end_ns"))
+            runs.append(FilesOfRun(name, [path], end_ns, {process}))
+    return [path for path in paths if path not in files], sorted(runs, key=attrgetter("end_ns"))
 
 
 UNNAMED = "unnamed-"
 """The prefix of the name that a run gets if its files do not name it."""
-
-
-def choose_run(folder: str, runs: Sequence[FilesOfRun], name: str | None) -> tuple[FilesOfRun, str]:
-    """Return the named run, else the newest one, with a sentence on the other runs. Raises `TraceError`."""
-    names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
-    more = len(runs) - RUNS_NAMED
-    names += f" and {more} more" if more > 0 else ""
-    if name is not None:
-        for run in runs:
-            if run.name == name:
-                return run, ""
-        raise TraceError(f"the folder {folder} has no run {name}; its runs are: {names}")
-    newest = runs[-1]
-    if len(runs) == 1:
-        return newest, ""
-    return newest, (
-        f"the folder {folder} has files of {len(runs)} runs: {names}; this is the newest, {newest.name}; "
-        "--run RUN takes another one, --all all of them"
-    )

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from instrument.cli.inputs import expand_paths, merge_saved, read_saved
+from instrument.cli.option_values import MOST
 from instrument.errors import InstrumentError
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
     Source: TypeAlias = "str | os.PathLike[str] | LoadedTrace"
     Sources: TypeAlias = list[Source] | tuple[Source, ...]
-
-MOST = 15
-"""The default maximum number of rows of a table."""
 
 FRAMES = ("pandas", "polars", "pyarrow")
 """The supported libraries of data frames. The first one that is installed is used."""
@@ -79,20 +77,21 @@ class LoadedTrace:
     @cached_property
     def requests(self) -> Any:
         """The requests, one in each row, with the key, and the parts of the wall time in ns as in the report."""
-        from instrument.report.request_groups import joined_requests, request_ledger
         from instrument.trace import tables
 
-        joined, ledger = self.recording.once(joined_requests), self.recording.once(request_ledger)
-        return self._make_frame(tables.make_request_frame(self.saved.trace, joined, ledger))
+        return self._make_frame(tables.make_request_frame(self.saved.trace, *self._joined_and_ledger()))
 
     @cached_property
     def batches(self) -> Any:
         """The batches, one in each row, with the keys of their requests, and the requests' weights and shares in ns."""
-        from instrument.report.request_groups import joined_requests, request_ledger
         from instrument.trace import tables
 
-        joined, ledger = self.recording.once(joined_requests), self.recording.once(request_ledger)
-        return self._make_frame(tables.make_batch_frame(self.saved.trace, joined, ledger))
+        return self._make_frame(tables.make_batch_frame(self.saved.trace, *self._joined_and_ledger()))
+
+    def _joined_and_ledger(self) -> tuple[Any, Any]:
+        from instrument.report.request_groups import joined_requests, request_ledger
+
+        return self.recording.once(joined_requests), self.recording.once(request_ledger)
 
     def _make_frame(self, relation: Any) -> Any:
         from instrument.trace import tables

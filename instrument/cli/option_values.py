@@ -29,6 +29,10 @@ ALL = 0
 """The value of an option for all rows."""
 
 
+MOST = 15
+"""The default maximum number of rows of a printed table."""
+
+
 def count_or_all(text: str) -> int:
     """Read a number that is at least 1, or the word `all` as `ALL`."""
     return ALL if text == "all" else read_count(text)
@@ -87,6 +91,41 @@ def read_seconds(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", text):
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number of seconds")
     return float(text)
+
+
+PROCESSES = "RUN|SERVICE|PID"
+RUN = (
+    "a run (its first letters are enough), a service, a process id, or the path of an agent's socket, as in the "
+    "variable INSTRUMENT_AGENT"
+)
+
+WAIT_S = 5.0
+"""The default number of seconds to wait for the answers of all processes."""
+
+
+def add_run(parser: argparse.ArgumentParser, default: str = "the only one") -> None:
+    """Add the argument that names the processes of a running service."""
+    parser.add_argument("run", nargs="?", metavar=PROCESSES, help=f"{RUN} (default: {default})")
+
+
+def add_wait(parser: argparse.ArgumentParser) -> None:
+    about = f"seconds to wait for the answers (default: {WAIT_S:g})"
+    parser.add_argument("--wait", type=read_seconds, default=WAIT_S, metavar="S", help=about)
+
+
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options on the number of rows, the unit of times and the form of the output."""
+    about = f"most rows of each table (default: {MOST} in text)"
+    parser.add_argument("--rows", type=count_or_all, metavar="N|all", help=about)
+    parser.add_argument("--unit", **one_of(TIME_UNITS), default="ms", help="unit of times in text (default: ms)")
+    about = "print the same numbers as one JSON document, with times in ns"
+    parser.add_argument("--json", action="store_true", help=about)
+
+
+def table_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the number of rows and the unit for `Options`. Only a text has a default number of rows."""
+    most = None if options.json or options.rows == ALL else MOST
+    return {"unit": options.unit, "rows": options.rows or None, "most": most}
 
 
 DEFAULT = f"default: the variable INSTRUMENT_PROFILE, else the preset {PRESETS[0]}"

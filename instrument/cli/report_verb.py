@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,30 +11,28 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from instrument.cli import print_json
 from instrument.cli.inputs import WALL, add_files, find_files, limit_bytes, limit_memory, load_libraries, read_saved
 from instrument.cli.option_values import (
-    ALL,
     Verbs,
-    count_or_all,
+    add_table_options,
     count_or_zero,
     one_of,
     read_count,
+    table_options,
     time_ns,
     view_names,
 )
-from instrument.cli.runs_verb import RunRead, read_run
+from instrument.cli.ps_live_dump_verbs import RunRead, read_run
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
-from instrument.report.view import THREADS, UNITS
+from instrument.report.view import THREADS
 
 if TYPE_CHECKING:
     from instrument.report.view import Options, Recording
 
 PROCESS = "process"
 """The value of `--by` that asks for a report of each process."""
-
-MOST = 15
-"""The default maximum number of rows of a printed table."""
 
 
 def add(verbs: Verbs) -> None:
@@ -77,32 +74,12 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--threads", **one_of(THREADS), help="tables of all threads, of each thread, or both (default: both)"
     )
-    parser.add_argument(
-        "--rows",
-        type=count_or_all,
-        metavar="N|all",
-        help=f"print the N rows with most time, and one row for the rest (default: {MOST} in text, else all)",
-    )
-    parser.add_argument(
-        "--least",
-        dest="least_ns",
-        type=time_ns,
-        default=0,
-        metavar="T",
-        help="join rows with less time than this, such as 50us, to one row",
-    )
-    parser.add_argument(
-        "--skip-first",
-        type=count_or_zero,
-        default=0,
-        metavar="N",
-        help="number of first iterations that averages leave out",
-    )
-    parser.add_argument("--unit", **one_of(UNITS), default="ms", help="unit of times in text (default: ms)")
+    add_table_options(parser)
+    about = "join rows with less time than this, such as 50us, to one row"
+    parser.add_argument("--least", dest="least_ns", type=time_ns, default=0, metavar="T", help=about)
+    about = "number of first iterations that averages leave out"
+    parser.add_argument("--skip-first", type=count_or_zero, default=0, metavar="N", help=about)
     parser.add_argument("--html", metavar="PAGE", help="write all views as one HTML file, which needs no network")
-    parser.add_argument(
-        "--json", action="store_true", help="print the same numbers as one JSON document, with times in ns"
-    )
     parser.add_argument("--corrected", action="store_true", help="subtract the cost of recorded calls from self times")
     parser.set_defaults(verb=report)
 
@@ -160,10 +137,9 @@ def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> in
     from instrument.report.section import default_views, summary, summary_document
     from instrument.report.view import Options, document
 
-    values = {field.name: getattr(options, field.name, None) for field in fields(Options)}
+    values = {field.name: getattr(options, field.name, None) for field in fields(Options)} | table_options(options)
     values["requests_by"] = None if options.by == PROCESS else options.by
-    values["most"] = None if options.json or options.html is not None or options.rows == ALL else MOST
-    values["rows"] = None if options.rows == ALL else options.rows
+    values["most"] = None if options.html is not None else values["most"]
     views, chosen = options.view or default_views(values), Options.of(values)
     if options.html is not None:
         return _write_page(options, chosen, run)
@@ -185,8 +161,7 @@ def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> in
                 sys.stdout.write("\n" * (place > 0) + f"{header}\n\n")
             sys.stdout.write(text)
     if options.json:
-        json.dump({"processes": documents} if options.by == PROCESS else documents[0], sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json({"processes": documents} if options.by == PROCESS else documents[0])
     return 0
 
 
@@ -221,21 +196,10 @@ def _load_files(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
             yield f"Process: {label_of(of_process[0])}", {"process": facts}, Recording.of_saved(merge(of_process).saved)
         return
     merged = merge(files, by_wall_clock=options.clock == WALL)
-    facts = {
-        "files": merged.files,
-        "processes": merged.processes,
-        "runs": merged.runs,
-        "clock": merged.clock,
-        "apart_ns": merged.apart_ns,
-    }
+    facts = {"merged": {name: getattr(merged, name) for name in ("files", "processes", "runs", "clock", "apart_ns")}}
     if run is not None:
-        yield (
-            run.header_line,
-            {"run": run.name, "is_going": run.is_going, "merged": facts},
-            Recording.of_saved(merged.saved),
-        )
-        return
-    yield merged.header, {"merged": facts}, Recording.of_saved(merged.saved)
+        facts = {"run": run.name, "is_going": run.is_going, **facts}
+    yield merged.header if run is None else run.header_line, facts, Recording.of_saved(merged.saved)
 
 
 def _read_recording(path: str, torch_trace: str | None) -> Recording:

@@ -15,10 +15,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from instrument import native
-from instrument.cli import flush_stream
+from instrument.cli import flush_stream, print_remark
 from instrument.cli.interpreter import find_host, name_service
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
 from instrument.instrumentors.known_packages import packages_to_await
@@ -55,7 +54,7 @@ def add(verbs: Verbs) -> None:
 def run(options: argparse.Namespace, host: list[str]) -> int:
     """Replace this process by the service. The first process of a container runs the service as its child instead."""
     if native.WHY_MISSING:
-        print(f"instrument: no call is recorded: {native.WHY_MISSING}", file=sys.stderr)
+        print_remark("no call is recorded", native.WHY_MISSING)
     path, is_unnamed = profile_of(options)
     environ = _environment_of_host()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
@@ -93,14 +92,14 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     if profile is not None:
         notes += [*_describe_variables(profile), *([] if asks_all or listener is None else _describe_files(profile))]
     for line in notes:
-        print(f"instrument: {line}", file=sys.stderr)
+        print_remark(line)
     flush_stream(sys.stdout)
     flush_stream(sys.stderr)
     if listener is not None and os.getpid() == 1:
         return run_under_agent(listener, name, command.words, environ)
     if listener is not None:
         _start_agent(listener, name, environ)
-    return _replace_process(command.words, environ)
+    return os.execve(command.words[0], command.words, environ)  # noqa: S606 - no shell wanted
 
 
 def _name_run() -> str:
@@ -110,18 +109,13 @@ def _name_run() -> str:
     return name
 
 
-def _replace_process(words: list[str], environ: dict[str, str]) -> NoReturn:
-    """Replace this process by the service, which then has its own `__main__`, exit code, signals and tracebacks."""
-    os.execve(words[0], words, environ)  # noqa: S606 - no shell wanted
-
-
 def _open_socket_for_agent(environ: dict[str, str], run: str) -> socket.socket | None:
     """Create the socket of the run's agent and put its path into `environ`. Return None if that is impossible."""
     environ.pop(agent_socket.VARIABLE, None)
     try:
         listener = agent_socket.prepare_run(run)
     except OSError as error:
-        print(f"instrument: this run has no agent: {error}", file=sys.stderr)
+        print_remark("this run has no agent", error)
         return None
     environ[agent_socket.VARIABLE] = os.fsdecode(listener.getsockname())
     return listener
@@ -132,7 +126,7 @@ def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
         agent_socket.start_agent(listener, run, os.getpid())
     except OSError as error:
         del environ[agent_socket.VARIABLE]
-        print(f"instrument: this run has no agent: {error}", file=sys.stderr)
+        print_remark("this run has no agent", error)
     listener.close()
 
 

@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import client
-from instrument.cli.option_values import Verbs, read_count, read_seconds
-from instrument.cli.runs_verb import RUN
+from instrument.cli import print_remark
+from instrument.cli.option_values import PROCESSES, RUN, Verbs, add_run, add_wait, read_count
 from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
 from instrument.report.table import safe
 from instrument.sessions.profile_reload import Answer, Request
-
-WAIT_S = 5.0
-"""The default number of seconds to wait for the answers of all processes."""
 
 
 def add(verbs: Verbs) -> None:
@@ -31,10 +28,9 @@ def add(verbs: Verbs) -> None:
 def _add_switch(verbs: Verbs) -> None:
     for name, does, on in (("on", "resume recording", True), ("off", "pause recording", False)):
         parser = verbs.add_parser(name, help=f"{does} in a running service, and print the answer of each process")
-        parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
+        add_run(parser)
         parser.add_argument("--all", action="store_true", help="take all runs, without asking")
-        limit = f"seconds to wait for the answers (default: {WAIT_S:g})"
-        parser.add_argument("--wait", type=read_seconds, default=WAIT_S, metavar="S", help=limit)
+        add_wait(parser)
         parser.set_defaults(verb=functools.partial(switch_recording, on=on))
 
 
@@ -47,19 +43,13 @@ def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) 
         if len(several) > 1 and not (options.all or _ask_user(several, on=on)):
             return 2
         for run in runs:
-            if run.problem:
-                print(f"instrument: {run.name}: {run.problem}", file=sys.stderr)
-                missing = True
-                continue
-            pids = [member.pid for member in run.living]
+            pids = [] if run.problem else [member.pid for member in run.living]
             if not pids:
-                print(f"instrument: {run.name}: {run.none_joined or 'none of its processes lives'}", file=sys.stderr)
-                missing = True
-                continue
-            answers = dict(client.request_of(run, Request(records=on)._asdict(), pids, options.wait))
+                print_remark(run.name, run.problem or run.none_joined or "none of its processes lives")
+            answers = dict(client.request_of(run, Request(records=on)._asdict(), pids, options.wait)) if pids else {}
             for pid in pids:
                 print(f"{pid}: {_describe_answer(answers.get(pid))}")
-            missing = missing or any(pid not in answers for pid in pids)
+            missing = missing or not pids or any(pid not in answers for pid in pids)
     return int(missing)
 
 
@@ -98,14 +88,8 @@ def _add_reload(verbs: Verbs) -> None:
     parser.add_argument(
         "--pid", type=read_count, metavar="N", help="only this process; P may be another profile of the same service"
     )
-    parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"only the processes of this run: {RUN}")
-    parser.add_argument(
-        "--wait",
-        type=read_seconds,
-        default=WAIT_S,
-        metavar="S",
-        help=f"seconds to wait for the answers (default: {WAIT_S:g})",
-    )
+    parser.add_argument("--run", metavar=PROCESSES, help=f"only the processes of this run: {RUN}")
+    add_wait(parser)
     parser.set_defaults(verb=reload_profile)
 
 
