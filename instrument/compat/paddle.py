@@ -24,7 +24,7 @@ from instrument.native import OFF
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.tally import Tally
-from instrument.report.benchmark_view import show_benchmark
+from instrument.report.benchmark_view import Benchmark, show_benchmark
 from instrument.report.section import summary
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
@@ -185,7 +185,46 @@ def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = 
     )
 
 
-class Profiler(_Profiler):
+class _Summary:
+    """The method `summary` of a profiler, and of a window that was read from a file."""
+
+    def _parts(self) -> tuple[Recording | None, Benchmark | None]:
+        """Return the spans and the times of the steps, None for a missing part."""
+        raise NotImplementedError
+
+    def summary(
+        self,
+        sorted_by: SortedKeys = SortedKeys.CPUTotal,
+        op_detail: bool = True,
+        thread_sep: bool = False,
+        time_unit: str = "ms",
+        views: SummaryView | Iterable[SummaryView] | None = None,
+    ) -> str:
+        """Print the views of the newest window, by default all, and the times of the steps. Return the text. The view
+        of memory is left out if memory was not profiled."""
+        recording, steps = self._parts()
+        texts = []
+        if recording is not None:
+            if views is None:
+                hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
+                views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]
+            elif isinstance(views, SummaryView):
+                views = [views]
+            options = Options(
+                tracer_option="OpDetail" if op_detail else "Default",
+                sorted_by=sorted_by.value,
+                threads="apart" if thread_sep else "merged",
+                unit=time_unit,
+            )
+            texts.append(summary([view.value for view in views], recording, options))
+        if steps is not None:
+            texts.append("\n".join(show_benchmark(steps, Options(unit=time_unit)).lines()))
+        text = "\n".join(texts)
+        print(text, flush=True)
+        return text
+
+
+class Profiler(_Summary, _Profiler):  # type: ignore[misc]
     """A substitute for `paddle.profiler.Profiler`. It passes its arguments on to `instrument.Profiler`. `targets`
     default to host and GPU. In a `scheduler` ``(start, end)`` a start below 0 counts as 0. `on_trace_ready` gets this
     object, whose `window` is the recorded window."""
@@ -269,73 +308,25 @@ class Profiler(_Profiler):
             )
         return super().export(path)
 
-    def summary(  # type: ignore[override]
-        self,
-        sorted_by: SortedKeys = SortedKeys.CPUTotal,
-        op_detail: bool = True,
-        thread_sep: bool = False,
-        time_unit: str = "ms",
-        views: SummaryView | Iterable[SummaryView] | None = None,
-    ) -> str:
-        """Print the views of the newest window and the times of the steps, and return the text."""
-        text = "\n".join(show_benchmark(self._benchmark, Options(unit=time_unit)).lines())
-        if self.window is not None:
-            recording = Recording.of_trace(self.window.trace)
-            text = f"{_views_text(recording, sorted_by, op_detail, thread_sep, time_unit, views)}\n{text}"
-        print(text, flush=True)
-        return text
+    def _parts(self) -> tuple[Recording | None, Benchmark | None]:
+        return None if self.window is None else Recording.of_trace(self.window.trace), self._benchmark
 
 
 Handler = Callable[[Profiler], object] | InBackground
 """A handler for `on_trace_ready`: a function that gets the profiler, or a writer of windows."""
 
 
-class ProfilerResult:
+class ProfilerResult(_Summary):
     """A window that was read from a file: its `trace`, its `tally`, and `summary` as in `Profiler`."""
 
     def __init__(self, trace: Trace, tally: Tally) -> None:
         self.trace = trace
         self.tally = tally
 
-    def summary(
-        self,
-        sorted_by: SortedKeys = SortedKeys.CPUTotal,
-        op_detail: bool = True,
-        thread_sep: bool = False,
-        time_unit: str = "ms",
-        views: SummaryView | Iterable[SummaryView] | None = None,
-    ) -> str:
-        """Print the views and return their text."""
-        text = _views_text(
-            Recording.of_trace(self.trace, lambda: self.tally), sorted_by, op_detail, thread_sep, time_unit, views
-        )
-        print(text, flush=True)
-        return text
+    def _parts(self) -> tuple[Recording | None, Benchmark | None]:
+        return Recording.of_trace(self.trace, lambda: self.tally), None
 
 
 def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:
     """Read a file of `export_chrome_tracing` or `Profiler.export`. Raises `TraceError` if it cannot be read."""
     return ProfilerResult(*chrome.load(file_name))
-
-
-def _views_text(
-    recording: Recording,
-    sorted_by: SortedKeys,
-    op_detail: bool,
-    thread_sep: bool,
-    time_unit: str,
-    views: SummaryView | Iterable[SummaryView] | None,
-) -> str:
-    """Return the text of the given views, by default of all, in Paddle's order. Memory is left out if not profiled."""
-    if views is None:
-        hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
-        views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]
-    elif isinstance(views, SummaryView):
-        views = [views]
-    options = Options(
-        tracer_option="OpDetail" if op_detail else "Default",
-        sorted_by=sorted_by.value,
-        threads="apart" if thread_sep else "merged",
-        unit=time_unit,
-    )
-    return summary([view.value for view in views], recording, options)

@@ -55,10 +55,7 @@ def thread_name() -> str:
     global _awaited
     action, _awaited = _awaited, None
     if action is not None:
-        try:
-            action()
-        except Exception as fault:  # such as a thread that cannot begin
-            FAULTS.note("first span", fault)
+        FAULTS.attempt("first span", action)
     ours = own_thread_name()
     if ours is not None:
         return ours
@@ -196,7 +193,24 @@ class Recorder(Readback):
         batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
         carrier: Mapping[str, str] | None = None,
     ) -> Scope:
-        """Make a scope. Raises `TargetError` for a bad name, kind, phase or stream."""
+        """Time a block, as a span: ``with scope("tokenise"):``, also ``async with``.
+
+            with scope("tokenise", attributes={"model": "7b"}):
+                tokens = tokenizer(text)
+
+        - `name`: the name that reports group by, of a small set; data belongs into `attributes`
+        - `attributes`: facts of this span; `annotate` adds more from within
+        - `kind`: the kind of work, "user" by default; the error for an unknown kind lists all kinds
+        - `phase`: the part of the work, such as "prepare" or "post"; it makes the kind "phase"
+        - `device`: also take its time on the current stream of torch, cupy or numba; `stream` names another stream,
+          such as `torch.cuda.current_stream(1)`, or its address
+        - `key`: the id of the request that the block works for; spans of other processes may have it, too
+        - `batch`: the ids of all requests in a batch; a mapping from id to weight gives each a share of the time
+        - `carrier`: headers with the `traceparent` of a caller; a request continues the trace of that caller
+
+        Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError`
+        for a bad name, kind, phase or stream.
+        """
         if not isinstance(name, str) or not name:
             raise TargetError(f"a scope needs a name, not {name!r}")
         if phase is not None and (not isinstance(phase, str) or not phase):

@@ -2,82 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ParamSpec
 
 from instrument import native
 from instrument.recorder import attribute_checks
 from instrument.recorder.recorder import RECORDER, Scope
-from instrument.recording.spans import AttributeValue
+
+Arguments = ParamSpec("Arguments")
 
 
-def scope(
-    name: str,
-    *,
-    kind: str | None = None,
-    device: bool = False,
-    attributes: Mapping[str, AttributeValue] | None = None,
-    phase: str | None = None,
-    stream: Any = None,
-    key: str | int | None = None,
-    batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
-    carrier: Mapping[str, str] | None = None,
-) -> Scope:
-    """Time a block, as a span: ``with scope("tokenise"):``, also ``async with``.
-
-        with scope("tokenise", attributes={"model": "7b"}):
-            tokens = tokenizer(text)
-
-    - `name`: the name that reports group by, of a small set; data belongs into `attributes`
-    - `attributes`: facts of this span; `annotate` adds more from within
-    - `kind`: the kind of work, "user" by default; the error for an unknown kind lists all kinds
-    - `phase`: the part of the work, such as "prepare" or "post"; it makes the kind "phase"
-    - `device`: also take its time on the current stream of torch, cupy or numba; `stream` names another stream, such as
-      `torch.cuda.current_stream(1)`, or its address
-    - `key`: the id of the request that the block works for; spans of other processes may have it, too
-    - `batch`: the ids of all requests in a batch; a mapping from id to weight gives each a share of the time
-    - `carrier`: headers with the `traceparent` of a caller; a request continues the trace of that caller
-
-    Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError` for a
-    bad name, kind, phase or stream.
-    """
-    return RECORDER.make_scope(
-        name,
-        kind=kind,
-        device=device,
-        attributes=attributes,
-        phase=phase,
-        stream=stream,
-        key=key,
-        batch=batch,
-        carrier=carrier,
-    )
+scope = RECORDER.make_scope
 
 
-def scope_start(
-    name: str,
-    *,
-    kind: str | None = None,
-    device: bool = False,
-    attributes: Mapping[str, AttributeValue] | None = None,
-    phase: str | None = None,
-    stream: Any = None,
-    key: str | int | None = None,
-    batch: Iterable[str | int] | Mapping[str | int, float] | None = None,
-    carrier: Mapping[str, str] | None = None,
-) -> Scope:
-    """Begin a span in a handler that cannot use ``with``. `scope_end` closes it, possibly in another callback."""
-    return scope(
-        name,
-        kind=kind,
-        device=device,
-        attributes=attributes,
-        phase=phase,
-        stream=stream,
-        key=key,
-        batch=batch,
-        carrier=carrier,
-    ).start()
+def _begin_at_once(make: Callable[Arguments, Scope]) -> Callable[Arguments, Scope]:
+    """Return a function with the arguments of `make` that makes a scope and begins it."""
+
+    @functools.wraps(make, assigned=())
+    def scope_start(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Scope:
+        """Begin a span in a handler that cannot use ``with``. `scope_end` closes it, possibly in another callback."""
+        return scope(*args, **kwargs).start()  # type: ignore[arg-type] # in C, if there is one
+
+    return scope_start
+
+
+scope_start = _begin_at_once(RECORDER.make_scope)
 
 
 def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:

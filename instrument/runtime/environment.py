@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from instrument import clock
@@ -131,7 +132,8 @@ def cores(pid: int | None = None) -> float:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
     except (AttributeError, OSError):  # not on every system
         allowed = float(os.cpu_count() or 1)
-    return min([allowed, *_group_core_limits(pid)])
+    limits = (numbers for numbers in _read_limits(_CORE_LIMITS, pid) if len(numbers) == 2 and min(numbers) > 0)
+    return min([allowed, *(quota / period for quota, period in limits)])
 
 
 def memory_bytes() -> int | None:
@@ -140,12 +142,7 @@ def memory_bytes() -> int | None:
         machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, OSError, ValueError):  # not on every system
         machine = []
-    limits = [
-        limit
-        for controllers, group in control_groups()
-        if controllers in ("", "memory")
-        for limit in _read_limit(group / ("memory.max" if controllers == "" else "memory.limit_in_bytes"))
-    ]
+    limits = chain.from_iterable(_read_limits(_MEMORY_LIMITS))
     return min([*machine, *limits], default=None)
 
 
@@ -163,11 +160,16 @@ def memory_waits_us(pid: int | None = None) -> int | None:
     return None
 
 
-def _read_limit(file: Path) -> list[int]:
-    try:
-        return [int(file.read_text("ascii"))]
-    except (OSError, ValueError):  # as for cores
-        return []
+_CORE_LIMITS = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}
+_MEMORY_LIMITS = {"": ["memory.max"], "memory": ["memory.limit_in_bytes"]}
+"""The files with a control group's limit, by controller, "" for version 2."""
+
+
+def _read_limits(names: Mapping[str, list[str]], pid: int | None = None) -> Iterator[list[int]]:
+    """Yield the numbers in the named files of a process's control groups, in version 2 also of their ancestors."""
+    for controller, group in control_groups(pid):
+        with suppress(OSError, ValueError):  # "max" is no number, and means no limit
+            yield [int(number) for name in names.get(controller, ()) for number in (group / name).read_text().split()]
 
 
 def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
@@ -182,26 +184,6 @@ def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
         for controller in controllers.split(","):
             # Of version 1 all that share a hierarchy are links to one folder.
             yield from ((controller, CONTROL_GROUPS / controller / folder.relative_to("/")) for folder in folders)
-
-
-def _group_core_limits(pid: int | None) -> list[float]:
-    """Return the numbers of cores to which control groups limit a process. In version 2, ancestors limit it, too."""
-    limits = []
-    for controller, group in control_groups(pid):
-        if controller == "":
-            limits += _read_core_limit(group / "cpu.max")
-        elif controller == "cpu":
-            limits += _read_core_limit(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
-    return limits
-
-
-def _read_core_limit(*files: Path) -> list[float]:
-    """Return a list with the number of cores that a control group's files allow, empty without a limit."""
-    try:
-        quota, period = " ".join(file.read_text("ascii") for file in files).split()
-        return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []
-    except (OSError, ValueError):  # "max" is no number, and means no limit
-        return []
 
 
 # TCP connections

@@ -7,10 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 from instrument.runtime.unpatched import RLock
 
 logger = logging.getLogger("instrument")
+
+Result = TypeVar("Result")
 
 MOST_KINDS, OTHER_KINDS = 20, "others"
 """The maximum number of kinds of unreadable values to count per rule, and the name for further kinds."""
@@ -45,12 +48,14 @@ class Faults:
                 fault,
             )
 
-    def attempt(self, place: str, action: Callable[[], object]) -> None:
-        """Call an action. An exception counts as our fault, and is not raised."""
+    def attempt(self, place: str, action: Callable[[], Result]) -> Result | None:
+        """Call an action and return its result. An exception counts as our fault. It is not raised, and the result is
+        None."""
         try:
-            action()
+            return action()
         except Exception as fault:
             self.note(place, fault)
+            return None
 
     def note_of_rule(self, place: str, words: str, kind: str = "") -> None:
         """Count a value that a rule names and that could not be read. This is no fault of ours. Never raises.

@@ -84,15 +84,12 @@ class Finder:
         self,
         wants: Callable[[str], bool],
         imported: Callable[[ModuleType], object],
-        asked_for_code: Callable[[], object] = lambda: None,
-        begins: Callable[[str], object] = lambda _: None,
-        watch: Watch | None = None,
+        asked_for_code: Callable[[], object],
+        begins: Callable[[str], object],
+        watch: Watch | None,
     ) -> None:
-        self._wants = wants
+        self._wants, self._imported, self._asked_for_code, self._begins = wants, imported, asked_for_code, begins
         self._watch_of_main = watch
-        self._imported = imported
-        self._begins = begins
-        self._asked_for_code = asked_for_code
         self._busy = threading.local()
         self.listens = True
 

@@ -323,10 +323,7 @@ class Watch:
         module = self._module_of(self._names)
         if module is None or _snapshot(self._names) == self._seen:
             return
-        try:
-            self._defined(module)
-        except Exception as fault:
-            FAULTS.note("watch of __main__", fault)
+        FAULTS.attempt("watch of __main__", lambda: self._defined(module))
         self._seen = _snapshot(self._names)
 
 

@@ -41,12 +41,12 @@ class Thread:
         self._ended = Event()
         self._listed: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the thread, which `threading.enumerate()` lists unless `threading` is patched. Raises `RuntimeError` if
-        it cannot start."""
+    def start(self, *, is_listed: bool = True) -> None:
+        """Start the thread, which `threading.enumerate()` lists if `is_listed`, unless `threading` is patched. Raises
+        `RuntimeError` if it cannot start."""
         self._pid = os.getpid()
         try:
-            if is_patched():
+            if is_patched() or not is_listed:
                 start_new_thread(self._run_while_needed, ())
             else:
                 self._listed = threading.Thread(target=self._run_while_needed, name=self.name, daemon=True)
@@ -107,20 +107,6 @@ class Pace:
         if time.monotonic() > self._until:
             sleep(PAUSE_S)
             self._until = time.monotonic() + WORK_SLICE_S
-
-
-def start_unlisted(run: Callable[[], object], name: str) -> None:
-    """Start a thread that `threading.enumerate()` does not list. Raises `RuntimeError` if it cannot start."""
-
-    def run_named() -> None:
-        ident = get_ident()
-        _own_threads[ident] = name, os.getpid()
-        try:
-            run()
-        finally:
-            _own_threads.pop(ident, None)
-
-    start_new_thread(run_named, ())
 
 
 _library_threads: dict[int, int] = {}

@@ -10,6 +10,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -523,12 +524,7 @@ class ControlThread:
         self._error, self._error_at = error, time.monotonic()
 
 
-def _attempt(action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except Exception as fault:
-        FAULTS.note("control thread", fault)
-        return None
+_attempt: Callable[[Callable[[], Any]], Any] = partial(FAULTS.attempt, "control thread")
 
 
 def _has_main_thread_ended() -> bool:

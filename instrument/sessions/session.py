@@ -23,7 +23,7 @@ from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.recording import board
 from instrument.runtime import environment, process_context
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import Thread, is_server_to_fork, start_unlisted
+from instrument.runtime.threads import Thread, is_server_to_fork
 from instrument.runtime.unpatched import Event
 from instrument.sessions.exporting import Exporting, SessionLock, rows_recorded
 from instrument.sessions.files import Saving
@@ -106,7 +106,7 @@ class SessionThreads:
             FAULTS.attempt("board of the run", self._session.mark_board)
 
         try:
-            start_unlisted(start, "instrument-start")
+            Thread(start, "instrument-start").start(is_listed=False)
             rests.wait(START_DELAY_S)
         except BaseException:
             has_begun.set()
