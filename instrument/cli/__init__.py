@@ -106,23 +106,20 @@ def _parse_options(words: list[str]) -> argparse.Namespace:
     word = words[0] if words else ""
     parser, verbs = _parsers(word)
     if word not in VERBS and word and not word.startswith("-"):
-        raise InstrumentError(f"there is no command {word!r}; allowed: {', '.join(VERBS)}{_suggest_name(word, VERBS)}")
+        from instrument.cli.option_values import suggest_name
+
+        raise InstrumentError(f"there is no command {word!r}; allowed: {', '.join(VERBS)}{suggest_name(word, VERBS)}")
     options, unknown = parser.parse_known_args(words)
     name = getattr(options, "last_word", "")
     if name and unknown == words[-1:] and not unknown[0].startswith("-") and getattr(options, name) is None:
         setattr(options, name, unknown.pop())  # a word after the options, of a verb that takes one there
     if unknown:
+        from instrument.cli.option_values import suggest_name
+
         used = verbs.get(word, parser)
-        hint = _suggest_name(unknown[0], re.findall(r"--[a-z-]+", used.format_help()))
+        hint = suggest_name(unknown[0], re.findall(r"--[a-z-]+", used.format_help()))
         raise InstrumentError(f"`{used.prog}` has no option {unknown[0]!r}{hint}; `--help` lists its options")
     return options
-
-
-def _suggest_name(word: str, names: Iterable[str]) -> str:
-    from instrument.profile.document import nearest
-
-    name = nearest(word, names)
-    return f"; did you mean {name!r}?" if name else ""
 
 
 def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:

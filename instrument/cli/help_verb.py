@@ -7,9 +7,8 @@ import pydoc
 from collections.abc import Mapping
 from pathlib import Path
 
-from instrument.cli.option_values import Verbs
+from instrument.cli.option_values import Verbs, suggest_name
 from instrument.errors import InstrumentError
-from instrument.profile.document import nearest
 
 FOLDER = Path(__file__).parent.parent / "docs"
 
@@ -36,8 +35,7 @@ def show_topic(options: argparse.Namespace, host: list[str]) -> int:
         return 0
     name = options.topic.lower()
     if name not in pages:
-        near = nearest(name, pages)
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = suggest_name(name, pages)
         raise InstrumentError(f"help: there is no topic {options.topic!r}; allowed: {', '.join(pages)}{hint}")
     pydoc.pager(pages[name].read_text("utf-8"))
     return 0

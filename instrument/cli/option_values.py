@@ -82,9 +82,13 @@ def one_of(names: Iterable[str]) -> dict[str, Any]:
 
 def _refuse_unknown(text: str, names: Collection[str]) -> None:
     if text not in names:
-        name = nearest(text, names)
-        hint = f"; did you mean {name!r}?" if name else ""
-        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: {', '.join(names)}{hint}")
+        raise argparse.ArgumentTypeError(f"found {text!r}; allowed: {', '.join(names)}{suggest_name(text, names)}")
+
+
+def suggest_name(word: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence with the name that is most similar to a word, "" if none is similar."""
+    name = nearest(word, names)
+    return f"; did you mean {name!r}?" if name else ""
 
 
 def read_seconds(text: str) -> float:

@@ -49,7 +49,7 @@ def enable() -> None:
         if _is_on and not _session_has_ended():
             raise StateError("the profiler is already on; call disable() first")
         _close_scopes()
-        session = _find_session()
+        session = process.running_session()
         if session is None:
             _own_session = join_or_begin_session(None if os.environ.get("INSTRUMENT_PROFILE") or OFF else EVERY_LAYER)
         elif session is _own_session:
@@ -69,7 +69,7 @@ def disable() -> None:
         count = sum(len(scopes) for thread, scopes in _scopes_by_thread.items() if thread.is_alive())
         if count:
             raise StateError(f"the profiler has {count} open scopes; call close_scope() first")
-        if _own_session is not None and _find_session() is _own_session:
+        if _own_session is not None and process.running_session() is _own_session:
             process.disable()
         _is_on = False
 
@@ -100,7 +100,7 @@ def now() -> int:
 
 
 def _session_has_ended() -> bool:
-    return _session is not None and _find_session() is not _session
+    return _session is not None and process.running_session() is not _session
 
 
 def _close_scopes() -> None:
@@ -111,10 +111,3 @@ def _close_scopes() -> None:
             continue
         while scopes:
             scopes.pop().end()
-
-
-def _find_session() -> Session | None:
-    try:
-        return process.session()
-    except StateError:
-        return None

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from instrument.errors import ProfileError, StateError
+from instrument.errors import ProfileError
 from instrument.instrumentors.functions import profiled
 from instrument.instrumentors.targets import site_on
 from instrument.native import OFF
@@ -256,10 +256,7 @@ def _attach_profile(target: Any, stats: ProfileStats) -> Any:
 
 def _begin_session() -> None:
     global _torch
-    try:
-        session: Session | None = process.session()
-    except StateError:
-        session = join_or_begin_session(None)
+    session = process.running_session() or join_or_begin_session(None)
     if session is not None and (_torch is None or _torch.session is not session):
         _torch = _TorchRun(session)
     atexit.unregister(_print_at_exit)
@@ -291,13 +288,8 @@ def _end_torch_recording() -> Tally:
 
 
 def _print_at_exit() -> None:
-    try:
-        process.session()
-        _print_text(report())
-    except StateError:
-        pass  # it was stopped before
-    except Exception as fault:
-        FAULTS.note("profiles at exit", fault)
+    if process.is_running():
+        FAULTS.attempt("profiles at exit", lambda: _print_text(report()))
 
 
 def _print_text(text: str, file: TextIO | None = None) -> None:

@@ -12,8 +12,8 @@ import errno
 import os
 import select
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +141,11 @@ class Membership:
         return self._descriptor.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        connection = self._connection()
-        if connection is None:
-            return False
-        try:
-            agent_socket.send(connection, message)
-        except OSError:
-            return False
-        finally:
-            connection.detach()
-        return True
+        with suppress(OSError), self._connection() as connection:
+            if connection is not None:
+                agent_socket.send(connection, message)
+                return True
+        return False
 
     def fetch_metrics(self, run: str, *, openmetrics: bool) -> str:
         """Return the metrics of all processes of a run in Prometheus's text format. Raises `OSError`, also as
@@ -179,17 +174,13 @@ class Membership:
         return self._put_aside.pop(0) if self._put_aside else self._receive_message()
 
     def _receive_message(self) -> Mapping[str, Any] | None:
-        connection = self._connection()
-        if connection is None:
-            return None
         try:
-            message, descriptors = agent_socket.receive(connection)
+            with self._connection() as connection:
+                message, descriptors = (None, []) if connection is None else agent_socket.receive(connection)
         except (BlockingIOError, agent_socket.PacketError):
             return {}
         except OSError:
-            message, descriptors = None, []
-        finally:
-            connection.detach()
+            return None
         for descriptor in descriptors:
             os.close(descriptor)
         return message
@@ -266,11 +257,18 @@ class Membership:
         self._has_begun_agent = False
         self.close()
 
-    def _connection(self) -> _socket.socket | None:
+    @contextmanager
+    def _connection(self) -> Iterator[_socket.socket | None]:
+        """Yield the connection as a socket that leaves the descriptor open, None without a connection."""
         descriptor = self.fileno()
         if descriptor < 0:
-            return None
-        return _socket.socket(agent_socket.FAMILY, agent_socket.KIND, 0, fileno=descriptor)
+            yield None
+            return
+        connection = _socket.socket(agent_socket.FAMILY, agent_socket.KIND, 0, fileno=descriptor)
+        try:
+            yield connection
+        finally:
+            connection.detach()
 
     def close(self) -> None:
         """Close the connection, unless the service has reused its descriptor for another file."""

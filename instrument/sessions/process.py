@@ -145,6 +145,10 @@ def is_running() -> bool:
     return _session is not None
 
 
+def running_session() -> Session | None:
+    return _session
+
+
 def session() -> Session:
     """Return the running session. Raises `StateError` if none runs."""
     if _session is None:

@@ -346,13 +346,7 @@ class Profiler:
 
     def _end(self, session: Session, limit_ns: int) -> None:
         try:
-            self._backlog.stop(limit_ns)
-            for reference in self._delivered:  # windows that the user still has: their facts end with the session
-                window = reference()
-                if window is not None:
-                    window.trace  # noqa: B018 - is made now
-        except Exception as fault:
-            FAULTS.note("windows of a Profiler", fault)
+            FAULTS.attempt("windows of a Profiler", lambda: self._end_windows(limit_ns))
         finally:
             atexit.unregister(self.stop)
             session.recorded.loop.leave(self)
@@ -361,6 +355,12 @@ class Profiler:
             if self.failures > 1:
                 session.account.complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
             leave_session(session)
+
+    def _end_windows(self, limit_ns: int) -> None:
+        self._backlog.stop(limit_ns)
+        for reference in self._delivered:  # windows that the user still has: their facts end with the session
+            if (window := reference()) is not None:
+                window.trace  # noqa: B018 - is made now
 
     def _make_window(
         self, session: Session, windows: Windows, bounds: tuple[int, int, int], last_step: int, *, partial: bool = False
@@ -550,9 +550,8 @@ def join_or_begin_session(profile: Profile | str | os.PathLike[str] | None, **ov
         return None
     settings: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     with _guests_lock:
-        try:
-            running = process.session()
-        except StateError:
+        running = process.running_session()
+        if running is None:
             source = profile or os.environ.get("INSTRUMENT_PROFILE") or EVERYTHING
             chosen = source if isinstance(source, Profile) else load(source)
             session = process.start(replace(chosen, **settings))
