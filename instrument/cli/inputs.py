@@ -115,8 +115,8 @@ def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Ca
 
 def list_runs(folder: str) -> list[list[str]]:
     """Return the files of each run in a folder, the oldest run first. A file that names no run counts as a run."""
-    others, runs = _group_runs(_list_files(folder))
-    return [*([path] for path in others), *(run.files for run in runs)]
+    unnamed, runs = _group_runs(_list_files(folder))
+    return [*([path] for path in unnamed), *(run.files for run in runs)]
 
 
 def _list_files(folder: str) -> list[str]:
@@ -137,7 +137,7 @@ def _list_files(folder: str) -> list[str]:
 def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
     """Return the files of the named run, else of the newest run, and the files that belong to no run. Raises
     `TraceError` if there is no such run."""
-    others, runs = _group_runs(paths)
+    unnamed, runs = _group_runs(paths)
     names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
     more = len(runs) - RUNS_NAMED
     names += f" and {more} more" if more > 0 else ""
@@ -149,7 +149,7 @@ def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Calla
             f"the folder {folder} has files of {len(runs)} runs: {names}; this is the newest, {runs[-1].name}; "
             "--run RUN takes another one, --all all of them"
         )
-    return [path for path in paths if path in others or any(path in candidate.files for candidate in chosen)]
+    return [path for path in paths if path in unnamed or any(path in candidate.files for candidate in chosen)]
 
 
 def _read_facts(path: str) -> Trace | None:
