@@ -35,7 +35,7 @@ MOST = {
     "docs": (0, 0, 0, 0),
     "fleet": (0, 0, 0, 0),
     "instrumentors": (0, 0, 1, 0),
-    "native": (0, 4, 0, 0),
+    "native": (0, 0, 0, 0),
     "otlp": (0, 0, 2, 0),
     "profile": (0, 0, 1, 0),
     "proposal": (0, 0, 0, 0),
