@@ -104,10 +104,10 @@ class Deadline:
         """Return a deadline `by_s` seconds before this one, so that time remains for later waits."""
         return Deadline(self._end - time.monotonic() - by_s)
 
-    def left_s(self, at_most_s: float = math.inf) -> float:
+    def seconds_left(self, at_most_s: float = math.inf) -> float:
         """Return the seconds left for a wait, at most `at_most_s`."""
         return max(min(self._end - time.monotonic(), at_most_s), 0.0)
 
-    def last_s(self) -> float:
+    def seconds_for_last_wait(self) -> float:
         """Return the seconds left for the last wait, at least `LEAST_S`."""
-        return max(self.left_s(), LEAST_S)
+        return max(self.seconds_left(), LEAST_S)

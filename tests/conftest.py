@@ -193,7 +193,7 @@ def folder_of_runs() -> Iterator[None]:
 def measured_costs() -> Iterator[None]:
     """Measure the costs of probes once per process of the tests, instead of at the start of each session."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("measure_costs", "measure_passed_ns", "measure_cold_ns"):
+        for name in ("measure_costs", "measure_muted_call_ns", "measure_cold_cache_ns"):
             patch.setattr(probe_cost, name, functools.cache(getattr(probe_cost, name)))
         yield
 

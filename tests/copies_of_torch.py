@@ -335,7 +335,7 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
     if driver == "npu":
         torch._C = SimpleNamespace(_get_privateuse1_backend_name=lambda: "npu")
     assert bool(array_copies.why_absent(torch)) is (driver == "")
-    is_used = array_copies._make_used_test(torch, Copies([CopyRule()]))
+    is_used = array_copies._make_device_use_test(torch, Copies([CopyRule()]))
     assert is_used() is False
     kind.used = True
     assert is_used() is (driver != "")
@@ -344,7 +344,7 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
 def test_a_torch_without_a_device_is_left_as_it_is_unless_host_copies_are_asked_for(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(array_copies, "_device_tests", lambda torch: [])
+    monkeypatch.setattr(array_copies, "_make_device_use_tests", lambda torch: [])
     for rule, state in (
         (CopyRule(), "h2d d2h: waiting (this torch is built without a device: no copy to or from one can happen)"),
         (CopyRule(("h2h",)), "h2d d2h: waiting (no such copy was made)"),

@@ -46,7 +46,7 @@ from instrument.recording.tally import Tally
 from instrument.recording.trace_context import RemoteParent
 from instrument.report.explanation import RequestChoice, explain
 from instrument.report.section import summary, summary_document
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 from instrument.sessions.window import Windows
 from instrument.trace.trace import Allocation, Trace
 
@@ -284,7 +284,9 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
                 json.dumps(summary_document(VIEWS, recording, Options()), allow_nan=False)
                 with contextlib.suppress(TraceError):  # without any request
                     explanations = explain(recording, RequestChoice(slowest=2), Options())
-                    json.dumps(document([*explanations, *explain(recording, WINDOW, Options())]), allow_nan=False)
+                    json.dumps(
+                        make_json_values([*explanations, *explain(recording, WINDOW, Options())]), allow_nan=False
+                    )
                     [each.lines() for each in explanations]
         except BaseException:
             kept = Path(tempfile.gettempdir(), f"instrument-fuzz-{seed}-{number}")

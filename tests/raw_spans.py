@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
 from instrument.recording.tally import Tally
-from instrument.trace.call_tree import tally_of
+from instrument.trace.call_tree import tally_spans
 from instrument.trace.trace import Trace, columns_of_spans
 
 WINDOW = (20, 120)
@@ -81,7 +81,7 @@ def above(span: Span, by_id: dict[int, Span]) -> list[Span]:
 
 def counted(spans: Iterable[Span], threads: Mapping[int, str] | None = None) -> Tally:
     """The tally of spans."""
-    return tally_of(columns_of_spans(list(spans)), threads)
+    return tally_spans(columns_of_spans(list(spans)), threads)
 
 
 def counted_paths(spans: Iterable[Span]) -> tuple[dict[int, CallPath], set[int]]:

@@ -24,20 +24,20 @@ TYPES = {"totals": _TOTALS, "chunks": _CHUNK, "highs": _HIGH}
 
 
 def snapshot_of(recorder: Any = RECORDER, since_ns: int = 0) -> RowSnapshot:
-    return RowSnapshot.of(recorder.mapped(), since_ns)
+    return RowSnapshot.copy_from(recorder.mapped(), since_ns)
 
 
 def columns_in(recorder: Any = RECORDER, start_ns: int = 0, end_ns: int | None = None) -> Columns:
     """The spans that lie in a stretch of time or reach into it, by default all, clipped to it."""
     taken = snapshot_of(recorder, start_ns)
-    found, _ = taken.columns(end_ns or time.monotonic_ns(), lambda _: DeviceIntervals.none(), start_ns=start_ns)
+    found, _ = taken.columns(end_ns or time.monotonic_ns(), lambda _: DeviceIntervals.make_empty(), start_ns=start_ns)
     return found
 
 
 def intervals_in(ring: IntervalRing, span_ids: Iterable[int]) -> dict[int, tuple[DeviceInterval, ...]]:
     """Return the intervals of spans by the spans' ids, each span's in order of time."""
     ids = sorted(span_ids)
-    work = device_intervals(np.frombuffer(ring.packed(), INTERVALS), np.array(ids, np.int64))
+    work = device_intervals(np.frombuffer(ring.copy_intervals(), INTERVALS), np.array(ids, np.int64))
     found: dict[int, tuple[DeviceInterval, ...]] = {}
     names = ("device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
     for row, *place, label, uncertainty_ns in zip(

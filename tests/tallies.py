@@ -10,7 +10,7 @@ import numpy as np
 from instrument.recording import tally as product
 from instrument.recording.paths import NOT_BELOW, CallPath, CallTree
 from instrument.recording.spans import Site
-from instrument.recording.tally import LEAST, MOST, SUMS, TOTALS, buckets_of
+from instrument.recording.tally import LEAST, MOST, SUMS, TOTALS, make_buckets
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Tally:
             lines["node"][number], lines["thread_id"][number] = number, thread_id
             buckets += ((number, bucket, times) for bucket, times in totals.histogram.items())
         table = np.array(buckets, np.int64).reshape(-1, 3)
-        return product.Tally.of_paths([path for path, _ in self._totals], lines, buckets_of(*table.T), self.threads)
+        return product.Tally.of_paths([path for path, _ in self._totals], lines, make_buckets(*table.T), self.threads)
 
 
 def made(tally: Tally | product.Tally) -> product.Tally:

@@ -131,7 +131,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     homes = [home for user in runs.iterdir() for home in agent_socket.paths_in(user, "by-hand-*")]
     for home in homes:  # of an agent that the test has killed; others remove their folders meanwhile
         if not is_agent(agent_socket.first_process(home.name)):
-            agent_socket.remove(home)
+            agent_socket.remove_run_folder(home)
     try:
         until(lambda: not list(runs.iterdir()))
     finally:
@@ -581,7 +581,7 @@ sys.stdin.readline()
     path = line.rpartition("; saved as ")[2].strip()
     saved = file.load(path)
     assert [span.site.name for span in saved.trace.spans] == ["step"]
-    assert saved.counted().calls == 1
+    assert saved.tally_or_count().calls == 1
     assert saved.trace.died.replace(f" ({how})", "") == f"Process {gone} ended without a goodbye; no span was open."
     assert oct(Path(path).stat().st_mode & 0o777) == "0o600"
     assert gone != service.pid
@@ -1011,12 +1011,12 @@ def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.
 
 
 def test_folders_of_runs_that_nobody_looks_after_are_removed() -> None:
-    folder = agent_socket.make("20260101T000000-999999999")
+    folder = agent_socket.create_run_folder("20260101T000000-999999999")
     (folder / "left.npz").touch()
-    mine = agent_socket.make(f"20260101T000000-{os.getppid()}")
+    mine = agent_socket.create_run_folder(f"20260101T000000-{os.getppid()}")
     agent_socket.remove_abandoned()
     assert agent_socket.list_runs() == [mine]
-    agent_socket.remove(mine)
+    agent_socket.remove_run_folder(mine)
 
 
 def test_a_home_that_others_may_enter_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1024,7 +1024,7 @@ def test_a_home_that_others_may_enter_is_not_used(monkeypatch: pytest.MonkeyPatc
     first.mkdir()
     first.chmod(0o755)
     with pytest.raises(PermissionError, match="belong to this user"):
-        agent_socket.make("20260101T000000-1")
+        agent_socket.create_run_folder("20260101T000000-1")
     first.rmdir()
 
 
@@ -1154,7 +1154,7 @@ def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subpr
         assert sum(span.site.name == "step" for span in spans) == ended
         assert {span.site.name for span in spans if span.clipped} == {"GET /slow", "hang"}
     command("dump", "--last", "1ns", "--output", "last.npz")
-    assert {row.path[-1].name for row in file.load("last.npz").counted().rows()} == {"GET /slow", "hang"}
+    assert {row.path[-1].name for row in file.load("last.npz").tally_or_count().rows()} == {"GET /slow", "hang"}
 
 
 @pytest.mark.slow

@@ -802,7 +802,7 @@ for x in range(100):
     serve(x)
 trace = process.session().trace()
 serve(1)
-assert process.session().exporting.spans_to_send(trace.spans) == []
+assert process.session().exporting.select_unexported_spans(trace.spans) == []
 assert instrument.flush(100).settled
 assert "instrument-otlp" not in threads()
 """)

@@ -228,7 +228,7 @@ def test_ps_reports_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tm
         other.kill()
     (missed,) = processes.missed_processes(tmp_path, Run)
     missed.ended_ns, missed.end_kind = time.monotonic_ns(), VANISHED
-    (shown,) = LiveSampler("one").make_screen([Member(end_reports.facts_of(missed))]).processes
+    (shown,) = LiveSampler("one").make_screen([Member(end_reports.collect_process_facts(missed))]).processes
     assert (shown.pid, shown.state, shown.up_ns) == (other.pid, VANISHED, None)
 
 

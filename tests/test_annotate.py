@@ -25,7 +25,7 @@ from readback import spans_in
 import instrument
 from instrument import chrome
 from instrument.recorder import attribute_checks
-from instrument.recorder.attribute_checks import MOST_NAMES_PER_SITE, rename, set_status
+from instrument.recorder.attribute_checks import MOST_NAMES_PER_SITE, rename_span_of_frame, set_status
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     BATCH_KEYS,
@@ -155,7 +155,7 @@ def test_outside_of_a_span_and_while_nothing_is_recorded_it_does_nothing(recorde
     recorder.annotate_innermost(x=1)
     recorder.annotate_innermost(x=object())
     recorder.annotate_request(x=1)
-    rename(recorder, None, "x")
+    rename_span_of_frame(recorder, None, "x")
     set_status(recorder, None, "ok", None, None)
     recorder.on = False
     with recorder.make_scope("off") as span:
@@ -226,7 +226,7 @@ def test_values_that_opentelemetry_has_are_kept_and_others_are_counted(recorder:
     (span,) = spans_in(recorder)
     assert all(type(span.attributes[name]) is type(value) for name, value in wanted.items())
     assert recorder.counts() == ({} if kept is not None else {"attributes of a kind that no span has": 1})
-    assert (FAULTS.counts_of_rules() != {}) == (kept is None)
+    assert (FAULTS.unreadable_counts() != {}) == (kept is None)
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_each_class_of_what_is_left_out_is_named(recorder: Any, caplog: pytest.L
     with recorder.make_scope("scope"):
         for given in (2**63, [1, "a"], numpy.array([1]), {}, {}, {}):
             recorder.annotate_innermost(x=given)
-    (note,) = FAULTS.notes_of_rules()
+    (note,) = FAULTS.describe_unreadable_values()
     told = "dict 3, int of more than 64 bits 1, list of int and str 1, ndarray 1"
     assert note.startswith(f"annotate: not read: 6 times ({told}); the attribute x cannot be int")
     logged = [record.getMessage() for record in caplog.records]
@@ -294,7 +294,7 @@ def test_no_code_of_what_is_given_is_run(recorder: Any) -> None:
     with recorder.make_scope("scope"):
         recorder.annotate_innermost(user=Lazy(), users=[Lazy()], torn=Torn([1, 2]))
         recorder.annotate_innermost(Lazy())
-    assert attribute_checks.name_of(Lazy()) is None
+    assert attribute_checks.checked_span_name(Lazy()) is None
     assert attribute_checks.status_attributes(Lazy(), None, None) is None
     assert attribute_checks.status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
     assert attributes(recorder) == {"scope": {"torn": (1, 2)}}
@@ -314,7 +314,7 @@ def test_a_span_has_so_many_attributes_and_no_more(recorder: Any) -> None:
 
 def test_a_renamed_span_and_what_is_below_it_count_under_the_new_name(recorder: Any) -> None:
     def call() -> None:
-        rename(recorder, None, "call of a kind")
+        rename_span_of_frame(recorder, None, "call of a kind")
         with recorder.make_scope("below"):
             pass
 

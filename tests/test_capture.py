@@ -21,7 +21,7 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory_layout import FRAME, ROW
 from instrument.recording.spans import Site
-from instrument.recording.trace_context import RemoteParent, encode_remote, is_sampled, state_of_share
+from instrument.recording.trace_context import RemoteParent, encode_remote, is_sampled, tracestate_of_share
 from instrument.trace import unsettled
 from instrument.trace.sampling_criteria import LEAST_CALLS
 from instrument.trace.sent_rows import DECISION_WAIT_NS
@@ -114,7 +114,7 @@ def test_a_trace_of_the_random_share_says_the_threshold_that_its_id_has_passed(r
      (1e-30, "ot=th:ffffffffffffff")],
 )  # fmt: skip
 def test_a_threshold_has_four_digits_behind_those_of_all_bits(sample: float, state: str) -> None:
-    assert state_of_share(sample) == state
+    assert tracestate_of_share(sample) == state
     threshold = int(state.removeprefix("ot=th:").ljust(14, "0"), 16) if state else 0
     for random_value in (max(threshold - 1, 0), threshold, (1 << 56) - 1):
         assert is_sampled(7 << 64 | random_value, sample) == (sample > 0 and random_value >= threshold)
@@ -157,7 +157,7 @@ def test_spans_that_end_after_a_request_that_was_not_kept_are_let_go(recorder: A
     kept.read()
     recorder.close(late)
     assert kept.read() == []
-    assert kept.rows.waiting == 0
+    assert kept.rows.undecided_count == 0
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
@@ -168,17 +168,20 @@ def test_rows_that_wait_for_their_time_are_packed_and_come_out_as_they_were_reco
     requests = {serve(recorder, LEAST_PACKED), serve(recorder, 2 * LEAST_PACKED)}
     reader = kept.readers[0]
     reader.read()
-    assert (reader.rows.packed, reader.rows.waiting) == (3 * LEAST_PACKED, 3 * LEAST_PACKED + len(requests))
+    assert (reader.rows.packed_count, reader.rows.undecided_count) == (
+        3 * LEAST_PACKED,
+        3 * LEAST_PACKED + len(requests),
+    )
     assert {int(span_id) for span_id in reader.rows.rows["span_id"]} == requests
     spans = {span.span_id: (span.root_id, span.parent_id, span.start_ns, span.end_ns) for span in spans_in(recorder)}
     if is_asked_for:
         assert reader.rows.has_row(next(iter(spans.keys() - requests)))
-        assert (reader.rows.packed, reader.rows.waiting) == (0, len(spans))
+        assert (reader.rows.packed_count, reader.rows.undecided_count) == (0, len(spans))
     trees = kept.read()
     assert spans == {
         span.span_id: (span.root_id, span.parent_id, span.start_ns, span.end_ns) for tree in trees for span in tree
     }
-    assert (reader.rows.packed, reader.rows.waiting) == (0, 0)
+    assert (reader.rows.packed_count, reader.rows.undecided_count) == (0, 0)
 
 
 def test_a_request_has_its_share_of_spans_and_the_rest_is_counted(recorder: Any) -> None:
@@ -214,7 +217,7 @@ def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkey
             recorder.close(recorder.open(LEAF))
         recorder.forget_current()
     kept.read()
-    assert kept.rows.waiting == 15
+    assert kept.rows.undecided_count == 15
     assert kept.counts["spans of requests that stayed open too long"] == 35
 
 
@@ -446,7 +449,7 @@ def test_early_requests_wait_in_bounded_memory(timed: Timed, monkeypatch: pytest
     for number in range(200):
         timed.ask(Site(f"GET /{number}", "request"), SECOND_NS)
     assert kept.read() == []
-    assert kept.rows.waiting <= 100
+    assert kept.rows.undecided_count <= 100
 
 
 @pytest.mark.slow
@@ -484,7 +487,7 @@ def test_a_profile_that_asks_otherwise_forgets_what_waits(timed: Timed) -> None:
     for _ in range(LEAST_CALLS):
         timed.ask(REQUEST, SECOND_NS)
     assert kept.read() == []
-    assert kept.rows.waiting == 0
+    assert kept.rows.undecided_count == 0
 
 
 def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(make_recorder: Any) -> None:
@@ -514,8 +517,8 @@ def test_a_request_that_nobody_keeps_is_dropped_a_decision_wait_after_its_end(re
     serve(recorder)
     ended_ns = spans_in(recorder)[0].end_ns
     kept.settle(at_once=False)
-    assert kept.rows.waiting == 2
+    assert kept.rows.undecided_count == 2
     assert kept.settling.settle(ended_ns + DECISION_WAIT_NS - 1) == {}
     kept.rows.read_ns = ended_ns + DECISION_WAIT_NS + 10**9
     assert kept.settling.settle(kept.rows.read_ns) == {}
-    assert kept.rows.waiting == 0
+    assert kept.rows.undecided_count == 0

@@ -383,7 +383,7 @@ def test_layers_that_torch_has_compiled_away_and_paths_that_no_layer_has_are_nam
     finally:
         selection.undo()
     assert [state for state, _ in found] == ["compiled", "compiled", "waiting", "waiting"]
-    assert "no layer sits at such a path" in found[2][1]
+    assert "no layer has such a path" in found[2][1]
     assert found[3][1] == "no layer that it selects has run"
 
 
@@ -396,7 +396,7 @@ def test_a_path_rule_with_a_typo_names_the_nearest_path(recorder: Any, torch: An
         (verdict,) = selection.verdicts()
     finally:
         selection.undo()
-    assert verdict.why == "no layer sits at such a path; nearest is encoder.layers.0"
+    assert verdict.why == "no layer has such a path; nearest is encoder.layers.0"
 
 
 def test_a_module_that_fails_to_import_hides_none_of_the_others() -> None:

@@ -48,7 +48,7 @@ ANY = st.builds(Allocation, *[NUMBERS] * 7)
 def test_packed_allocations_are_a_sequence_as_a_list_of_them_is(
     found: list[Allocation], first: int, last: int, step: int
 ) -> None:
-    packed = Allocations.of(found)
+    packed = Allocations.from_objects(found)
     assert list(packed) == found
     assert packed == found
     assert found == packed
@@ -57,16 +57,16 @@ def test_packed_allocations_are_a_sequence_as_a_list_of_them_is(
     assert list(reversed(packed)) == found[::-1]
     assert [packed[at] for at in range(-len(found), len(found))] == found * 2
     assert packed.in_order() == sorted(found, key=lambda one: one.at_ns)
-    moved = packed.move_times(BASE_NS)
+    moved = packed.shift_times(BASE_NS)
     assert [one.at_ns for one in moved] == [one.at_ns + BASE_NS for one in found]
     assert (moved == found) is (not found)
-    assert moved[first:last].move_times(-BASE_NS) == found[first:last]
+    assert moved[first:last].shift_times(-BASE_NS) == found[first:last]
     for same in (pickle.loads(pickle.dumps(moved)), copy.copy(moved), copy.deepcopy(moved)):
         assert same == moved
 
 
 def test_packed_allocations_say_what_they_are_and_what_they_are_not() -> None:
-    packed = Allocations.of(some(2))
+    packed = Allocations.from_objects(some(2))
     assert repr(packed) == f"Allocations({some(2)!r})"
     assert packed != some(3)
     assert packed != "ab"
@@ -77,7 +77,7 @@ def test_packed_allocations_say_what_they_are_and_what_they_are_not() -> None:
     with pytest.raises(TypeError):
         hash(packed)
     with pytest.raises(OverflowError, match="64 bits"):
-        Allocations.of([Allocation(0, INT64, 1, 1, 1, 1)])
+        Allocations.from_objects([Allocation(0, INT64, 1, 1, 1, 1)])
 
 
 # ---------------------------------------------------------------- there and back
@@ -85,7 +85,7 @@ def test_packed_allocations_say_what_they_are_and_what_they_are_not() -> None:
 
 @given(st.lists(st.builds(Allocation, NUMBERS, st.integers(-(1 << 62), 1 << 62), *[NUMBERS] * 5)), st.booleans())
 def test_every_allocation_comes_back(tmp_path: Path, found: list[Allocation], packed: bool) -> None:
-    path = chrome.dump(tmp_path / "trace.json", trace_of(Allocations.of(found) if packed else found))
+    path = chrome.dump(tmp_path / "trace.json", trace_of(Allocations.from_objects(found) if packed else found))
     again = loaded(path)
     assert again.allocations == found
     assert isinstance(again.allocations, Allocations)
@@ -104,7 +104,7 @@ def test_a_file_says_the_same_whatever_the_order_of_its_keys_and_its_blanks_are(
 @pytest.mark.slow
 def test_a_million_would_take_little_memory_to_write_and_56_bytes_each_to_read(tmp_path: Path) -> None:
     count = 20_000
-    found = Allocations.of([Allocation(0, at, 1, at % 999, at << 9, at) for at in range(count)])
+    found = Allocations.from_objects([Allocation(0, at, 1, at % 999, at << 9, at) for at in range(count)])
     trace = trace_of(found)
 
     def peak_bytes(work: Any) -> int:

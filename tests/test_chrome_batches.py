@@ -14,13 +14,13 @@ from test_ledger import ENGINE, STEP, engine, made, schedule
 from instrument import chrome
 from instrument.recording.spans import Origin, Span
 from instrument.trace.joined import join
-from instrument.trace.request_trees import grafted
+from instrument.trace.request_trees import build_request_trees
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 
 
 def written(folder: Path, spans: list[Span]) -> dict[str, Any]:
     trace = columns_of_spans(spans)
-    one_tree = spans_of(grafted(trace, join(trace)))
+    one_tree = spans_of(build_request_trees(trace, join(trace)))
     path = chrome.dump(folder / "t.json", Trace(Origin(1, "shop", 0, 10**18), 0, 1000, one_tree))
     document: dict[str, Any] = json.loads(path.read_text())
     return document
@@ -65,7 +65,7 @@ def test_every_arrow_of_a_random_engine_is_drawn_or_counted(tmp_path_factory: An
     joined = join(columns_of_spans(spans))
     pairs = {(batch, place) for batch, place in zip(joined.served.batch.tolist(), joined.served.request.tolist(),
         strict=True) if place != -1}  # fmt: skip
-    trace = grafted(columns_of_spans(spans), joined)
+    trace = build_request_trees(columns_of_spans(spans), joined)
     away = (trace.parent != -1) & (trace.thread_id != trace.thread_id[trace.parent])
     wanted = len(pairs) + int(away.sum())
     assert chrome_rules.arrows(document) + document["instrument"]["arrows_left_out"] == wanted

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from instrument.cli import interpreter
-from instrument.cli.interpreter import Command, find_host, interpreter_flags
+from instrument.cli.interpreter import Command, find_command, interpreter_flags
 
 PROFILE = "service: shop\nfunctions: [{match: 'engine:step'}]\nexport: {summary: {to: stderr}}\n"
 MAIN = "import sys, engine\nengine.step(1)\nprint('ran', *sys.argv[1:])\n"
@@ -96,9 +96,11 @@ def test_each_kind_of_command_is_run_by_what_it_is_for(folder: Path, monkeypatch
         ("./start.sh",): [f"{folder}/start.sh"],
         ("python3.99", "main.py"): [*python, "main.py"],
     }
-    assert {given: find_host("run", list(given)) for given in cases} == {
+    assert {given: find_command("run", list(given)) for given in cases} == {
         given: Command(words) for given, words in cases.items()
     }
     note = "machine is machine code: Python in it and below it is recorded, all else is not"
-    assert find_host("run", ["machine", "--http", ":80"]) == Command([f"{folder}/bin/machine", "--http", ":80"], note)
+    assert find_command("run", ["machine", "--http", ":80"]) == Command(
+        [f"{folder}/bin/machine", "--http", ":80"], note
+    )
     assert own in Path(python[0]).parents

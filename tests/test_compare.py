@@ -56,7 +56,7 @@ def test_an_effect_is_that_of_like_calls_whatever_their_sizes() -> None:
     for factor in (1.0, 1.05, 0.9):
         found = measure_effect(sample(1), sample(2, factor=factor, size=150))
         assert found is not None
-        low, high = found.interval(0.001)
+        low, high = found.confidence_limits(0.001)
         assert low < factor - 1 < high
         assert high - low < 0.05
         assert 0 < found.matched_ratio < 1
@@ -80,7 +80,7 @@ def test_three_runs_on_each_side_are_the_units() -> None:
     )  # no blocks, so few calls do
     found = measure_effect(side(1, [1, 1.2, 0.9]), side(5, [1.1, 0.95, 1.15]))  # runs differ more than calls within one
     assert found is not None
-    low, high = found.interval(0.05)
+    low, high = found.confidence_limits(0.05)
     assert low < 0 < high
     assert found.freedom < 5
 
@@ -91,7 +91,7 @@ def test_correlated_neighbours_raise_no_false_alarm() -> None:
     for seed in range(200):
         found = measure_effect(sample(2 * seed, 1_000, alike=0.9), sample(2 * seed + 1, 1_000, alike=0.9))
         assert found is not None
-        low, high = found.interval(0.02)
+        low, high = found.confidence_limits(0.02)
         alarms += low > 0 or high < 0
     assert alarms <= 12  # of 200, where 4 are expected: more than that has a probability of 0.0003
 

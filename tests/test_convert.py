@@ -92,7 +92,7 @@ def test_several_recordings_become_one(
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     saved = file.load(target)
     assert names_in(saved.trace.spans) == EXPECTED
-    assert saved.counted().calls == 21
+    assert saved.tally_or_count().calls == 21
 
 
 @pytest.mark.parametrize("form", ["recording", "chrome"])
@@ -320,9 +320,9 @@ def test_no_input_is_written_over_and_several_want_a_name(
 @pytest.mark.parametrize("form", [form for form in convert_verb.FORMS if form not in ("otlp", "parquet")])
 def test_merge_writes_the_form_that_the_end_of_a_name_means(form: str) -> None:
     end, _ = convert_verb.FORMS[form]
-    assert convert_verb.form_of(Path(f"all{end}")) == form
+    assert convert_verb.form_by_suffix(Path(f"all{end}")) == form
 
 
 def test_merge_writes_a_recording_where_the_end_of_a_name_says_nothing_else() -> None:
-    ends = [convert_verb.form_of(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
+    ends = [convert_verb.form_by_suffix(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
     assert ends == ["recording", "recording", "recording", "chrome"]

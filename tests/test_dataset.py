@@ -23,7 +23,7 @@ from instrument.report.view import Recording
 from instrument.trace import dataset_files, file
 from instrument.trace.dataset_tables import arrow_schema, arrow_type, read_definition
 from instrument.trace.merge import merge
-from instrument.trace.request_trees import graft
+from instrument.trace.request_trees import graft_requests
 from instrument.trace.trace import Trace
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -184,11 +184,11 @@ def test_rows_are_in_the_folder_of_the_hour_in_which_they_began(tmp_path: Path) 
 def test_requests_have_the_parts_that_the_report_has(tmp_path: Path) -> None:
     trace = simulated()
     folder = written(tmp_path, [trace])
-    recording = Recording.of_saved(graft(file.load(tmp_path / "files" / "0.npz")))
-    joined, ledger = recording.once(joined_requests), recording.once(request_ledger)
+    recording = Recording.of_saved(graft_requests(file.load(tmp_path / "files" / "0.npz")))
+    joined, ledger = recording.compute_once(joined_requests), recording.compute_once(request_ledger)
     requests = rows_of(folder, "requests").sort_by("start_unix_ns").to_pylist()
     assert len(requests) == len(joined.rows) == 80
-    device = recording.once(request_device_ledger)
+    device = recording.compute_once(request_device_ledger)
     names = {"share of batches": "share", "waiting in batches": "waiting", "sub-requests": "sub_requests"}
     columns = ("queue", "share", "waiting", "stall", "transport", "sub_requests", "unknown")
     for place, row in enumerate(requests):

@@ -392,7 +392,7 @@ def test_rows_of_open_files_are_counted_by_the_next_exporter_which_removes_their
     settings = Parquet(str(tmp_path / "data"))
     killed = DatasetExport(settings, "run", 1 << 20)
     tables = some_rows()
-    killed.put(tables)
+    killed.buffer_rows(tables)
     parts = [path for path in tmp_path.glob("data/**/*") if path.is_file()]
     assert {path.suffix for path in parts} == {".part"}
     (journal,) = [path.read_text() for path in tmp_path.glob(f"instrument-*/*/{file_exports.JOURNAL}")]
@@ -402,7 +402,7 @@ def test_rows_of_open_files_are_counted_by_the_next_exporter_which_removes_their
     assert following.counts["unstored"] == rows > 0
     assert f"{rows} rows are lost" in caplog.text
     assert not [path for path in tmp_path.glob("data/**/*") if path.is_file()]
-    following.put(tables)
+    following.buffer_rows(tables)
     following.end(time.monotonic())
     assert following.counts == {"unstored": rows, "stored": rows, "storing": 0}
     killed._discard_unfinished("its files are to be closed")
@@ -416,7 +416,7 @@ def test_a_folder_that_cannot_be_written_to_loses_rows_and_says_so_once(
     (tmp_path / "data").write_text("a file")
     export = DatasetExport(Parquet(str(tmp_path / "data")), "run", 1 << 20)
     for _ in range(2):
-        export.put(some_rows())
+        export.buffer_rows(some_rows())
         export.close_files()
     assert export.counts["unstored"] == 2 * sum(len(table) for _, table in some_rows())
     assert caplog.text.count("rows are lost") == 1
@@ -430,7 +430,7 @@ def test_files_that_a_store_does_not_take_wait_within_the_bound_and_are_tried_ag
         export = DatasetExport(Parquet("s3://absent/traces?region=us-east-1"), "run", 30_000)
         rows = sum(len(table) for _, table in some_rows())
         for _ in range(4):
-            export.put(some_rows())
+            export.buffer_rows(some_rows())
             export.close_files()
         spooled = sum(path.stat().st_size for path in tmp_path.glob("instrument-*/**/*.parquet"))
         assert 0 < spooled <= 30_000

@@ -33,7 +33,7 @@ def test_the_waits_of_an_end_take_no_longer_together_than_it_may(
 ) -> None:
     """By a clock that goes on by the whole of each wait that is begun, as where all that is waited for hangs."""
     clock, waits = SimpleNamespace(now=0.0), list[float]()
-    left_s, last_s = Deadline.left_s, Deadline.last_s
+    left_s, last_s = Deadline.seconds_left, Deadline.seconds_for_last_wait
 
     def spend(wait_s: float) -> float:
         clock.now += wait_s
@@ -55,8 +55,8 @@ def test_the_waits_of_an_end_take_no_longer_together_than_it_may(
     running = begin(collector, ", summary: {to: stderr}")
     serve(3)
     until(lambda: running.threads.have_begun)
-    monkeypatch.setattr(Deadline, "left_s", lambda self, most_s=99.0: spend(left_s(self, most_s)))
-    monkeypatch.setattr(Deadline, "last_s", spend_last)
+    monkeypatch.setattr(Deadline, "seconds_left", lambda self, most_s=99.0: spend(left_s(self, most_s)))
+    monkeypatch.setattr(Deadline, "seconds_for_last_wait", spend_last)
     running.stop()
     told = capsys.readouterr().err
     assert "that of the run" in told
@@ -68,11 +68,11 @@ def test_a_wait_has_no_more_than_the_deadline_leaves_and_a_last_one_its_share(mo
     monkeypatch.setattr(clocks, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now}))
     whole = Deadline(5.0)
     for_threads = whole.earlier(2.0)
-    assert (whole.left_s(), for_threads.left_s(), for_threads.left_s(1.0)) == (5.0, 3.0, 1.0)
+    assert (whole.seconds_left(), for_threads.seconds_left(), for_threads.seconds_left(1.0)) == (5.0, 3.0, 1.0)
     clock.now += 4.0
-    assert (whole.left_s(), for_threads.left_s(), for_threads.left_s(1.0)) == (1.0, 0.0, 0.0)
+    assert (whole.seconds_left(), for_threads.seconds_left(), for_threads.seconds_left(1.0)) == (1.0, 0.0, 0.0)
     clock.now += 4.0  # a large file
-    assert (whole.left_s(), whole.last_s()) == (0.0, LEAST_S)
+    assert (whole.seconds_left(), whole.seconds_for_last_wait()) == (0.0, LEAST_S)
 
 
 @pytest.mark.slow

@@ -1088,9 +1088,11 @@ def test_an_interrupted_begin_leaves_no_pair_under_way(
 ) -> None:
     bench.span(MS)
     bench.settle(2 * MS)
-    name, owner = {1: ("_now", bench.timer), 2: ("_mark", bench.timer), 3: ("note_number", bench.resolver.contexts[0])}[
-        calls
-    ]
+    name, owner = {
+        1: ("_now", bench.timer),
+        2: ("_mark", bench.timer),
+        3: ("note_stream_number", bench.resolver.contexts[0]),
+    }[calls]
     stream = bench.stream()
 
     def interrupt(*_: Any) -> int:

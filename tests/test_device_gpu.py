@@ -712,5 +712,5 @@ def test_memory_of_a_device_is_the_scopes_of_the_thread_that_took_it(real: Any, 
     thread.join()
     watching.export_chrome_trace(str(tmp_path / "torch.json"))
     theirs, _ = chrome.load(tmp_path / "torch.json")
-    view = memory(Recording.of_trace(chrome.join(running.trace(), theirs)), Options(state="GPU"))
+    view = memory(Recording.of_trace(chrome.join_torch_trace(running.trace(), theirs)), Options(state="GPU"))
     assert [(use.device, use.name, use.held_bytes) for use in view.places] == [(0, "decode", block.numel())]

@@ -16,7 +16,7 @@ from driver import FakeDriver
 from fake_torch_cuda import fake_torch
 
 import instrument
-from instrument.instrumentors.work import KEPT, SELDOM, CallWork, ModuleWork, search_near
+from instrument.instrumentors.work import KEPT, SELDOM, CallWork, ModuleWork, find_tensor_nearby
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.memory_layout import STREAM
@@ -212,7 +212,7 @@ def test_a_layer_without_parameters_works_where_its_neighbours_do() -> None:
     parents = {id(child): parent for parent in (root, inner) for child in parent.children.values()}
 
     def near(module: Module) -> list[int | None]:
-        found = search_near(module, lambda one: parents.get(id(one)), lambda parent: parent.children.values())
+        found = find_tensor_nearby(module, lambda one: parents.get(id(one)), lambda parent: parent.children.values())
         return [tensor.device.index for tensor in found]
 
     assert near(quiet) == [0]

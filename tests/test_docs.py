@@ -150,8 +150,8 @@ def commands(page: str) -> Iterator[list[str]]:
 @pages
 def test_every_command_exists_and_has_the_options_that_are_named(page: str) -> None:
     for words in commands(page):
-        own, _ = cli._split([word for word in words if word != "..."])
-        parser = cli._parsers(own[0])[1][own[0]]
+        own, _ = cli._split_off_service_command([word for word in words if word != "..."])
+        parser = cli._make_parsers(own[0])[1][own[0]]
         options = {option for action in parser._actions for option in action.option_strings}
         named = {word.partition("=")[0] for word in own[1:] if word.startswith("-") and word != "-"}
         assert named <= options, words

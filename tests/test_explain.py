@@ -90,7 +90,7 @@ def test_the_slowest_request_of_a_service_without_an_incident_is_typical() -> No
 
 def test_the_times_of_causes_add_up_to_the_wall_of_each_request() -> None:
     recording = Recording.of_trace(Lives(4, "blocked event loop", requests=FEW).run()[0])
-    rows = recording.once(joined_requests).rows
+    rows = recording.compute_once(joined_requests).rows
     times = CauseTimes(recording, np.arange(len(rows)))
     for place in range(len(rows)):
         assert sum(times.times_by_cause(place).values()) == pytest.approx(int(recording.columns.total_ns[rows[place]]))

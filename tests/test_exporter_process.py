@@ -21,7 +21,7 @@ from instrument.agent.exporter_process import Exports
 from instrument.agent.loop import Connection
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
-from instrument.otlp.export_facts import Ids, MeteredFacts, facts_as_json, settings_from
+from instrument.otlp.export_facts import Ids, MeteredFacts, decode_collector_settings, facts_as_json
 from instrument.otlp.export_loop import ExportLoop
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import RecordingExport
@@ -197,7 +197,7 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
     if recorder.memory_fd < 0:
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
     recorder.write_facts({"export": facts_as_json(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
-    exporter = Exporter(settings_from(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
+    exporter = Exporter(decode_collector_settings(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
     loop = ExportLoop(lambda *_: None, lambda _: None)
     exported = loop.begin(0, recorder.memory_fd, exporter)
 
@@ -301,7 +301,7 @@ def test_rows_of_a_process_that_ended_without_an_agent_are_counted(table: Table,
     gone = Process(
         run=Run("one"), pid=1, started=1, facts={"exports": True}, joined_ns=0, ended_ns=1, memory=copied(recorder)
     )
-    table.exports.count_left(gone, gone.memory, is_reported=False)
+    table.exports.count_unread_rows(gone, gone.memory, is_reported=False)
     with closing(Mapped(gone.memory)) as mapped:
         assert table.exports.fates["unread"] == sum(mapped.read_heads().values()) + mapped.ended_rows > 0
 

@@ -16,7 +16,7 @@ from readback import spans_in
 import instrument
 from instrument.instrumentors.requests import served_apps
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
-from instrument.otlp.exposition import BOUNDS_S, make_name, metrics_of_process, text_of
+from instrument.otlp.exposition import BOUNDS_S, format_metrics, make_name, metrics_of_process
 from instrument.otlp.metrics_queue import Metered
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
@@ -198,7 +198,7 @@ def test_names_are_those_that_opentelemetry_gives_in_prometheus(name: str, unit:
 def test_a_share_is_reported_whichever_of_it_and_its_base_was_read_first() -> None:
     samples = [Sample("process_cpu", HOST, 1, 50.0), Sample("cores", HOST, 2, 4.0)]
     for read in (samples, samples[::-1]):
-        lines = text_of(metrics_of_process(Metered(ORIGIN, None, read), "")).splitlines()
+        lines = format_metrics(metrics_of_process(Metered(ORIGIN, None, read), "")).splitlines()
         assert "process_cpu_utilization_ratio 0.125" in lines
 
 
@@ -217,7 +217,7 @@ def test_each_duration_has_bounds_of_its_own_size(name: str, first: float, last:
     long = Distribution()
     long.add(round(last * 0.9e9))
     snapshot = Snapshot(0, 1, (Metric(name, "s", HISTOGRAM, "", {(): long}),))
-    text = text_of(metrics_of_process(Metered(ORIGIN, snapshot), ""))
+    text = format_metrics(metrics_of_process(Metered(ORIGIN, snapshot), ""))
     buckets = [(float(le), float(count)) for le, count in re.findall(r'_bucket{le="(.*?)"} (\S+)', text)]
     assert (buckets[0][0], buckets[-2][0]) == (first, pytest.approx(last, abs=1e-5))
     assert [count for _, count in buckets[-3:]] == [0, 1, 1]
@@ -237,7 +237,7 @@ def test_a_scrape_while_the_session_is_busy_reports_what_was_known_before(monkey
     start("requests: auto")
     serve("/items", 200, 2)
     assert sum(of(f"{REQUESTS}_count").values()) == 2
-    with instrument.session().exporting.lock.acquired(), ThreadPoolExecutor(1) as other:
+    with instrument.session().exporting.lock.acquire_within(), ThreadPoolExecutor(1) as other:
         serve("/items", 200, 2)
         assert sum(other.submit(of, f"{REQUESTS}_count").result(120).values()) == 2
     assert sum(of(f"{REQUESTS}_count").values()) == 4

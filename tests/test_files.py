@@ -90,7 +90,7 @@ def test_eight_processes_on_one_path_keep_within_the_disk_limit_and_each_keeps_i
 def test_files_of_a_killed_writer_are_removed_and_files_being_written_count(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom pathlib import Path\nfrom instrument.runtime import file_writing\n"
-        "with file_writing.replacing(Path(sys.argv[1])) as file:\n"
+        "with file_writing.open_replacement(Path(sys.argv[1])) as file:\n"
         "    file.write(b'x' * 1000)\n    file.flush()\n    print('writing', flush=True)\n    sys.stdin.readline()\n"
     )
     writers = [
@@ -188,7 +188,9 @@ def test_a_full_disk_leaves_the_older_file_and_nothing_else(what: str, caplog: p
 
 def test_the_standard_streams_of_the_system_are_never_replaced_by_a_file(tmp_path: Path) -> None:
     with (tmp_path / "redirected").open("w") as file:
-        code = "from instrument.runtime import file_writing\nwith file_writing.replacing(Path('/dev/stdout')): pass"
+        code = (
+            "from instrument.runtime import file_writing\nwith file_writing.open_replacement(Path('/dev/stdout')): pass"
+        )
         code = f"from pathlib import Path\n{code}"
         done = subprocess.run([sys.executable, "-c", code], stdout=file, stderr=subprocess.PIPE, text=True, check=False)
     assert "this path exists, and is not a regular file" in done.stderr
@@ -236,10 +238,10 @@ def test_a_trace_is_read_back_from_the_file_that_replaced_a_link(tmp_path: Path)
     ],
 )
 def test_the_service_becomes_a_safe_part_of_a_file_name(template: str, service: str, expected: str) -> None:
-    assert files.file_name(template, service=service, pid=42, window=3) == expected
+    assert files.fill_template(template, service=service, pid=42, window=3) == expected
 
 
 @pytest.mark.parametrize("template", ["{host}.json", "{pid!r}", "{}", "{service.x}"])
 def test_an_unknown_name_in_a_path_is_a_trace_error(template: str) -> None:
     with pytest.raises(TraceError, match=r"allowed: \{service\}, \{run\}, \{pid\}, \{window\}"):
-        files.file_name(template, service="x", pid=1, window=0)
+        files.fill_template(template, service="x", pid=1, window=0)

@@ -735,7 +735,7 @@ def test_cores_are_what_affinity_and_control_groups_leave(
     for name, text in files.items():
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text)
-    assert environment.cores() == (len(os.sched_getaffinity(0)) if expected is None else expected)
+    assert environment.count_usable_cores() == (len(os.sched_getaffinity(0)) if expected is None else expected)
 
 
 # -------------------------------------------------------------------- from outside

@@ -665,7 +665,7 @@ def test_paddles_mean_step_is_longer_than_its_longest_and_ours_is_between(
     )
     for batch_ns in batches:
         found.add(batch_ns, round(means["reader_cost"] * 1e9), None)
-    loop = found.loop_times()
+    loop = found.measure_loop_times()
     assert loop.batch is not None
     assert loop.rate is not None
     assert loop.reader is not None

@@ -272,9 +272,9 @@ def test_more_calls_than_there_can_be_room_for_are_looked_at_soon(recorder: Any)
     governor = Governor(recorder, BUDGET, COSTS_NS, 0)
     governor.step(SECOND_NS)
     assert not governor.is_busy
-    assert not governor.may_be_over(SECOND_NS + SECOND_NS // 20)
+    assert not governor.may_exceed_budget(SECOND_NS + SECOND_NS // 20)
     called(function, 1_000)
-    assert governor.may_be_over(SECOND_NS + SECOND_NS // 20)
+    assert governor.may_exceed_budget(SECOND_NS + SECOND_NS // 20)
 
 
 def test_a_functions_probe_is_detached_and_attached_again_under_all_its_names(
@@ -395,7 +395,7 @@ def test_requests_and_steps_are_recorded_over_the_budget_and_named(recorder: Any
     called(step, 20_000)
     assert clock.second() == ["inside"]
     assert recorder.tally().calls == 60_000
-    notes = clock.governor.notes_off()
+    notes = clock.governor.describe_exceptions()
     assert [note.partition(":")[0] for note in notes] == ["request (request)", "step (step)"]
     assert (
         "its spans cost 0.2 % of a thread's time, of the budget of 0.1 % of each thread's time; requests are"

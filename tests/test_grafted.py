@@ -41,7 +41,7 @@ from instrument.trace.file import Saved
 from instrument.trace.joined import join
 from instrument.trace.ledger import compute_ledger
 from instrument.trace.merge import merge
-from instrument.trace.request_trees import graft, grafted, trace_id_of
+from instrument.trace.request_trees import build_request_trees, graft_requests, trace_id_of
 from instrument.trace.stages import make_stage_spans
 from instrument.trace.trace import Trace, columns_of_spans, spans_of
 
@@ -49,7 +49,7 @@ from instrument.trace.trace import Trace, columns_of_spans, spans_of
 def trees(spans: list[Span], run: str = "") -> dict[int, tuple[int, int]]:
     """By the id of each span its parent and its root, once requests are one tree each."""
     trace = columns_of_spans(spans)
-    found = grafted(trace, join(trace), run)
+    found = build_request_trees(trace, join(trace), run)
     return dict(
         zip(
             found.span_id.tolist(), zip(found.parent_id.tolist(), found.root_id.tolist(), strict=True), strict=True
@@ -123,7 +123,7 @@ def test_a_request_within_one_of_its_key_becomes_a_part_of_its_tree_without_a_tr
     spans = [made(1, CHAT, 0, 100, key="a"), made(2, WORKER, 20, 80, thread=ENGINE, key="a")]
     spans[0].remote, spans[1].remote = RemoteParent(7, 8), RemoteParent(9, 10)
     trace = columns_of_spans(spans)
-    found = grafted(trace, join(trace), "run")
+    found = build_request_trees(trace, join(trace), "run")
     assert (found.parent_id.tolist(), found.root_id.tolist()) == ([0, 1], [1, 1])
     assert found.remote == {0: RemoteParent(7, 8)}
 
@@ -143,7 +143,9 @@ def test_keys_that_come_again_two_requests_at_once_and_spans_without_one() -> No
 
 def test_halves_of_a_request_have_one_trace_wherever_they_are_looked_at() -> None:
     api, core = engine()[:6], engine()[6:]
-    whole, half = (grafted(columns_of_spans(its), join(columns_of_spans(its)), "run 1") for its in (api, core))
+    whole, half = (
+        build_request_trees(columns_of_spans(its), join(columns_of_spans(its)), "run 1") for its in (api, core)
+    )
     by_id = {int(whole.span_id[row]): one.trace_id for row, one in whole.remote.items()}
     assert by_id == {1: trace_id_of("run 1", "a"), 5: trace_id_of("run 1", "b")}
     assert {int(half.span_id[row]): one for row, one in half.remote.items()} == {
@@ -151,7 +153,7 @@ def test_halves_of_a_request_have_one_trace_wherever_they_are_looked_at() -> Non
     }
     assert trace_id_of("run 1", "a") != trace_id_of("run 2", "a")
     again = [made(1, CHAT, 0, 10, key="a"), made(2, CHAT, 20, 30, key="a")]
-    assert len(grafted(columns_of_spans(again), join(columns_of_spans(again)), "run 1").remote) == 1
+    assert len(build_request_trees(columns_of_spans(again), join(columns_of_spans(again)), "run 1").remote) == 1
 
 
 def test_parents_never_run_in_a_circle() -> None:
@@ -163,7 +165,7 @@ def test_parents_never_run_in_a_circle() -> None:
     ]
     spans[1].root_id = 2
     trace = columns_of_spans(spans)
-    found = grafted(trace, join(trace, apart_ns=50))
+    found = build_request_trees(trace, join(trace, apart_ns=50))
     assert found.parent_id.tolist() == [0, 1, 2]
 
 
@@ -191,7 +193,7 @@ def test_processes_of_several_hosts_are_one_tree_by_as_much_as_their_clocks_say(
     late[0].attributes = spans[6].attributes
     merged = merge([saved(spans[:6], 1, "one"), saved(late, 2, "other", 10**9)])
     assert merged.saved.trace.apart_ns >= 1000
-    found = graft(merged.saved).trace.columns
+    found = graft_requests(merged.saved).trace.columns
     accept = int(np.flatnonzero([found.sites[site].name == "accept" for site in found.site])[0])
     chat = int(found.span_id[join(found).rows[0]])
     assert (int(found.parent_id[accept]), int(found.root_id[accept])) == (chat, chat)
@@ -200,8 +202,8 @@ def test_processes_of_several_hosts_are_one_tree_by_as_much_as_their_clocks_say(
 def grafted_twice(spans: list[Span]) -> tuple[Columns, Columns]:
     """The trace of requests that are one tree each, and what becomes of it once they are made so again."""
     trace = columns_of_spans(spans)
-    once = grafted(trace, join(trace), "run")
-    return once, grafted(once, join(once), "run")
+    once = build_request_trees(trace, join(trace), "run")
+    return once, build_request_trees(once, join(once), "run")
 
 
 def test_a_key_that_another_open_request_was_known_by_first_names_that_one_until_a_later_one_bears_it() -> None:
@@ -269,7 +271,7 @@ def test_each_request_of_a_random_engine_is_one_tree_and_its_ledger_the_same(see
 def see_trees_of(spans: list[Span]) -> None:
     trace = columns_of_spans(spans)
     joined = join(trace)
-    found = grafted(trace, joined, "run")
+    found = build_request_trees(trace, joined, "run")
     assert found.span_id.tolist() == trace.span_id.tolist()
     orphans = (found.parent_id != 0) & (found.parent == -1)
     assert not orphans.any()
@@ -284,7 +286,7 @@ def see_trees_of(spans: list[Span]) -> None:
     again = join(found)
     assert (again.of.tolist(), again.rows.tolist()) == (joined.of.tolist(), joined.rows.tolist())
     assert sums(found) == sums(trace)
-    twice = grafted(found, again, "run")
+    twice = build_request_trees(found, again, "run")
     assert (twice.parent_id.tolist(), twice.root_id.tolist()) == (found.parent_id.tolist(), found.root_id.tolist())
 
 
@@ -372,7 +374,7 @@ def test_otlp_has_one_trace_for_each_request_over_all_processes_with_links_from_
 def test_links_of_a_batch_are_what_a_collector_reads() -> None:
     trace = columns_of_spans(engine())
     joined = join(trace)
-    spans, ids = spans_of(grafted(trace, joined)), Ids()
+    spans, ids = spans_of(build_request_trees(trace, joined)), Ids()
     for row, its in linked_requests(trace, joined, ids).items():
         spans[row].links = its
     packed = messages_of(spans, ids, Origin(1, "", 0, 10**18))
@@ -399,7 +401,7 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
     below = make_stage_spans(columns, joined)
     found = [
         span
-        for _, its in spans_by_process(merged, grafted(columns, joined, "run"), joined, below)
+        for _, its in spans_by_process(merged, build_request_trees(columns, joined, "run"), joined, below)
         for span in its
     ]  # fmt: skip
     assert len({span.span_id for span in found}) == len(found) == len(spans) + sum(map(len, below.values()))
@@ -408,7 +410,7 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
     traces: dict[int, set[int]] = {}
     for span in found:
         assert not span.parent_id or span.parent_id in told, "no orphans"
-        traces.setdefault(ids.of(replace(span, span_id=span.root_id))[0], set()).add(span.root_id)
+        traces.setdefault(ids.ids_of_root(replace(span, span_id=span.root_id))[0], set()).add(span.root_id)
     requests = {int(columns.span_id[row]) for row in joined.rows}
     assert all(len(roots) == 1 for roots in traces.values() if roots & requests), "a trace for each request"
     for span in found:
@@ -422,10 +424,10 @@ def test_a_request_within_another_one_is_linked_to_where_it_began() -> None:
     spans[2].root_id = 3
     merged = merge([saved(spans, 1, "one")])
     joined = join(merged.saved.trace.columns)
-    columns = grafted(merged.saved.trace.columns, joined, "run")
+    columns = build_request_trees(merged.saved.trace.columns, joined, "run")
     [(_, its)] = spans_by_process(merged, columns, joined)
     found = {span.site.name: span for span in its}
     ids = Ids()
     [link] = links_of(found["worker.handle"], ids)
-    assert link[:2] == (ids.of(found["tokenise"])[0], ids.span_id(found["tokenise"].span_id))
+    assert link[:2] == (ids.ids_of_root(found["tokenise"])[0], ids.span_id(found["tokenise"].span_id))
     assert links_of(found["POST /chat"], ids) == []

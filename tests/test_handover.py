@@ -299,13 +299,13 @@ def test_spans_of_a_window_are_sent_by_the_agent_or_counted(collector: Collector
     with joined:
         serve(2)
         spans = session.trace().spans
-        assert session.exporting.spans_to_send(spans) == []
+        assert session.exporting.select_unexported_spans(spans) == []
         while "window" not in (message := agent_socket.receive(joined)[0] or {}):
             pass
         assert message == {"window": [spans[0].start_ns, spans[-1].end_ns]}
     session._membership.close()
     with pytest.raises(ExportError, match="the agent of the run does not answer, so 2 spans of a window"):
-        session.exporting.spans_to_send(spans)
+        session.exporting.select_unexported_spans(spans)
     assert session.losses()["spans of windows that the agent of the run may not have kept"] == 2
 
 
@@ -317,6 +317,6 @@ def test_read_and_unsent_rows_are_counted_if_the_agent_gives_up_the_export(
     serve(7)
     write(place, seen=4, kept=3, exported=1, sending=1)
     place.close()
-    session.exporting.hear_agent({"unexported": True})
+    session.exporting.handle_agent_message({"unexported": True})
     instrument.stop()
     assert session.losses() == export_checkpoint.losses_by_name({"unread": 3, "unanswered": 1, "abandoned": 2})

@@ -31,13 +31,13 @@ from instrument.profile.presets import PRESETS
 from instrument.proposal.first_profile import (
     choose_keys,
     choose_layers,
-    command_of,
-    first_profile_of,
+    propose_first_profile,
+    remove_secret_words,
     rules_yaml,
     wrap_comment,
 )
 from instrument.proposal.function_choice import RuleProposal, choose_functions
-from instrument.proposal.observation import Callee, Observation, ObservedNode, own_modules
+from instrument.proposal.observation import Callee, Observation, ObservedNode, find_own_modules
 
 MS = 10**6
 
@@ -269,9 +269,9 @@ def test_own_modules_are_those_next_to_the_service_and_those_that_its_command_na
     write("venv/pyvenv.cfg", "")
     write("venv/x.py", "")
     write("data/readme.txt", "")
-    assert own_modules(["tool.py"], folder) == ["lib", "shop", "src", "tool"]
-    assert own_modules(["-m", "uvicorn", "wsgiref.types:app"], folder) == ["lib", "shop", "src", "tool"]
-    assert "yaml" in own_modules(["-m", "uvicorn", "yaml.loader:app"], folder)  # installed, and named as the app
+    assert find_own_modules(["tool.py"], folder) == ["lib", "shop", "src", "tool"]
+    assert find_own_modules(["-m", "uvicorn", "wsgiref.types:app"], folder) == ["lib", "shop", "src", "tool"]
+    assert "yaml" in find_own_modules(["-m", "uvicorn", "yaml.loader:app"], folder)  # installed, and named as the app
 
 
 # ---------------------------------------------------------------- what is chosen of what was observed
@@ -454,7 +454,7 @@ def test_functions_named_for_their_key_are_not_reported_as_left_out() -> None:
     }
     short = node("engine:accept", 20, 0.04), node("engine:other", 20, 0.04)
     found = observation(request(20, 1000, node("api:chat", 20, 900)), *short, node("engine:step", 40, 400), keys=seen)
-    text = first_profile_of(found, ["-m", "chat"], "chat", "profile.yaml").text
+    text = propose_first_profile(found, ["-m", "chat"], "chat", "profile.yaml").text
     told = text.partition("# Left out")[2]
     assert ("engine:accept",) in [rule.match for rule in loads(text).functions if rule.key]
     assert ("engine:other" in told, "engine:accept" in told) == (True, False)
@@ -511,8 +511,8 @@ def test_targets_that_the_preset_records_and_unseen_ones_are_named() -> None:
         request(0, 0, name="GET"),
     )
     found.unseen, found.silent, found.packages = {"app:odd": "why not"}, 2, {"fastapi", "uvicorn"}
-    text = first_profile_of(found, ["serve.py"], "shop", "profile.yaml").text
-    assert text == first_profile_of(found, ["serve.py"], "shop", "profile.yaml").text
+    text = propose_first_profile(found, ["serve.py"], "shop", "profile.yaml").text
+    assert text == propose_first_profile(found, ["serve.py"], "shop", "profile.yaml").text
     assert "The preset records these, too: h2d 12 times, 2 ms each." in text
     assert " 10 times, 10 ms each.\n" in text
     assert "Not observed: app:odd (why not)." in text
@@ -525,9 +525,9 @@ def test_targets_that_the_preset_records_and_unseen_ones_are_named() -> None:
 
 def test_a_loop_with_backward_passes_and_no_requests_gets_the_preset_for_training() -> None:
     loop = node("train:step", 200, 600, node("", 200, 300, kind="phase", name="backward"))
-    assert "\npreset: training " in first_profile_of(observation(loop), ["train.py"], "train", "profile.yaml").text
+    assert "\npreset: training " in propose_first_profile(observation(loop), ["train.py"], "train", "profile.yaml").text
     served = observation(request(10, 100), loop)
-    assert "\npreset: serving " in first_profile_of(served, ["train.py"], "train", "profile.yaml").text
+    assert "\npreset: serving " in propose_first_profile(served, ["train.py"], "train", "profile.yaml").text
 
 
 def test_a_preset_that_is_made_for_a_package_is_named_where_that_is_imported() -> None:
@@ -548,11 +548,11 @@ def test_a_command_is_shown_without_what_may_be_secret(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "app.py").write_text("")
     (tmp_path / "admin").write_text("")
-    assert command_of(["-m", "uvicorn", "app:app", "--key", "secret"]) == "-m uvicorn app:app ..."
-    assert command_of(["-m", "uvicorn", "app:app", "app.py"]) == "-m uvicorn app:app app.py"
-    assert command_of(["serve.py", "token=secret"]) == "serve.py ..."
+    assert remove_secret_words(["-m", "uvicorn", "app:app", "--key", "secret"]) == "-m uvicorn app:app ..."
+    assert remove_secret_words(["-m", "uvicorn", "app:app", "app.py"]) == "-m uvicorn app:app app.py"
+    assert remove_secret_words(["serve.py", "token=secret"]) == "serve.py ..."
     for secret in ("postgres://me:secret@db/shop", "sk-0123456789abcdef", "admin:hunter2", "hunter2", "x" * 5000):
-        assert command_of(["serve.py", "app.py", secret, "app.py"]) == "serve.py app.py ..."
+        assert remove_secret_words(["serve.py", "app.py", secret, "app.py"]) == "serve.py app.py ..."
 
 
 # ---------------------------------------------------------------- what is seen of arguments
@@ -586,12 +586,12 @@ def leaf(request: Any, items: Any) -> int:
 
 
 def test_functions_that_only_compute_are_not_looked_at() -> None:
-    assert ArgumentWatch(lambda _: True).examine(leaf, "f") == (None, None)
+    assert ArgumentWatch(lambda _: True).make_examiners(leaf, "f") == (None, None)
 
 
 def test_looking_at_arguments_runs_no_code_of_theirs_and_is_bounded() -> None:
     watch = ArgumentWatch(lambda module: module == __name__)
-    look, _ = watch.examine(handled, "app:handled")
+    look, _ = watch.make_examiners(handled, "app:handled")
     assert look is not None
     for i in range(2 * LOOKS):
         look((Hostile(), f"r{i}", [Hostile(), Hostile()]), {})
@@ -616,7 +616,7 @@ def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
             self.weights = {"r1": 1, "r2": 2}
 
     watch = ArgumentWatch(lambda _: True)
-    look, _ = watch.examine(handled, "f")
+    look, _ = watch.make_examiners(handled, "f")
     assert look is not None
     look((Slotted("r1"), "r1", [Slotted("r1"), Slotted("r2")]), {})
     look(({"request_id": "r1"}, "r1", Output()), {})
@@ -633,7 +633,7 @@ def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
 
 def test_ids_are_found_in_the_mappings_of_a_batch() -> None:
     watch = ArgumentWatch(lambda _: True)
-    look, _ = watch.examine(handled, "f")
+    look, _ = watch.make_examiners(handled, "f")
     assert look is not None
     look((None, "r1", [{"request_id": "r1", "n": 1}, {"request_id": "r2", "n": 2}, {"n": 3}]), {})
     seen = watch.facts()["f"]
@@ -645,7 +645,7 @@ def test_ids_are_found_in_the_mappings_of_a_batch() -> None:
 
 def test_keys_of_mappings_that_are_data_never_become_paths() -> None:
     watch = ArgumentWatch(lambda _: True)
-    look, _ = watch.examine(handled, "f")
+    look, _ = watch.make_examiners(handled, "f")
     assert look is not None
     secrets = ["jane@shop.example_request_id", "4111 1111_uuid", "/home/jane_job_id", f"{'x' * 100}_request_id"]
     for secret in secrets:
@@ -659,7 +659,7 @@ def test_objects_without_ids_are_distinguished_even_at_a_reused_address() -> Non
         pass
 
     watch = ArgumentWatch(lambda _: True)
-    look, _ = watch.examine(handled, "f")
+    look, _ = watch.make_examiners(handled, "f")
     assert look is not None
     for _ in range(50):
         look((Job(), "r"), {})

@@ -328,7 +328,7 @@ def test_the_next_session_of_a_process_begins_anew(collector: Collector, shop: A
 def test_a_window_sends_what_the_session_does_not_and_nothing_twice(collector: Collector, shop: Any) -> None:
     session = begin(collector, "sample: 0, where: {tenant: x}")
     shop.serve_all()
-    found = Counter(span.site.name for span in session.exporting.spans_to_send(session.trace().spans))
+    found = Counter(span.site.name for span in session.exporting.select_unexported_spans(session.trace().spans))
     instrument.stop()
     assert found == {"serve": 2, "tokenise": 4, "submit": 2, "accept": 2, "tidy": 1}
     derived = {"queue": 3, "prefill": 3, "decode": 3}

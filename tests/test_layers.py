@@ -221,8 +221,8 @@ def test_layers_made_anew_in_every_call_share_a_site_and_do_not_walk_the_heap_ea
 ) -> None:
     layers = attached(LayerRule(types=("Softmax",)), LayerRule(match=("no.such.*",), types=("ReLU",)))
     walks: list[None] = []
-    walk = layers._paths.walk_heap
-    monkeypatch.setattr(layers._paths, "walk_heap", lambda: (walks.append(None), walk())[1])
+    walk = layers._paths.note_modules_in_memory
+    monkeypatch.setattr(layers._paths, "note_modules_in_memory", lambda: (walks.append(None), walk())[1])
     for _ in range(200):
         nn.Softmax(dim=0)(torch.zeros(2))
         nn.ReLU()(torch.zeros(2))

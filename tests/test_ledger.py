@@ -139,7 +139,7 @@ def test_a_request_that_is_given_up_in_the_queue_was_in_the_queue_until_then(is_
     trace = columns_of_spans(spans)
     joined = join(trace)
     assert queue_times(trace, joined) == {0: 20, 1: queue_ns}
-    assert [list(one.named()) for one in find_stages(trace, joined) if one.place == 1] == [
+    assert [list(one.list_named_intervals()) for one in find_stages(trace, joined) if one.place == 1] == [
         [("queue", 260 - queue_ns, 260)]
     ]
 

@@ -67,7 +67,7 @@ def test_places_distinguish_paths_by_their_keys(tally: Tally) -> None:
 @given(tallies(), st.lists(st.integers(-1, 4), min_size=16, max_size=16))
 def test_lines_of_a_group_add_up_exactly(tally: Tally, group_of: list[int]) -> None:
     found = tally.made()
-    assert sum(len(found.of(thread)) for thread in found.threads) == len(found)
+    assert sum(len(found.lines_of_thread(thread)) for thread in found.threads) == len(found)
     expected = [Totals() for _ in range(5)]
     for row in found.rows():
         if group_of[row.totals.node] >= 0:
@@ -234,6 +234,6 @@ def test_the_time_without_a_missing_span_is_known_without_making_spans(make_reco
     open_one = recorder.open(SITES[5])
     held, spans = snapshot_of(recorder), spans_in(recorder)
     recorder.close(open_one)
-    assert held.held_from_ns(0, time.monotonic_ns()) == max(
+    assert held.find_complete_from(0, time.monotonic_ns()) == max(
         min(span.end_ns for span in spans if span.thread_id == thread_id) for thread_id in held.wrapped
     )

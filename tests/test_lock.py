@@ -18,8 +18,8 @@ def test_a_signal_to_its_holder_is_sent_again_when_the_outermost_lets_go() -> No
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        with lock.acquired():
-            with lock.acquired():
+        with lock.acquire_within():
+            with lock.acquire_within():
                 os.kill(os.getpid(), signal.SIGUSR1)
             assert seen == [True]
         assert seen == [True, False]  # sent again, and not put off now
@@ -31,7 +31,7 @@ def test_a_signal_to_a_thread_that_does_not_hold_it_is_not_put_off() -> None:
     lock, busy, done = SessionLock(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with lock.acquired():
+        with lock.acquire_within():
             busy.set()
             done.wait(60)
 
@@ -39,9 +39,9 @@ def test_a_signal_to_a_thread_that_does_not_hold_it_is_not_put_off() -> None:
     holder.start()
     assert busy.wait(60)
     assert not lock.postpone(signal.SIGUSR1)
-    with lock.acquired(0.01) as held:
+    with lock.acquire_within(0.01) as held:
         assert not held
     done.set()
     holder.join()
-    with lock.acquired(0.01) as held:
+    with lock.acquire_within(0.01) as held:
         assert held

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from instrument.runtime.main_module import plan_reports
+from instrument.runtime.main_module import plan_name_reports
 
 PROGRAM = '''\
 """What the program says of itself."""
@@ -323,7 +323,7 @@ def test_check_without_a_command_says_how_the_program_is_checked() -> None:
     ],
 )
 def test_new_names_are_reported_right_before_what_may_call_them(source: str, stops: set[int], last: int) -> None:
-    plan = plan_reports(ast.parse(source))
+    plan = plan_name_reports(ast.parse(source))
     assert (set(plan.stops), plan.last) == (stops, last)
 
 

@@ -241,7 +241,7 @@ def test_requests_whose_rows_were_overwritten_are_counted_all_the_same() -> None
         session = instrument.start(profile(url(server), "limits: {ring: 64KiB}\ncapture: {sample: 0}"))
         assert session is not None
         app = Served()
-        with session.exporting.lock.acquired():  # nobody reads the rings meanwhile
+        with session.exporting.lock.acquire_within():  # nobody reads the rings meanwhile
             app.ask("/items/200", 3_000)
             app.ask("/items/500", 1)
         instrument.stop()
@@ -826,7 +826,7 @@ def test_generators_that_nobody_could_look_at_in_time_are_counted() -> None:
         rules = "functions: [{match: 'test_meter:tokens', gen_ai: true}]\nlimits: {ring: 64KiB}"
         session = instrument.start(loads(f"{rules}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}", environ={}))
         assert session is not None
-        with session.exporting.lock.acquired():
+        with session.exporting.lock.acquire_within():
             for _ in range(5_000):
                 list(tokens(1))
         instrument.stop()

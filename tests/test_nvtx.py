@@ -267,7 +267,9 @@ def test_device_timing_continues_for_spans_that_ask_for_it(hear: Hear) -> None:
             def resume(self): told.append(f"{self.site.name} resumes")
             def end(self, ring, index, span_id, start_ns, end_ns): told.append(f"{self.site.name} ends")
 
-        session.recorded.timing._ranges.time_by(lambda site, attributes, span_id: told.append(site.name) or Pair(site))
+        session.recorded.timing._ranges.set_device_timer(
+            lambda site, attributes, span_id: told.append(site.name) or Pair(site)
+        )
 
         @profiled("tokens", device=True)
         def tokens():

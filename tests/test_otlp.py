@@ -811,7 +811,7 @@ def test_spans_after_a_step_of_the_wall_clock_have_the_new_time_and_earlier_ones
 ) -> None:
     def look(at_s: int, wall_ns: int) -> None:
         monkeypatch.setattr("instrument.clock.read_clocks", lambda: (at_s * SECOND, wall_ns))
-        source.look_at_clock()
+        source.update_origin()
 
     with collecting(take) as server, exporting(server.settings) as exporter:
         source = exporter.own

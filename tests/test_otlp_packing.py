@@ -23,7 +23,7 @@ from instrument.otlp import senders
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.packed_spans import SpanIds, SpanPacker
 from instrument.otlp.packing import EVENT_LIMIT, LinkedSpan
-from instrument.otlp.span_forms import JSON, PROTOBUF, Form, request_bodies
+from instrument.otlp.span_forms import JSON, PROTOBUF, Form, split_into_requests
 from instrument.recording.spans import BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
 from instrument.recording.trace_context import LINK, LINK_TRACE_ID, RemoteParent, link_of
 from instrument.trace.columns import Columns
@@ -40,7 +40,7 @@ def decoded(spans: Sequence[Span], ids: Ids, **facts: Any) -> list[trace_pb2.Spa
     """The packed spans as the official messages read them."""
     packed = packer(columns_of_spans(spans), ids, **facts).pack(np.arange(len(spans)))
     found: list[trace_pb2.Span] = []
-    for body, count in request_bodies(packed, b""):
+    for body, count in split_into_requests(packed, b""):
         (of_resource,) = ExportTraceServiceRequest.FromString(body).resource_spans
         (of_scope,) = of_resource.scope_spans
         assert of_scope.scope.name == "instrument"
@@ -187,7 +187,7 @@ def test_json_says_what_protobuf_says(spans: list[Span]) -> None:
         ids._device_number = 1 << 63
         its = packer(trace, ids, form, links=links, interruptions=hits).pack(rows)
         if form is PROTOBUF:
-            (body,) = request_bodies(its, b"")
+            (body,) = split_into_requests(its, b"")
             request = ExportTraceServiceRequest.FromString(body.data)
         else:
             ((pieces, sizes, ends),) = its
@@ -225,7 +225,7 @@ def test_requests_keep_to_their_bounds() -> None:
     packed = list(packer(trace, ids).pack(np.arange(len(trace))))
     most = int(packed[0].sizes.max())
     for most_bytes, most_spans in ((1 << 20, 400), (10 * most, 4_000), (1, 4_000)):
-        bodies = list(request_bodies(packed, b"", most_bytes, most_spans))
+        bodies = list(split_into_requests(packed, b"", most_bytes, most_spans))
         messages = [ExportTraceServiceRequest.FromString(body.data).resource_spans[0] for body in bodies]
         counts = [len(one.scope_spans[0].spans) for one in messages]
         assert [body.spans for body in bodies] == counts
@@ -256,7 +256,7 @@ def test_spans_of_several_processes_have_the_ids_that_each_process_gave() -> Non
     span_ids = SpanIds(trace, ids, process, second.absent)
     rows = merged.parts[1].row
     its = SpanPacker(PROTOBUF, trace, span_ids, ORIGIN, THREADS, part=second).pack(rows)
-    (body,) = request_bodies(its, b"")
+    (body,) = split_into_requests(its, b"")
     messages = ExportTraceServiceRequest.FromString(body.data).resource_spans[0].scope_spans[0].spans
     one, other = ids
     known = [

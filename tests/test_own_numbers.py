@@ -24,7 +24,7 @@ from instrument.profile.keys import loads
 from instrument.recorder import own_numbers as numbers
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import Metric, bucket_middle
-from instrument.recording.mapped import numbers_in
+from instrument.recording.mapped import read_own_metrics
 from instrument.recording.numbers import LARGEST_MIDDLE, metrics_of, samples_of
 from instrument.runtime.faults import FAULTS
 
@@ -41,7 +41,9 @@ def session() -> Iterator[None]:
 def newest() -> dict[str, float]:
     """The newest values by the names on timelines."""
     return {
-        sample.name: sample.value for sample in samples_of(*numbers_in(RECORDER.mapped())) if sample.value is not None
+        sample.name: sample.value
+        for sample in samples_of(*read_own_metrics(RECORDER.mapped()))
+        if sample.value is not None
     }
 
 
@@ -53,7 +55,7 @@ def test_numbers_have_their_newest_value_and_begin_anew_with_a_session(session: 
         hits.add(2)
         sizes.record(value * 100)
     assert newest() == {"t.usage": 0.75, "t.hits": 6, "t.n.sum": 150}
-    counted, distribution = metrics_of(numbers_in(RECORDER.mapped())[1])
+    counted, distribution = metrics_of(read_own_metrics(RECORDER.mapped())[1])
     assert (counted.name, counted.unit, counted.kind, counted.series) == ("t.hits", "{hit}", "counter", {(): 6})
     (values,) = distribution.series.values()
     assert (values.count, values.sum_ns) == (3, 150 * 10**9)
@@ -100,9 +102,9 @@ def test_a_histogram_has_each_value_within_an_eighth(session: None, values: list
     RECORDER.begin(1 << 20, {})
     for value in values:
         instrument.histogram("t.n").record(value)
-    (metric,) = metrics_of(numbers_in(RECORDER.mapped())[1])
+    (metric,) = metrics_of(read_own_metrics(RECORDER.mapped())[1])
     (distribution,) = metric.series.values()
-    assert Metric.of(metric.as_json()) == metric
+    assert Metric.from_json(metric.as_json()) == metric
     middles = sorted(
         bucket_middle(bucket) / 10**9 for bucket, count in distribution.buckets.items() for _ in range(count)
     )

@@ -22,11 +22,11 @@ from instrument.cli.interpreter import name_service
 from instrument.errors import ProfileError
 from instrument.profile.keys import load, loads
 from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, Recordings, RequestsRule, Summary
-from instrument.profile.presets import PRESETS, path_of, text_of
+from instrument.profile.presets import PRESETS, preset_path, read_preset
 from instrument.sessions.files import Destination
 
 SCHEMA = json.loads(Path(instrument.profile.keys.__file__).with_name("profile.schema.json").read_text("utf-8"))
-HEALTH = loads(text_of("serving"), environ={}).requests[0].ignore
+HEALTH = loads(read_preset("serving"), environ={}).requests[0].ignore
 
 
 def read(text: str, environ: Mapping[str, str] | None = None) -> Profile:
@@ -39,27 +39,27 @@ def read(text: str, environ: Mapping[str, str] | None = None) -> Profile:
 @pytest.mark.parametrize("preset", PRESETS)
 class TestEveryPreset:
     def test_its_file_is_a_profile_that_explains_itself(self, preset: str) -> None:
-        text = text_of(preset)
+        text = read_preset(preset)
         Draft202012Validator(SCHEMA).validate(yaml.safe_load(text))
         assert text.startswith("# ")
         assert max(map(len, text.splitlines())) <= 120
 
     def test_naming_it_is_the_same_as_its_lines(self, preset: str) -> None:
-        named, written = read(f"preset: {preset}"), read(text_of(preset))
+        named, written = read(f"preset: {preset}"), read(read_preset(preset))
         assert named == written
         assert named.digest == written.digest
         assert (named.preset, written.preset) == (preset, None)
 
     def test_its_file_is_read_as_a_profile_that_names_it(self, preset: str) -> None:
-        profile = load(path_of(preset), environ={})
-        assert (profile.source, profile.preset) == (path_of(preset), preset)
+        profile = load(preset_path(preset), environ={})
+        assert (profile.source, profile.preset) == (preset_path(preset), preset)
         assert profile == read(f"preset: {preset}")
         assert "preset" in profile.origins.values()
 
     def test_it_is_shipped(self, preset: str) -> None:
         root = Path(__file__).parent.parent
         assert '"instrument.profile.presets" = ["*.yaml"]' in (root / "pyproject.toml").read_text("utf-8")
-        assert Path(path_of(preset)).is_file()
+        assert Path(preset_path(preset)).is_file()
 
 
 @pytest.mark.parametrize("preset", ["serving", "training"])
@@ -299,7 +299,7 @@ def test_a_profile_and_a_preset_on_one_command_line_are_refused(folder: Path) ->
 @pytest.mark.parametrize("preset", PRESETS)
 def test_check_prints_the_yaml_of_a_preset_which_is_a_profile_to_begin_with(preset: str, folder: Path) -> None:
     done = command("check", "--preset", preset)
-    assert (done.returncode, done.stdout, done.stderr) == (0, text_of(preset), "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, read_preset(preset), "")
 
 
 @pytest.mark.slow

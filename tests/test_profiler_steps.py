@@ -886,7 +886,7 @@ def test_a_step_has_waited_no_longer_than_it_took_however_many_threads_have() ->
         for reader in readers:
             reader.join()
         profiler.step()
-        found = profiler._since.loop_times()
+        found = profiler._since.measure_loop_times()
     assert found.reader is not None
     assert found.batch is not None
     assert 0 < found.reader.mean <= found.batch.mean
@@ -901,7 +901,7 @@ def test_making_the_iterator_is_reader_cost() -> None:
     with Profiler(timer_only=True) as profiler:
         for _ in profiler.loader(Slow()):
             profiler.step()
-        found = profiler._since.loop_times()
+        found = profiler._since.measure_loop_times()
     assert found.reader is not None
     assert found.reader.mean >= 2e7
 
@@ -918,7 +918,7 @@ def test_waiting_for_an_asynchronous_loader_is_reader_cost() -> None:
 
     with Profiler() as profiler:
         asyncio.run(train())
-        found = profiler._since.loop_times()
+        found = profiler._since.measure_loop_times()
     assert (found.steps, found.reader is not None) == (3, True)
     assert found.reader is not None
     assert found.reader.mean >= 1.9e7

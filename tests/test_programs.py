@@ -168,7 +168,7 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
         delivery = expected_delivery(machine.spans, requests_alone=requests_alone)
         assert delivered_tree(trees.trees, spans) == delivery, about
         assert not trees.counts, about
-        assert trees.rows.waiting == 0, about
+        assert trees.rows.undecided_count == 0, about
         assert recorder.current_id() == 0
         assert recorder.open_rows() == []
         for span in spans:

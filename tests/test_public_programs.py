@@ -34,7 +34,7 @@ from otlp_collectors import collecting, take
 from trees import outline, tree_of
 
 from instrument import chrome
-from instrument.profile.presets import text_of
+from instrument.profile.presets import read_preset
 from instrument.recording.spans import Span
 from instrument.trace.trace import Trace
 
@@ -343,7 +343,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @needs("torch", "transformers")
 def test_transformers_computes_the_same_bits_and_our_profile_records_it(folder: Path, model: str) -> None:
-    write("profile.yaml", text_of("transformers"))
+    write("profile.yaml", read_preset("transformers"))
     write(
         "compute.py",
         """
@@ -824,7 +824,7 @@ BY_CHANCE = ("loop blocked", "garbage collection")
 @needs("fastapi", "uvicorn")
 def test_every_route_of_fastapi_is_a_request_with_its_parts_by_our_profile_for_it(folder: Path) -> None:
     write("shop.py", FASTAPI_SHOP)
-    write("profile.yaml", text_of("fastapi"))
+    write("profile.yaml", read_preset("fastapi"))
 
     def use(server: Server) -> list[Any]:
         paths = [f"{prefix}/{way}/fig" for prefix in ("", "/included") for way in ("price", "thread")]

@@ -28,7 +28,7 @@ from readback import columns_in, read_rows, rows_in, spans_in
 from tallies import Totals, of_all_threads, rows_of
 from trees import outline, tree
 
-from instrument.instrumentors.probe_cost import measure_cold_ns, measure_costs, measure_passed_ns
+from instrument.instrumentors.probe_cost import measure_cold_cache_ns, measure_costs, measure_muted_call_ns
 from instrument.recorder import recorder as recorder_module
 from instrument.recorder import wrapping
 from instrument.recorder.core import calls_by_site
@@ -1050,8 +1050,8 @@ def test_a_signal_handler_that_records_while_its_thread_folds_does_not_deadlock(
 
 
 def test_the_cost_of_a_muted_call_is_measured_for_each_shape_of_probe() -> None:
-    assert set(measure_passed_ns()) == set(measure_costs()) - {"request"}
-    assert all(cost_ns < 1e6 for cost_ns in measure_passed_ns().values())
+    assert set(measure_muted_call_ns()) == set(measure_costs()) - {"request"}
+    assert all(cost_ns < 1e6 for cost_ns in measure_muted_call_ns().values())
 
 
 def test_the_cost_of_each_shape_of_probe_is_measured_without_a_trace_in_this_thread() -> None:
@@ -1066,7 +1066,7 @@ def test_the_cost_of_a_call_with_cold_caches_is_measured_and_leaves_no_row(
 ) -> None:
     recorder.on = True
     with recorder.scope("around"):
-        assert 1 < max(measure_cold_ns() for _ in range(3)) < 1e6
+        assert 1 < max(measure_cold_cache_ns() for _ in range(3)) < 1e6
     assert tree(recorder) == "around"
 
 
@@ -1296,7 +1296,7 @@ def test_processor_and_kernel_must_both_call_the_counter_sound(
         return f"model name: x\nflags\t\t: {flags}\nbugs: none\n" if path.name == "cpuinfo" else f"{source}\n"
 
     monkeypatch.setattr(Path, "read_text", read)
-    found = recorder_module._unsound_ticks()
+    found = recorder_module._explain_unreliable_counter()
     assert reason in found
     assert bool(found) == bool(reason)
 

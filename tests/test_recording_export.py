@@ -76,7 +76,7 @@ class Service:
     def end(self) -> Counter[str]:
         """Have all be sent that there is, as of a process that has ended; the fates of all spans."""
         found, end = self.exported, time.monotonic() + 60
-        while self.look() or not (found.has_ended and found.is_settled()):
+        while self.look() or not (found.has_ended and found.settle_remaining()):
             assert time.monotonic() < end
             time.sleep(0.01)
         fates = Counter(found.finish())

@@ -424,7 +424,7 @@ def test_rows_that_were_taken_before_a_reset_keep_their_sites(recorder: Any) -> 
     taken = snapshot_of(recorder)
     recorder.reset()
     _names_deep(recorder, 5, "after")
-    trace, _ = taken.columns(time.monotonic_ns(), lambda _: DeviceIntervals.none(), start_ns=0)
+    trace, _ = taken.columns(time.monotonic_ns(), lambda _: DeviceIntervals.make_empty(), start_ns=0)
     assert sorted(trace.sites[site].name for site in trace.site.tolist()) == ["before", "call"]
 
 

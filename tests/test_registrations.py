@@ -189,4 +189,4 @@ def test_a_rule_for_all_modules_of_a_package_passes_over_what_code_may_compare(
     states = {verdict.target: verdict.state for verdict in selection.verdicts()}
     assert states == {"handled:absent": "unreachable", "handled:other": "attached", "handled:is_absent": "attached"}
     why = next(verdict.why for verdict in selection.verdicts() if verdict.state == "unreachable")
-    assert why.endswith("handled.py:3, which code may compare: a rule without * in its module's name takes it")
+    assert why.endswith("handled.py:3, which may compare it; a rule that names its module without * records it")

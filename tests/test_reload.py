@@ -43,8 +43,8 @@ from instrument.sessions.profile_reload import (
     ControlThread,
     Reload,
     Request,
+    keep_fixed_settings,
     refused_settings,
-    with_start_settings,
 )
 from instrument.sessions.session import Session
 
@@ -628,7 +628,7 @@ def test_a_reload_applies_all_of_a_profile_that_needs_no_start(name: str) -> Non
         "startup": "auto", "export.otlp": "{otlp: {}}",
     }[name]  # fmt: skip
     wanted = loads(f"service: other\n{name.partition('.')[0]}: {other}", environ={})
-    kept = with_start_settings(wanted, now)
+    kept = keep_fixed_settings(wanted, now)
     assert kept == replace(now, service="other")
     (refused,) = refused_settings(wanted, kept)
     assert refused.startswith(f"{name} keeps its value until a restart: ")

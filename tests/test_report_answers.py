@@ -30,7 +30,7 @@ def test_answers_are_counted_by_the_class_of_their_status() -> None:
     statuses = (200, 204, 301, 404, 499, 503)
     answers = answers_of(*(attributes(http__response__status_code=status) for status in statuses))
     assert answers.count_statuses() == {"2xx": 2, "3xx": 1, "4xx": 2, "5xx": 1}
-    assert answers.measure_streams() is None
+    assert answers.summarise_streamed_answers() is None
 
 
 def test_the_time_of_an_item_is_shared_by_those_after_the_first() -> None:
@@ -38,7 +38,7 @@ def test_the_time_of_an_item_is_shared_by_those_after_the_first() -> None:
         attributes(first_item_ns=100, last_item_ns=400, items=4, longest_gap_ns=250),
         attributes(first_item_ns=300, last_item_ns=300, items=1),
     )
-    assert answers.measure_streams() == StreamedAnswers(2, 5, 100, 300, 100, 100, 250)
+    assert answers.summarise_streamed_answers() == StreamedAnswers(2, 5, 100, 300, 100, 100, 250)
 
 
 def test_some_requests_report_only_their_answers() -> None:
@@ -47,10 +47,10 @@ def test_some_requests_report_only_their_answers() -> None:
         {},
         attributes(http__response__status_code=500, first_item_ns=2, last_item_ns=2, items=1),
     )
-    assert answers.measure_streams() == StreamedAnswers(2, 4, 1, 2, 1, 1, 2)
+    assert answers.summarise_streamed_answers() == StreamedAnswers(2, 4, 1, 2, 1, 1, 2)
     last = answers.select_answers(np.array([2]))
     assert last.count_statuses() == {"5xx": 1}
-    assert last.measure_streams() == StreamedAnswers(1, 1, 2, 2, None, None, None)
+    assert last.summarise_streamed_answers() == StreamedAnswers(1, 1, 2, 2, None, None, None)
 
 
 @pytest.mark.parametrize("found", ["200", None, True, -1, 99, 600, 10**30, [200], 200.0])

@@ -40,7 +40,7 @@ def of(steps: list[tuple[float, float, int | None]], skip: int = 10) -> LoopTime
     found = Benchmark(skip)
     for batch_ms, reader_ms, samples in steps:
         found.add(round(batch_ms * MS), round(reader_ms * MS), samples)
-    return found.loop_times()
+    return found.measure_loop_times()
 
 
 CASES = {

@@ -25,8 +25,16 @@ from instrument.recording.spans import Cost, DeviceInterval, Site, Span
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.section import summary
-from instrument.report.table import LINE, column_width, compact_number, safe, shorten, shorten_distinctly, table
-from instrument.report.view import THREADS, Options, Recording, document
+from instrument.report.table import (
+    LINE,
+    column_width,
+    compact_number,
+    printable,
+    shorten,
+    shorten_distinctly,
+    table,
+)
+from instrument.report.view import THREADS, Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
 GOLDEN = Path(__file__).parent / "golden" / "fluid185_All_OpDetail_total_compiled.txt"
@@ -596,7 +604,7 @@ def test_a_total_without_declared_computation_has_no_overhead() -> None:
     tally = Tally()
     count(tally, (op("a"),), 10)
     assert "  (nothing is declared as computation: layers are, and rules with `phase: compute`)\n" in report_of(tally)
-    overhead = document(events(of_tally(tally), Options()))["overhead"]
+    overhead = make_json_values(events(of_tally(tally), Options()))["overhead"]
     assert overhead.pop("total_ns") > 0
     parts = ("computation", "waiting", "framework")
     assert set(overhead) == {f"{part}_{what}" for part in parts for what in ("ns", "ratio")}
@@ -1033,13 +1041,13 @@ MARKED = st.one_of(st.sampled_from("ae漢か\u0301\u3099\u20dd"), st.characters(
 
 @given(st.text(MARKED, max_size=40), st.integers(3, 40))
 def test_a_shortened_text_keeps_its_room_and_each_mark_its_character(text: str, limit: int) -> None:
-    printable = safe(text)
-    short = shorten(printable, limit)
+    shown = printable(text)
+    short = shorten(shown, limit)
     assert column_width(short) <= limit
-    if short != printable:
+    if short != shown:
         head, _, tail = short.partition("...")
         assert not tail or column_width(tail[0]), "the tail begins with a mark"
-        assert not head or column_width(printable[len(head)]), "the head has lost a mark"
+        assert not head or column_width(shown[len(head)]), "the head has lost a mark"
 
 
 def test_names_that_differ_in_a_mark_alone_are_parted_before_its_character() -> None:
@@ -1087,7 +1095,7 @@ def test_shortened_texts_keep_their_room_and_are_the_same_where_the_texts_are(te
     [("a b", "a b"), ("a\tb\n", "a\\tb\\n"), ("\x1b[0m", "\\x1b[0m"), ("\ud800", "\\ud800"), ("é漢", "é漢")],
 )
 def test_unprintable_characters_are_shown_as_escapes(text: str, shown: str) -> None:
-    assert safe(text) == shown
+    assert printable(text) == shown
 
 
 def test_columns_are_as_wide_as_their_longest_cell_and_a_gap_or_wider() -> None:

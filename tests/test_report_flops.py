@@ -19,7 +19,7 @@ import instrument
 from instrument import chrome, cli
 from instrument.chrome.others import count_flops
 from instrument.recording.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span
-from instrument.report.operators_view import OPERATORS, FlopRow, Operators, flop_table, operators
+from instrument.report.operators_view import OPERATORS, FlopRow, Operators, make_flop_table, operators
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -205,7 +205,7 @@ def beside() -> Kineto:
 def test_a_trace_of_torch_reports_the_operations_of_our_spans(tmp_path: Path) -> None:
     """Operations outside of all spans are reported, and in no row."""
     theirs, _ = chrome.load(beside().save(tmp_path / "torch.json"))
-    trace = chrome.join(ours(), theirs)
+    trace = chrome.join_torch_trace(ours(), theirs)
     table = view(trace).operations
     assert table is not None
     assert (table.flops, table.elsewhere) == (5_020_000, 20_000)
@@ -270,7 +270,7 @@ def test_many_operators_deep_in_one_another_take_no_longer_for_it() -> None:
     trace = Trace(Origin(1, "shop", 0, 0), 0, 10**9, spans)
     tracemalloc.start()
     try:
-        table = flop_table(Recording.of_trace(changed(trace)), OPERATORS, Options(rows=1))
+        table = make_flop_table(Recording.of_trace(changed(trace)), OPERATORS, Options(rows=1))
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
@@ -308,7 +308,7 @@ def test_an_argument_that_reports_nothing_hides_no_operators_below_it(value: Any
     table = view(trace).operations
     assert table is not None
     assert table.flops == 18_000_000
-    chrome.load(chrome.dump(tmp_path / "both.json", chrome.join(ours(), trace)))
+    chrome.load(chrome.dump(tmp_path / "both.json", chrome.join_torch_trace(ours(), trace)))
 
 
 @given(traces(), st.lists(st.none() | st.integers(-1, 99), min_size=14, max_size=14), st.integers(1, 4))

@@ -19,7 +19,7 @@ from instrument.errors import TraceError
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
 from instrument.report.kernels_view import KERNELS, NOWHERE, SHARED, STRETCHES, UNKNOWN, Kernels, kernels
 from instrument.report.table import LINE, column_width
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
 US = 1_000
@@ -176,7 +176,7 @@ def a_service_beside_torch(tmp_path: Path) -> Trace:
     file.launch("Memcpy HtoD (Pageable -> Device)", MS, 5 * MS, 6 * MS, category="gpu_memcpy")
     file.launch("Memset (Device)", MS, 6 * MS, 7 * MS, category="gpu_memset")
     theirs, _ = chrome.load(file.save(tmp_path / "torch.json"))
-    return chrome.join(ours, theirs)
+    return chrome.join_torch_trace(ours, theirs)
 
 
 def test_the_layout_beside_torch(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_every_number_is_that_of_a_count_by_hand(trace: Trace) -> None:
             assert all(
                 heaviest >= sum(end - start for one, (start, end) in own if one.name == name) for name in "abc"
             )  # fmt: skip
-    assert json.dumps(document(view))
+    assert json.dumps(make_json_values(view))
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 12), st.integers(0, 12)), max_size=9))
@@ -454,7 +454,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, change: s
         ours.start_ns, ours.end_ns = 4 * 10**11, 5 * 10**11
     pair = (theirs, ours) if change == "order" else (ours, theirs)
     with pytest.raises(TraceError, match=told):
-        chrome.join(*pair)
+        chrome.join_torch_trace(*pair)
 
 
 def test_the_record_of_torch_profiler_is_saved_and_read_back(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from instrument.report.memory_view import (
     memory,
 )
 from instrument.report.table import LINE, column_width
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Allocation, Allocations, Trace
 
 MS = 1_000_000
@@ -128,7 +128,7 @@ def a_service_beside_torch(tmp_path: Path) -> Trace:
     ):  # fmt: skip
         file.memory(round(at_ms * MS), size, address, thread, device=device)
     theirs, _ = chrome.load(file.save(tmp_path / "torch.json"))
-    return chrome.join(ours, theirs)
+    return chrome.join_torch_trace(ours, theirs)
 
 
 def test_the_layout_beside_torch(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_every_number_is_that_of_a_count_by_hand(trace: Trace, found: list[Alloc
         sum(column) for column in zip(*expected.values(), strict=True)
     ]
     assert len(bounded) == min(len(expected), 3)
-    assert json.dumps(document(view))
+    assert json.dumps(make_json_values(view))
 
 
 # ---------------------------------------------------------------- of any kind
@@ -374,7 +374,7 @@ def test_allocations_of_any_kind_are_counted_as_one_after_the_other(
 ) -> None:
     """Allocations in any order too: another's file may have them so."""
     trace = Trace(Origin(1, "shop", 0, 0, recorder), 0, 60, spans, watched=(0, 62), held_from_ns=held_from_ns)
-    trace.allocations = Allocations.of(found) if packed else found
+    trace.allocations = Allocations.from_objects(found) if packed else found
     recording = Recording.of_trace(trace)
     all_spans = np.ones(len(spans), dtype=np.bool_)
     assert count_allocations(recording, state, apart, all_spans) == counted_one_by_one(recording, state, apart)
@@ -408,7 +408,7 @@ def test_addresses_that_come_and_go_by_the_thousand_are_kept_as_long_as_they_are
 
 def test_times_that_no_clock_reads_are_outside_and_devices_may_be_many() -> None:
     trace = watched(span("f", 1, 0, 9), allocations=[])
-    far = Allocations.of(allocations_of((1, 5, 5))).move_times((1 << 63) - 1)
+    far = Allocations.from_objects(allocations_of((1, 5, 5))).shift_times((1 << 63) - 1)
     view = view_of(replace(trace, allocations=far))
     assert (view.outside, view.places) == (1, ())
     many = [Allocation(device, 5, 4321, 1, 1, 1) for device in range(5000)]

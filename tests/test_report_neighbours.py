@@ -86,9 +86,9 @@ def test_a_bill_without_waits_says_how_to_get_one() -> None:
 
 def by_hand(recording: Recording, group: list[int], count: int) -> Counter[tuple[int, int, int]]:
     """Return what is charged by way, group that waited and group waited for, piece by piece."""
-    trace, joined = recording.columns, recording.once(joined_requests)
-    turns, served = recording.once(request_turns), joined.served
-    given = recording.once(request_ledger).given_ns
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    turns, served = recording.compute_once(request_turns), joined.served
+    given = recording.compute_once(request_ledger).given_ns
     charged = Counter[tuple[int, int, int]]()
     members: dict[int, list[tuple[int, int, int]]] = {}
     for pair, (row, request, weight) in enumerate(zip(served.batch, served.request, served.weight, strict=True)):
@@ -132,11 +132,11 @@ def by_hand(recording: Recording, group: list[int], count: int) -> Counter[tuple
 def test_the_bill_equals_one_that_is_made_by_hand(seed: int) -> None:
     recording = Recording.of_trace(Service(seed, requests=25, a_second=2_000).run())
     rng, count = random.Random(seed), 3
-    joined = recording.once(joined_requests)
+    joined = recording.compute_once(joined_requests)
     group = [rng.randrange(count) for _ in joined.rows]
     every = np.ones(len(group), dtype=np.bool_)
-    account = Account(recording.columns, joined, recording.once(request_turns), np.array(group), count, every)
-    bill = account.compute_bill(recording.once(request_ledger))
+    account = Account(recording.columns, joined, recording.compute_once(request_turns), np.array(group), count, every)
+    bill = account.compute_bill(recording.compute_once(request_ledger))
     places = {
         (way, waiting, cause): int(bill.charged_ns[way, waiting, cause])
         for way in WAYS
@@ -159,11 +159,11 @@ def test_irregular_recordings_charge_each_nanosecond_once(seed: int) -> None:
         blocked.attributes = {BLOCKED_BY: rng.choice(names)}
         spans.append(blocked)
     recording = recording_of(spans)
-    joined, count = recording.once(joined_requests), rng.randrange(1, 5)
+    joined, count = recording.compute_once(joined_requests), rng.randrange(1, 5)
     group = np.array([rng.randrange(count) for _ in joined.rows], dtype=np.int64)
     every = np.ones(len(group), dtype=np.bool_)
-    account = Account(recording.columns, joined, recording.once(request_turns), group, count, every)
-    bill = account.compute_bill(recording.once(request_ledger))
+    account = Account(recording.columns, joined, recording.compute_once(request_turns), group, count, every)
+    bill = account.compute_bill(recording.compute_once(request_ledger))
     assert (bill.charged_ns.sum(axis=(0, 2)) == bill.suffered_ns).all()
     assert (bill.charged_ns >= 0).all()
     assert is_conserved(neighbours(recording, Options()))

@@ -18,7 +18,7 @@ from instrument.report.operator_rows import REMAINING, CallRow, CallTimes
 from instrument.report.operators_view import IN_ORDER, OPERATORS, Operators, User, operators, user
 from instrument.report.overview_view import overview
 from instrument.report.table import LINE, column_width
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
 MS = 1_000_000
@@ -491,7 +491,7 @@ def test_operators_are_counted_in_the_time_that_the_overview_is_of() -> None:
 
 
 def test_the_document_holds_the_numbers_of_the_text() -> None:
-    said = json.loads(json.dumps(document(view(golden_trace(), tracer_option="AllOpDetail", threads="merged"))))
+    said = json.loads(json.dumps(make_json_values(view(golden_trace(), tracer_option="AllOpDetail", threads="merged"))))
     assert said["blocks"][0]["rows"][0]["cpu"] == {
         "total_ns": 26 * MS, "ave_ns": 26 * MS / 3, "max_ns": 10 * MS, "min_ns": 8 * MS,
     }  # fmt: skip

@@ -12,7 +12,7 @@ from raw_spans import lies_in, points, timed, traces
 
 from instrument.recording.spans import Origin, Site, Span
 from instrument.report.overview_view import ALL_DEVICES, Overview, overview
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
 MS = 1_000_000
@@ -37,7 +37,7 @@ def paddle_rows() -> dict[str, list[str]]:
 
 
 def as_paddle(use: object) -> list[str]:
-    facts = document(use)
+    facts = make_json_values(use)
     return [
         str(facts.get("calls", facts.get("stretches"))),
         f"{facts['time_ns'] / MS:.2f}",
@@ -160,6 +160,6 @@ def test_without_device_time_it_says_so() -> None:
 
 
 def test_the_document_holds_the_numbers_of_the_text() -> None:
-    said = json.loads(json.dumps(document(view(golden_trace()))))
+    said = json.loads(json.dumps(make_json_values(view(golden_trace()))))
     assert said["kinds"][0]["time_ns"] == said["steps_ns"] == 180 * MS
     assert [one["work"] for one in said["devices"]] == ["busy", "compute", "communication", "copies"]

@@ -14,7 +14,7 @@ from test_report_page import HOSTILE, hostile
 from test_report_views import TRACES
 
 from instrument.report.html_page import write_page
-from instrument.report.table import compact_number, safe
+from instrument.report.table import compact_number, printable
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -263,7 +263,7 @@ def test_no_name_is_more_than_text(opened: Any) -> None:
     page.tab.fill("#request-search", "onerror")
     page.tab.press("#request-search", "Enter")
     assert page.tab.inner_text(".life h3").startswith(HOSTILE[1])
-    assert safe(HOSTILE[2]) == "a\\u2028b\\u2029c"
+    assert printable(HOSTILE[2]) == "a\\u2028b\\u2029c"
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Sp
 from instrument.report.benchmark_view import phase_of
 from instrument.report.phases_view import OTHERS, PhaseRow, PhasesView, phases
 from instrument.report.table import column_width
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
 MS = 1_000_000
@@ -60,7 +60,7 @@ def paddle_cells() -> dict[str, list[list[str]]]:
 
 def as_paddle(row: PhaseRow) -> list[list[str]]:
     def cells(times: object) -> list[str]:
-        facts = document(times)
+        facts = make_json_values(times)
         parts = [facts[name] for name in ("total_ns", "mean_ns", "max_ns", "min_ns")]
         return [
             *("-" if part is None else f"{part / MS:.2f}" for part in parts),

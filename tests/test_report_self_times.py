@@ -19,9 +19,9 @@ from tallies import Tally, Totals, made
 
 from instrument.profile.model import SORT_KEYS
 from instrument.recording.spans import Site
-from instrument.report.self_times_view import FunctionTimes, SelfTimes, class_of, classes, instances, ops
+from instrument.report.self_times_view import FunctionTimes, SelfTimes, class_of_site, classes, instances, ops
 from instrument.report.table import LINE, column_width
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
 MS = 1_000_000
@@ -160,7 +160,7 @@ def test_a_class_is_the_type_of_what_ran() -> None:
         Site("handle", "request", "chat.server", "Server.handle"): "(request)",
         Site("mine", "user", "chat.server", "Server.handle"): "(user)",
     }
-    assert {site.name + site.qualname: class_of(site) for site in cases} == {
+    assert {site.name + site.qualname: class_of_site(site) for site in cases} == {
         site.name + site.qualname: name for site, name in cases.items()
     }
 
@@ -297,7 +297,7 @@ def test_the_rows_of_every_function_add_up_to_all_of_it(
         return next((site for site in path if site.kind == "request"), path[0])
 
     keys: dict[str, Callable[[CallPath], object]] = {
-        "classes": lambda path: class_of(path[-1]), "ops": lambda path: path[-1].key,
+        "classes": lambda path: class_of_site(path[-1]), "ops": lambda path: path[-1].key,
         "instances": lambda path: tuple(site.key for site in path),
     }  # fmt: skip
     key = keys[of]
@@ -428,7 +428,7 @@ def test_a_function_that_calls_itself_on_tasks_side_by_side_has_no_time_inside_t
 
 
 def test_the_document_holds_the_numbers_of_the_text() -> None:
-    said = json.loads(json.dumps(document(view("instances", shop(), rows=2))))
+    said = json.loads(json.dumps(make_json_values(view("instances", shop(), rows=2))))
     function = said["functions"][0]
     assert function["rows"][0]["per_call_ns"] == function["rows"][0]["time_ns"] / function["rows"][0]["calls"]
     assert set(function["remaining"]) == {"rows", "time_ns", "ratio", "calls", "instances"}

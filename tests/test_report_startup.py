@@ -20,7 +20,7 @@ from instrument.recording.distributions import bucket_of
 from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup
 from instrument.report.startup_view import StartupView, startup
 from instrument.report.table import LINE, column_width
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
 MS = 1_000_000
@@ -220,7 +220,7 @@ def test_it_is_saved_with_the_trace(tmp_path: Path) -> None:
     trace = Trace(Origin(1, "chat", 0, 0), 1_000 * MS, 9_000 * MS, [], startup=facts)
     loaded, again = chrome.load(chrome.dump(tmp_path / "trace.json.gz", trace, made(tally)))
     ours = startup(Recording.of_trace(loaded, lambda: again), Options())
-    assert document(ours) == document(view_of(tally, facts))
+    assert make_json_values(ours) == make_json_values(view_of(tally, facts))
     assert loaded.startup is not None
     assert (loaded.startup.imports, len(loaded.startup.firsts)) == (facts.imports, 6)
     trace.startup = Startup(5)
@@ -317,4 +317,4 @@ def test_every_number_is_that_of_a_count_by_hand(
         own = [row.totals for row in made(tally).rows() if row.path[-1].name == warm.name.partition(" ")[0]]
         assert warm.calls == sum(totals.calls for totals in own) >= 2
         assert warm.extra_ns == warm.first_ns - warm.median_ns > 0
-    assert json.dumps(document(view))
+    assert json.dumps(make_json_values(view))

@@ -36,7 +36,7 @@ from instrument.recording.spans import (
 )
 from instrument.recording.trace_context import RemoteParent
 from instrument.report.section import VIEW_OF, make_views, summary, summary_document
-from instrument.report.table import LINE, column_width, in_unit, named_table, safe, section_title
+from instrument.report.table import LINE, column_width, format_time, named_table, printable, section_title
 from instrument.report.view import UNITS, InstrumentationStats, Options, Recording
 from instrument.trace.trace import Allocation, Trace
 
@@ -319,7 +319,7 @@ SCALES = (1, 1e-3, 1e-6, 1e-9, 100, 1 / 2**20, 1e3)
 
 def shown_numbers(text: str, document: Any) -> list[str]:
     """The numbers of a text that are no part of a name."""
-    for word in sorted({safe(word) for word in strings_of(document) if len(word) > 1}, key=len, reverse=True):
+    for word in sorted({printable(word) for word in strings_of(document) if len(word) > 1}, key=len, reverse=True):
         text = text.replace(word, " ")
     return [found for line in text.split("\n") for found in NUMBER.findall(SENTENCES.sub(" ", line))]
 
@@ -353,7 +353,7 @@ def test_nanoseconds_are_whole_numbers(view: str) -> None:
 
 
 def test_a_time_has_four_digits_and_is_in_full_before_an_exponent_would_take_more() -> None:
-    shown = [in_unit(time_ns, unit) for time_ns, unit in (
+    shown = [format_time(time_ns, unit) for time_ns, unit in (
         (170_000_000, "ns"), (1234.6, "ns"), (0, "ns"), (1e14, "ns"), (None, "ns"), (12_345_678_900, "us"),
         (999_999_400, "us"), (1_500, "us"), (3.25e18, "ms"), (0.5, "ms"),
     )]  # fmt: skip

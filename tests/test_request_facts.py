@@ -106,7 +106,7 @@ def test_facts_of_a_call_come_with_its_key_and_one_that_fails_spoils_no_other() 
     attributes = read(f"key: request.request_id, facts: [{facts}]", finish, Request(), limit=2)
     listed = ("sum t", "last b", "last l", "last id")
     assert attributes == {KEY: "r1", "t": 3, "l": 2, "id": "r1", FACTS: listed}
-    assert "secret" not in str(FAULTS.notes_of_rules())
+    assert "secret" not in str(FAULTS.describe_unreadable_values())
     FAULTS.clear()
 
 

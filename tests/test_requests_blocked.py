@@ -20,7 +20,7 @@ from readback import spans_in
 import instrument
 from instrument import chrome
 from instrument.instrumentors.requests import blocked, served_apps
-from instrument.instrumentors.requests.blocked import LoopPlaces, attributes_of
+from instrument.instrumentors.requests.blocked import LoopPlaces, make_block_attributes
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import Capture, FunctionRule, Limits, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
@@ -473,15 +473,15 @@ def audit(places: LoopPlaces) -> None:
 
 def test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code(recorder: Any) -> None:
     places = LoopPlaces(recorder, 1_000_000)
-    assert (places.take_places(0), places.is_on) == ((), True), "nobody has looked before the first slow one"
+    assert (places.take_stack(0), places.is_on) == ((), True), "nobody has looked before the first slow one"
     begun_ns = recorder.now_ns()
     places.begun[threading.get_ident()] = begun_ns
     audit(places)
-    innermost, above, *_ = places.take_places(begun_ns)
+    innermost, above, *_ = places.take_stack(begun_ns)
     line = audit.__code__.co_firstlineno
     assert innermost in [f"test_requests_blocked.py:{line + more} audit" for more in (1, 2)]
     assert above.endswith(test_a_callback_that_runs_on_is_seen_where_it_is_in_the_services_own_code.__name__)
-    assert places.take_places(begun_ns) == ()
+    assert places.take_stack(begun_ns) == ()
     places.begun[threading.get_ident()] = 0
     places.is_on = False
     assert places._thread is not None
@@ -494,7 +494,7 @@ def test_nobody_looks_any_more_once_nothing_has_been_slow_for_a_while(
 ) -> None:
     monkeypatch.setattr(blocked, "REST_NS", 0)
     places = LoopPlaces(recorder, 1_000_000)
-    places.take_places(0)
+    places.take_stack(0)
     assert places._thread is not None
     places._thread.join(60)
     assert not places.is_on
@@ -502,11 +502,11 @@ def test_nobody_looks_any_more_once_nothing_has_been_slow_for_a_while(
 
 def test_the_attributes_of_a_place_keep_as_much_of_its_stack_as_there_is_room_for() -> None:
     stack = ("app.py:44 audit", "app.py:60 handler", "x" * 300)
-    assert attributes_of(stack, 256) == {
+    assert make_block_attributes(stack, 256) == {
         BLOCKED_AT: "app.py:44 audit",
         "code.stacktrace": "app.py:44 audit\napp.py:60 handler",
     }
-    assert attributes_of((), 256) == {}
+    assert make_block_attributes((), 256) == {}
 
 
 def test_a_repeated_blocker_is_named_with_its_place(session: None) -> None:

@@ -143,7 +143,7 @@ def test_clients_and_spans_of_opentelemetry_continue_the_request(session: instru
 
     serve(calls, {})
     span = request_of(session)
-    trace_id, own = session.recorded.ids().of(span)
+    trace_id, own = session.recorded.ids().ids_of_root(span)
     told = remote_of(sent["traceparent"].encode())
     assert told is not None
     assert (told.trace_id, told.span_id, told.flags) == (trace_id, own, 3)

@@ -31,7 +31,7 @@ from test_agent import agents, begin, children_of, folder, kill, run, until
 
 from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.agent.scrapes import MOST_SEPARATE, EndedMetrics, Scrapes
-from instrument.otlp.exposition import CONTENT_TYPE, is_preferred, metrics_of_run, text_of
+from instrument.otlp.exposition import CONTENT_TYPE, format_metrics, metrics_of_run, prefers_protobuf
 from instrument.otlp.metrics_queue import Metered
 from instrument.recording.distributions import Distribution, Exemplar, Metric, Snapshot
 from instrument.recording.metric_definitions import COUNTER, HISTOGRAM, UPDOWN
@@ -213,7 +213,7 @@ def test_a_run_that_exports_nothing_is_scraped_from_the_first_call_on() -> None:
         alone = scraped(service)
         assert calls(alone) == 1
         assert "this one alone, for its agent does not answer" in alone
-    agent_socket.remove(home)
+    agent_socket.remove_run_folder(home)
 
 
 def test_an_address_that_is_taken_is_named_and_costs_the_service_nothing() -> None:
@@ -258,7 +258,7 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
     )
     ended = EndedMetrics(None)
     ended.add("0-0", [("run", "r")], Metered(origin(3), of_one(100, 8 * 10**9)))
-    text = text_of(metrics_of_run([one, other], ended.totals_of(("run", "r"), ["1-0", "2-0"])), openmetrics=True)
+    text = format_metrics(metrics_of_run([one, other], ended.totals_of(("run", "r"), ["1-0", "2-0"])), openmetrics=True)
     assert values(text, "lost_total") == {'reason="full"': 105}
     assert values(text, "open") == {"": 2}  # nothing is open in what has ended
     assert values(text, "taken_seconds_count") == {'a="x"': 4}
@@ -266,7 +266,7 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
     assert text.count("trace_id") == 3
     assert values(text, "process_memory_usage_bytes") == {'process_pid="1"': 5, 'process_pid="2"': 6}
     assert values(text, "system_cpu_utilization_ratio") == {"": 0.3}
-    two = text_of(metrics_of_run([one, Metered(origin(2, "queue"), of_one(3, 1))], {}))
+    two = format_metrics(metrics_of_run([one, Metered(origin(2, "queue"), of_one(3, 1))], {}))
     assert values(two, "lost_total") == {
         'reason="full",service_name="shop"': 2,
         'reason="full",service_name="queue"': 3,
@@ -313,7 +313,7 @@ OPENMETRICS = "application/openmetrics-text;version=1.0.0"
     ],
 )
 def test_protobuf_is_for_scrapers_that_prefer_it(accept: str, is_asked: bool) -> None:
-    assert is_preferred(accept) is is_asked
+    assert prefers_protobuf(accept) is is_asked
 
 
 @contextmanager
@@ -470,7 +470,9 @@ def test_a_scraper_that_asks_for_text_gets_no_native_histogram() -> None:
     with scraped_at(*processes) as address:
         for accept, is_openmetrics in (("*/*", False), (f"{OPENMETRICS},{PROTOBUF};q=0.5", True)):
             with urlopen(Request(f"http://{address}/metrics", headers={"Accept": accept})) as answer:
-                assert answer.read().decode() == text_of(metrics_of_run(processes, {}), openmetrics=is_openmetrics)
+                assert answer.read().decode() == format_metrics(
+                    metrics_of_run(processes, {}), openmetrics=is_openmetrics
+                )
 
 
 def test_a_scraper_that_asks_for_openmetrics_2_gets_the_version_of_which_our_histograms_are() -> None:
@@ -479,7 +481,7 @@ def test_a_scraper_that_asks_for_openmetrics_2_gets_the_version_of_which_our_his
         asks = Request(f"http://{address}/metrics", headers={"Accept": OPENMETRICS.replace("1.0.0", "2.0.0")})
         with urlopen(asks) as answer:
             assert "version=1.0.0" in answer.headers["Content-Type"]
-            assert answer.read().decode() == text_of(metrics_of_run(processes, {}), openmetrics=True)
+            assert answer.read().decode() == format_metrics(metrics_of_run(processes, {}), openmetrics=True)
 
 
 PROMETHEUS = shutil.which("prometheus")

@@ -251,6 +251,6 @@ def test_layers_and_copies_wait_for_torch_and_say_what_became_of_them(
     assert liner == ["type Liner: waiting (no class of that name is defined yet: Liner; nearest is Linear)"]
     # Other tests may have left models behind, whose paths are known.
     assert len(path) == 1
-    assert "no layer that it selects has run" in path[0] or "no layer sits at such a path" in path[0]
+    assert "no layer that it selects has run" in path[0] or "no layer has such a path" in path[0]
     if torch.version.cuda is None:
         assert "no copy to or from one can happen" in copies[0]

@@ -105,7 +105,7 @@ def are_of_ledger(text: str, *, is_end: bool = True) -> None:
     assert total_ns == sum(times.values()) + unknown_ns <= int(trace.total_ns[joined.rows[place]])
     if is_end:
         (its,) = (its for its in find_stages(trace, joined) if its.place == place)
-        expected = {name: end - begin for name, begin, end in its.named()}
+        expected = {name: end - begin for name, begin, end in its.list_named_intervals()}
         assert stage == {name: expected[name] for name in ("prefill", "decode")}
         assert unknown_ns <= parts.pop("unknown")
         assert times == parts

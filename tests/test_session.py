@@ -374,7 +374,7 @@ def test_flush_keeps_its_time_while_the_session_is_busy() -> None:
     busy, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with session.exporting.lock.acquired():
+        with session.exporting.lock.acquire_within():
             busy.set()
             done.wait(240)
 

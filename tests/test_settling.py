@@ -33,7 +33,7 @@ from instrument.trace.columns import Columns
 from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined, join
 from instrument.trace.merge import merge
-from instrument.trace.request_trees import grafted
+from instrument.trace.request_trees import build_request_trees
 from instrument.trace.sampling_criteria import TailSampler
 from instrument.trace.sent_rows import Settling
 from instrument.trace.stages import make_stage_spans
@@ -287,7 +287,7 @@ def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, i
     parts = [saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))]
     merged = merge(parts)
     joined = join(merged.saved.trace.columns)
-    columns = grafted(merged.saved.trace.columns, joined, "run")
+    columns = build_request_trees(merged.saved.trace.columns, joined, "run")
     below = make_stage_spans(columns, joined)
     numbers = columns.attributes.values("number", np.arange(len(columns)))
     number_of = dict(zip(columns.span_id.tolist(), (int(str(number)) for number in numbers), strict=True))
@@ -318,7 +318,7 @@ def in_order(stages: Iterable[Stage]) -> list[Stage]:
 def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
     """By each batch that has been sent the requests that it is linked to, and by requests where they began."""
     known = {
-        its.ids.of(span): span.span_id
+        its.ids.ids_of_root(span): span.span_id
         for its in (front, engine)
         for span in its.spans
     }  # fmt: skip
@@ -456,7 +456,7 @@ def test_work_for_a_request_in_another_ones_tree_is_kept_with_its_own_only(
     _, links, _ = by_convert(run)
     expected |= {batch for batch, theirs in links.items() if not roots[batch] & REQUEST_BIT and kept & set(theirs)}
     assert set(sent) == expected
-    assert [one.rows.waiting for one in (front, engine)] == [0, 0]
+    assert [one.rows.undecided_count for one in (front, engine)] == [0, 0]
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 6, 1862494042, 527603371, 2078054027])
@@ -535,7 +535,7 @@ def strays_in(run: Run) -> set[int]:
 def roots_in(run: Run) -> dict[int, int]:
     """Return the root of each span's trace, as files have it."""
     columns, joined = of_files(run)
-    columns = grafted(columns, joined, "run")
+    columns = build_request_trees(columns, joined, "run")
     numbers = [int(str(one)) for one in columns.attributes.values("number", np.arange(len(columns)))]
     number_of = dict(zip(columns.span_id.tolist(), numbers, strict=True))
     return {number: number_of[root] for number, root in zip(numbers, columns.root_id.tolist(), strict=True)}

@@ -28,7 +28,10 @@ def told(spans: list[Span]) -> dict[int, list[tuple[str, int, int]]]:
     """By the id of each request its stages."""
     trace = columns_of_spans(spans)
     joined = join(trace)
-    return {int(trace.span_id[joined.rows[one.place]]): list(one.named()) for one in find_stages(trace, joined)}
+    return {
+        int(trace.span_id[joined.rows[one.place]]): list(one.list_named_intervals())
+        for one in find_stages(trace, joined)
+    }
 
 
 def test_the_stages_of_two_requests_that_an_engine_serves_in_batches() -> None:

@@ -27,7 +27,7 @@ import instrument
 from instrument import native
 from instrument.agent import unseen
 from instrument.instrumentors import selection
-from instrument.instrumentors.known_packages import FAMILIES, packages_of, packages_to_await
+from instrument.instrumentors.known_packages import FAMILIES, packages_to_await, selectable_packages
 from instrument.profile import shared_profile
 from instrument.profile.keys import load, loads
 from instrument.runtime import cheap_start
@@ -351,7 +351,7 @@ def test_every_package_in_which_a_rule_may_have_targets_is_awaited() -> None:
         "copies: [{directions: [h2d, d2h, d2d, p2p, h2h]}]\nloaders: auto\nphases: auto\ncomm: auto\nframeworks: auto\n"
         "startup: auto\n"
     )
-    assert packages_of(profile, "functions") == {"a", "c", "d"}
+    assert selectable_packages(profile, "functions") == {"a", "c", "d"}
     files = Path(selection.__file__).parent.rglob("*.py")
     named = {
         node.value

@@ -20,7 +20,7 @@ from instrument import Profiler, chrome, schedule, scope
 from instrument.profile.keys import loads
 from instrument.recording.spans import Origin, Site, Span, covered_ns
 from instrument.sessions.profiler import Window
-from instrument.sessions.step_columns import steps_of_batches, with_steps
+from instrument.sessions.step_columns import derive_training_steps, insert_step_spans
 from instrument.sessions.window import Step
 from instrument.trace.trace import Trace, columns_of_spans
 
@@ -179,7 +179,7 @@ def nested_spans(draw: Any) -> list[Span]:
 def test_no_span_is_lost_moved_or_counted_twice(spans: list[Span], edges: list[int]) -> None:
     before = {span.span_id: (span.start_ns, span.end_ns) for span in spans}
     steps = [Step(number, *edge, 1) for number, edge in enumerate(itertools.pairwise(sorted(edges)))]
-    trace = with_steps(Trace(Origin(1, "loop", 0, 0), 0, 60, spans), steps)
+    trace = insert_step_spans(Trace(Origin(1, "loop", 0, 0), 0, 60, spans), steps)
     by_id = {span.span_id: span for span in trace.spans}
     made = [span for span in trace.spans if span.site.kind == "step"]
     assert [(span.attributes["step"], span.start_ns, span.end_ns) for span in made] == [
@@ -239,37 +239,42 @@ def calls(*sites: Site, thread_id: int = 1) -> list[Span]:
 
 def test_the_steps_of_a_training_loop_are_its_batches() -> None:
     batch = (FETCH, FORWARD, BACKWARD, OPTIMIZER)
-    assert steps_of_batches(columns_of_spans(calls(*batch, *batch, FETCH))) == [Step(0, 0, 40, 1), Step(1, 40, 80, 1)]
+    assert derive_training_steps(columns_of_spans(calls(*batch, *batch, FETCH))) == [
+        Step(0, 0, 40, 1),
+        Step(1, 40, 80, 1),
+    ]
 
 
 def test_the_last_step_ends_with_its_optimizer_where_no_batch_follows() -> None:
-    assert steps_of_batches(columns_of_spans(calls(FETCH, FORWARD, BACKWARD, OPTIMIZER))) == [Step(0, 0, 38, 1)]
+    assert derive_training_steps(columns_of_spans(calls(FETCH, FORWARD, BACKWARD, OPTIMIZER))) == [Step(0, 0, 38, 1)]
 
 
 def test_batches_whose_gradients_are_added_up_are_one_step() -> None:
     batch = (FETCH, FORWARD, BACKWARD)
-    assert steps_of_batches(columns_of_spans(calls(*batch, *batch, OPTIMIZER, FETCH))) == [Step(0, 0, 70, 1)]
+    assert derive_training_steps(columns_of_spans(calls(*batch, *batch, OPTIMIZER, FETCH))) == [Step(0, 0, 70, 1)]
 
 
 def test_an_evaluation_is_no_step_and_in_none() -> None:
     train, test = (FETCH, FORWARD, BACKWARD, OPTIMIZER), (FETCH, FORWARD)
-    found = steps_of_batches(columns_of_spans(calls(*train, FETCH, *test, *test, FETCH, *train)))
+    found = derive_training_steps(columns_of_spans(calls(*train, FETCH, *test, *test, FETCH, *train)))
     assert found == [Step(0, 0, 40, 1), Step(1, 100, 138, 1)]
 
 
 def test_a_loader_within_a_loader_begins_no_step_of_its_own() -> None:
     spans = calls(FETCH, FORWARD, BACKWARD, OPTIMIZER)
     inner = Span(FETCH, 9, 1, 1, 1, 0, 2, 6, 4, 4)
-    assert steps_of_batches(columns_of_spans([*spans, inner])) == [Step(0, 0, 38, 1)]
+    assert derive_training_steps(columns_of_spans([*spans, inner])) == [Step(0, 0, 38, 1)]
 
 
 @pytest.mark.parametrize("kind", ["step", "request"])
 def test_steps_are_not_inferred_if_spans_of_steps_or_requests_exist(kind: str) -> None:
     spans = calls(FETCH, FORWARD, BACKWARD, OPTIMIZER, Site("serve", kind))
-    assert steps_of_batches(columns_of_spans(spans)) == []
+    assert derive_training_steps(columns_of_spans(spans)) == []
 
 
 def test_a_loop_that_only_computes_has_no_steps() -> None:
-    assert steps_of_batches(columns_of_spans(calls(FETCH, FORWARD, FETCH, FORWARD))) == []
-    assert steps_of_batches(columns_of_spans(calls(FORWARD, BACKWARD, OPTIMIZER))) == []
-    assert steps_of_batches(columns_of_spans(calls(FETCH) + calls(FORWARD, BACKWARD, OPTIMIZER, thread_id=2))) == []
+    assert derive_training_steps(columns_of_spans(calls(FETCH, FORWARD, FETCH, FORWARD))) == []
+    assert derive_training_steps(columns_of_spans(calls(FORWARD, BACKWARD, OPTIMIZER))) == []
+    assert (
+        derive_training_steps(columns_of_spans(calls(FETCH) + calls(FORWARD, BACKWARD, OPTIMIZER, thread_id=2))) == []
+    )

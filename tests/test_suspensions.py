@@ -349,7 +349,7 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
     if recorder.memory_fd >= 0:
         saved = read_saved(Mapped(recorder.memory_fd))
         assert numbers_of(saved.trace.columns) == expected
-        assert lines_of(saved.counted()) == waiting(recorder)
+        assert lines_of(saved.tally_or_count()) == waiting(recorder)
     trace = Trace(Origin(1, "shop", 0, 0), 0, end_ns, spans_in(recorder), {1: "main"})
     read, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, recorder.tally()))
     assert numbers_of(columns_of_spans(read.spans)) == expected
@@ -357,7 +357,7 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
     assert lines_of(tally) == waiting(recorder)
     saved = file.load(file.dump(tmp_path / "trace.npz", trace, recorder.tally()))
     assert numbers_of(saved.trace.columns) == expected
-    assert lines_of(saved.counted()) == waiting(recorder)
+    assert lines_of(saved.tally_or_count()) == waiting(recorder)
 
 
 def test_chains_of_awaiting_coroutines_have_the_same_frames_as_without_us(recorder: Any) -> None:

@@ -637,7 +637,7 @@ def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and
         assert shapes.served(hostile, {"secret": 1}) == (hostile, 0.5)
     place = "<profile>:1:13: attribute"
     assert FAULTS.counts() == {}
-    assert FAULTS.counts_of_rules() == {f"{place} prompt": 2, f"{place} request.user": 2}
+    assert FAULTS.unreadable_counts() == {f"{place} prompt": 2, f"{place} request.user": 2}
     FAULTS.clear()
     first, second = caplog.records
     assert first.getMessage().startswith(f"{place} prompt: reading that of a Hostile raised ")
@@ -654,7 +654,7 @@ def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and
         ("match: 'targets.shapes:function', attributes: {argument: values}", "no argument values, found value"),
         (
             "match: 'targets.shapes:generator', key: return.id",
-            "what a generator gives in the end is no result that has keys",
+            "keys cannot be read from the value that a generator returns",
         ),
         ("match: 'targets.shapes:served', attributes: {argument: more}", "more takes many arguments"),
         ("match: 'targets.shapes:greatest', attributes: {argument: x}", "has no known parameters"),

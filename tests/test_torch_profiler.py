@@ -27,7 +27,7 @@ from instrument.report.phases_view import phases
 from instrument.report.view import Options, Recording
 from instrument.sessions import torch_profiler
 from instrument.sessions.handlers import Window
-from instrument.sessions.torch_profiler import with_operators
+from instrument.sessions.torch_profiler import insert_operator_spans
 from instrument.trace.trace import Trace
 
 PID = 4321
@@ -289,8 +289,8 @@ def laid(ours: list[Span], theirs: Kineto, tmp_path: Path) -> Trace:
     """Our spans with the operators of a file whose times are on the same clock."""
     beside = chrome.read(theirs.save(tmp_path / "theirs.json")).trace
     trace = Trace(Origin(PID, "train", 0, BASE_NS), 0, 1_000 * US, ours, {PID: "main"})
-    joined = chrome.join(trace, replace(beside, watched=(0, 1_000 * US)))
-    return with_operators(joined, beside, 0)
+    joined = chrome.join_torch_trace(trace, replace(beside, watched=(0, 1_000 * US)))
+    return insert_operator_spans(joined, beside, 0)
 
 
 def test_an_operator_is_in_the_span_around_its_middle_and_is_cut_to_it(tmp_path: Path) -> None:
@@ -491,13 +491,13 @@ def test_flags_are_set_in_code_too() -> None:
 
 def test_json_of_a_window_counts_operators_once() -> None:
     """The numbers of a view are those of its text, and serialise."""
-    from instrument.report.view import document
+    from instrument.report.view import make_json_values
 
     with Profiler(torch={"profile_memory": False}) as profiler:
         train(model(), 2, profiler)
     assert profiler.window is not None
     views = profiler.window.views(["operators", "events", "overview"])
-    told = json.loads(json.dumps({name: document(view) for name, view in views.items()}))
+    told = json.loads(json.dumps({name: make_json_values(view) for name, view in views.items()}))
     rows = [row for row in told["operators"]["blocks"][0]["rows"] if row["depth"] == 0 and row["name"] == "aten::relu"]
     assert [row["calls"] for row in rows] == [2]
 

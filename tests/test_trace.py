@@ -22,7 +22,15 @@ from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
 from instrument.trace.columns import Columns
-from instrument.trace.indices import NONE, Groups, count_ancestors, nearest, number_combinations, rows_of, topmost_rows
+from instrument.trace.indices import (
+    NONE,
+    Groups,
+    count_ancestors,
+    nearest_at_or_above,
+    number_combinations,
+    rows_of,
+    topmost_rows,
+)
 from instrument.trace.self_times import compute_turns, self_times_of
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 
@@ -56,7 +64,7 @@ def test_the_algebra_of_intervals_is_that_of_instants(
     assert instants(ours) == a
     assert (ours.starts[1:] > ours.ends[:-1]).all()
     assert ours.length_ns() == len(a)
-    assert intervals.shared_ns(ours, theirs) == len(a & b)
+    assert intervals.measure_intersection(ours, theirs) == len(a & b)
     assert instants(intervals.intersect(ours, theirs)) == a & b
     assert instants(intervals.subtract(ours, theirs)) == a - b
     assert ours.length_until(np.array([0, 33])).tolist() == [len([at for at in a if at < end]) for end in (0, 33)]
@@ -148,8 +156,8 @@ def test_sums_and_extremes_of_groups_are_exact(pairs: list[tuple[int, int]]) -> 
     numbers = np.array([number for _, number in pairs], dtype=np.int64)
     its = [[number for one, number in pairs if one == group] for group in range(6)]
     assert groups.count_members().tolist() == [len(one) for one in its]
-    assert groups.least(numbers, 5).tolist() == [min(one, default=5) for one in its]
-    assert groups.most(numbers, 5).tolist() == [max(one, default=5) for one in its]
+    assert groups.min_by_group(numbers, 5).tolist() == [min(one, default=5) for one in its]
+    assert groups.max_by_group(numbers, 5).tolist() == [max(one, default=5) for one in its]
     assert groups.sum_by_group(numbers).tolist() == [sum(one) for one in its]
 
 
@@ -181,7 +189,7 @@ def test_levels_tops_and_the_nearest_are_those_of_a_walk_up(data: st.DataObject)
             way.append(int(parents[way[-1]]))
         assert count_ancestors(parents)[row] == len(way) - 1
         assert topmost_rows(parents)[row] == way[-1]
-        assert nearest(parents, wanted)[row] == next((one for one in way if wanted[one]), NONE)
+        assert nearest_at_or_above(parents, wanted)[row] == next((one for one in way if wanted[one]), NONE)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 100])

@@ -48,7 +48,7 @@ class Questions:
                 for process in run.processes:
                     process.check_recorded()
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
-                    self._loop.send(connection, {"process": end_reports.facts_of(process)}, memory)
+                    self._loop.send(connection, {"process": end_reports.collect_process_facts(process)}, memory)
             lost, unseen = self._runs.exports.lost_by_reason, self._runs.unseen.describe_unseen()
             runs = [
                 {"run": run.name, "first": run.first, "lost": lost, "folded": run.folded_ends.total()}
@@ -90,7 +90,7 @@ class Questions:
                 if process.hears:
                     waiting.add(process)
                 else:
-                    why = "it has recorded nothing yet; it does so as soon as it records"
+                    why = "it has recorded nothing yet; the command takes effect as soon as it records"
                     self._loop.send(connection, {"pid": process.pid, "answer": {"pending": why}})
         self._questions[number] = connection, waiting
         self._loop.call_later(REQUEST_TIMEOUT_S, lambda: self._questions.pop(number, None))
@@ -280,7 +280,7 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
         is_ours = serve_on(listener, folder, Run(run, first), says=says)
     finally:
         if is_ours:
-            agent_socket.remove(folder)
+            agent_socket.remove_run_folder(folder)
 
 
 def serve_on(

@@ -128,12 +128,12 @@ def _kill_process(pid: int) -> None:
 
 def _decode_answer(received: bytearray, status: int) -> Answer:
     if status:
-        return {"error": f"what was to read it ended with {os.waitstatus_to_exitcode(status)}"}
+        return {"error": f"the process that reads it ended with {os.waitstatus_to_exitcode(status)}"}
     try:
         answer = json.loads(received)
     except ValueError:
-        return {"error": "what was to read it said nothing"}
-    return answer if isinstance(answer, dict) else {"error": "what was to read it gave no answer"}
+        return {"error": "the process that reads it ended without an answer"}
+    return answer if isinstance(answer, dict) else {"error": "the process that reads it gave no answer"}
 
 
 MOST_SAVES_PER_CHILD = 64
@@ -164,7 +164,7 @@ class Saves:
 
     def _start(self, batch: Sequence[Process]) -> None:
         self._running += 1
-        self._jobs.start(end_reports.saves_job(batch, self._folder), partial(self._end, batch))
+        self._jobs.start(end_reports.make_batch_save_job(batch, self._folder), partial(self._end, batch))
 
     def _end(self, batch: Sequence[Process], answer: Answer) -> None:
         self._running -= 1
@@ -215,7 +215,7 @@ class Child:
         self._begun: deque[float] = deque(maxlen=MOST_RESTARTS + 1)
 
     @property
-    def is_there(self) -> bool:
+    def is_started(self) -> bool:
         """True from the child's start until the agent notices its end."""
         return self._connection is not None
 

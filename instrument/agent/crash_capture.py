@@ -170,12 +170,12 @@ def describe_death(
     return f"{end_kind}: it died in {_describe_tree(first, end_ns, least)}{failed}{also}"
 
 
-def _outer_and_inner(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
+def _find_outermost_and_innermost(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
     return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
 
 
 def _describe_tree(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
-    first, last = _outer_and_inner(spans)
+    first, last = _find_outermost_and_innermost(spans)
     kind = "request " if first.site.kind == "request" else ""
     inner = "" if last is first else f"`{last.site.name}`{attributes_text(last)} of "
     age = f"{least}{_format_duration(end_ns - first.start_ns)}"
@@ -191,7 +191,7 @@ def attributes_text(span: OpenSpan) -> str:
 
 
 def _describe_shortly(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
-    first, last = _outer_and_inner(spans)
+    first, last = _find_outermost_and_innermost(spans)
     inner = "" if last is first else f", in `{last.site.name}`"
     return f"`{first.site.name}` ({least}{_format_duration(end_ns - first.start_ns)}{inner})"
 

@@ -54,7 +54,7 @@ def deliver_message(says: Says, run: Run, text: str, process: Process | None = N
     if says is not None:
         says(text)
     elif process is not None and process.saved:
-        with suppress(OSError), file_writing.replacing(Path(process.saved).with_suffix(MESSAGE_SUFFIX)) as file:
+        with suppress(OSError), file_writing.open_replacement(Path(process.saved).with_suffix(MESSAGE_SUFFIX)) as file:
             file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
@@ -138,7 +138,7 @@ _REPORT_FILE = re.compile(
 _RUN_IN_NAME, _NUMBER_IN_NAME = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
 
-def facts_of(process: Process) -> dict[str, Any]:
+def collect_process_facts(process: Process) -> dict[str, Any]:
     """Return a process's values for commands that query the agent, such as `instrument ps`."""
     names = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
     return {
@@ -158,10 +158,13 @@ def facts_of(process: Process) -> dict[str, Any]:
 
 def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
     """Return a job that makes a run's report. `left_before` are its processes that ended under an earlier agent."""
-    of = next((process.facts["report"] for process in reversed(run.recorded()) if process.facts.get("report")), None)
+    of = next(
+        (process.facts["report"] for process in reversed(run.processes_with_spans()) if process.facts.get("report")),
+        None,
+    )
     settings = of or {"views": ["brief"], "options": {}}
     parts = []
-    for process in run.recorded():
+    for process in run.processes_with_spans():
         is_notable = process.end_kind == VANISHED or bool(process.status)
         line = _report_line(process)
         parts.append(ReportedProcess(line, process.saved, is_notable, is_reported=process.is_reported))
@@ -207,7 +210,7 @@ def _report_line(process: Process) -> str:
     return "".join([f"{process.pid} ({describe_end(process)})", *(f", {name!s:.200}" for name in files[:2])])
 
 
-def saves_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
+def make_batch_save_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
     jobs = [save_job(process, process.saved, folder) for process in processes]
 
     def attempt(job: Callable[[], Answer]) -> Answer:
@@ -312,7 +315,7 @@ def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes
             facts = path.stat()
             files.append((path == saved or str(path) in kept_paths, facts.st_mtime_ns, facts.st_size, path))
     over_bytes = sum(size for _, _, size, _ in files) - disk_bytes
-    removed = file_writing.remove_first(
+    removed = file_writing.remove_until_freed(
         ((path, size) for stays, _, size, path in sorted(files) if not stays), over_bytes
     )
     for path in removed:
@@ -467,7 +470,7 @@ def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
     if not read:
         raise TraceError(f"none of {len(paths)} recordings can be read")
     saved = fold_recordings(read)
-    file.dump(into, saved.trace, saved.counted())
+    file.dump(into, saved.trace, saved.tally_or_count())
     for read_path in map(Path, paths):
         if read_path.parent == Path(into).parent:
             read_path.unlink()

@@ -63,10 +63,10 @@ class _WatchedProcess:
         self._environ: dict[str, str] = {}
         self._sources: GaugeSources | None = None
         self._begin_at = 0.0
-        self.change(facts)
+        self.store_environment(facts)
         self._place = GaugePlace(fd)
 
-    def change(self, facts: Mapping[str, Any]) -> None:
+    def store_environment(self, facts: Mapping[str, Any]) -> None:
         """Store the current values of the process's environment variables, which may name the devices that it uses."""
         self._environ.clear()
         self._environ.update({str(name): str(value) for name, value in dict(facts.get("environ") or {}).items()})
@@ -105,7 +105,7 @@ class _WatchedProcess:
         if not self._place.take():
             self._begin_at = time.monotonic() + CLAIM_RETRY_S
             return
-        if problem := why_in_process(self._pid):
+        if problem := explain_unreliable_gauges(self._pid):
             raise _UnreadableHereError(problem)
         sources = GaugeSources(self._wanted, self._store, self._pid, self._environ)
         sources.prepare()
@@ -219,7 +219,7 @@ class GaugeThread:
             self._forget(number)
             self._send_gauges(number, {"ended": True})
         else:
-            self._watched[number].change(message["gauges"])
+            self._watched[number].store_environment(message["gauges"])
 
     def _read_gauges(self, number: int, *, is_last: bool = False) -> None:
         report = self._watched[number].read_due(is_last=is_last)
@@ -254,7 +254,7 @@ class GaugeThread:
         self._send({"process": number, "gauges": gauges})
 
 
-def why_in_process(pid: int) -> str:
+def explain_unreliable_gauges(pid: int) -> str:
     """Return why readings in this process may differ from readings in process `pid`, "" if they cannot differ."""
     try:
         own_namespace, namespace = (os.readlink(f"{PROC}/{name}/ns/mnt") for name in ("self", pid))  # noqa: PTH115 - no file to find
@@ -441,7 +441,7 @@ class ExporterChild:
         self._scopes[number] = [("run", run), *([("listen", str(listens))] if listens else [])]
         (fd,) = descriptors
         try:
-            otlp = None if settings.get("otlp") is None else export_facts.settings_from(settings["otlp"])
+            otlp = None if settings.get("otlp") is None else export_facts.decode_collector_settings(settings["otlp"])
             generation = int(message.get("generation", 0))
             export = self._loop.begin(number, fd, self._exporter(otlp), generation, sends=otlp is not None)
         finally:
@@ -457,7 +457,7 @@ class ExporterChild:
         self, export: recording_export.RecordingExport, settings: Mapping[str, Any], run: str, disk_bytes: int
     ) -> None:
         file_exports.limit_pyarrow()
-        self._loop.begin_dataset(export, file_exports.settings_from(settings), run, disk_bytes)
+        self._loop.begin_dataset(export, file_exports.decode_dataset_settings(settings), run, disk_bytes)
 
     def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
         """Return the exporter for a collector, and start it. For None, return one that sends nothing."""

@@ -24,7 +24,7 @@ from instrument.runtime import agent_socket, file_writing
 EXPORTER_NAME = "instr-exporter"
 """The process name of the exporter, as `ps` shows it."""
 
-ELSEWHERE = "the processes of its container are not to be seen from that of the agent"
+ELSEWHERE = "the agent cannot see the processes of that container"
 
 
 class Exports:
@@ -75,7 +75,7 @@ class Exports:
 
     @property
     def is_done(self) -> bool:
-        return not self._child.is_there
+        return not self._child.is_started
 
     @property
     def lost_by_reason(self) -> Mapping[str, int]:
@@ -115,7 +115,7 @@ class Exports:
         if not (is_read or (settings and process.run.is_scraped)) or process.memory < 0:
             return
         if self.is_ending or not self._begin_child():
-            self.count_left(process, process.memory, is_reported=False)
+            self.count_unread_rows(process, process.memory, is_reported=False)
             self._send_unexported(process)
             return
         try:
@@ -227,11 +227,11 @@ class Exports:
 
     def _begin_child(self) -> bool:
         self._note_problem(self._try_to_begin_child())
-        return self._child.is_there
+        return self._child.is_started
 
     def _try_to_begin_child(self) -> str:
         """Start the child if none runs. Return the reason if the start failed, "" on success."""
-        is_there, problem = self._child.is_there, self._child.begin()
+        is_there, problem = self._child.is_started, self._child.begin()
         if problem:
             return f"the agent's exporter {problem}"
         if not is_there:
@@ -258,7 +258,7 @@ class Exports:
             self._says(f"instrument: {message['said']!s}")
         else:
             self._note_export_end(message)
-        if self._child.is_there:  # else all that it said comes first
+        if self._child.is_started:  # else all that it said comes first
             self._changed()
 
     def _note_export_end(self, message: Mapping[str, Any]) -> None:
@@ -268,12 +268,12 @@ class Exports:
         if process is not None:
             fates = message.get("fates") or {}
             self.fates.update(fates)
-            self.count_left(process, memory, is_reported=bool(fates))
+            self.count_unread_rows(process, memory, is_reported=bool(fates))
             self._send_unexported(process)
             os.close(memory)
             self._clear_unsent(process)
 
-    def count_left(self, process: Process, memory: int, *, is_reported: bool) -> None:
+    def count_unread_rows(self, process: Process, memory: int, *, is_reported: bool) -> None:
         """Count an ended process's unread rows. Count its spans by outcome, too, unless that `is_reported`."""
         if process.lives or not exports_spans(process):
             return
@@ -310,7 +310,7 @@ class Exports:
     def _forget_recordings(self) -> None:
         recordings, self._recordings = self._recordings, {}
         for process, memory, _ in recordings.values():
-            self.count_left(process, memory, is_reported=False)
+            self.count_unread_rows(process, memory, is_reported=False)
             self._send_unexported(process)
             os.close(memory)
             self._clear_unsent(process)
@@ -334,7 +334,7 @@ class Exports:
             if not spans:
                 path.unlink()
                 return
-            with file_writing.replacing(path) as file:
+            with file_writing.open_replacement(path) as file:
                 file.write(b"%d" % spans)
 
 

@@ -27,7 +27,7 @@ from instrument.recording.tally import Tally
 from instrument.report.event_rows import mask_topmost, sum_topmost_by_name
 from instrument.report.headlines import in_flight_headline
 from instrument.report.section import Section, Text
-from instrument.report.table import number_text, rough_percent, safe, share
+from instrument.report.table import number_text, printable, rough_percent, share
 
 EVEN_RATIO = 0.9
 """The windows of processes are uneven if the shortest is below this fraction of the longest."""
@@ -122,7 +122,7 @@ class Screen:
         living = [row for row in self.processes if row.state in ("running", "off")]
         off = sum(row.state == "off" for row in living)
         lines = [
-            f"Run {safe(self.run)}: {count_text(len(living), 'process', 'es')}, "
+            f"Run {printable(self.run)}: {count_text(len(living), 'process', 'es')}, "
             f"{f'{off} switched off, ' if off else ''}"
             f"{count_text(len(self.in_flight), 'request')} in flight; "
             f"rates and shares of {'up to ' * self.is_uneven}{number_text(self.window_ns / 1e9)} s",
@@ -133,15 +133,18 @@ class Screen:
             lines.append(sentence)
         cancelled = "cancelled=Cancelled|" if any(row.cancelled for row in self.endpoints) else ""
         device = "|device_ns=Device, ms" if any(row.device_ns for row in self.places) else ""
-        texts = {"name": lambda row, unit: f"{row.name}{row.bears}"[:60], "now": lambda row, unit: safe(row.now)[:30]}
+        texts = {
+            "name": lambda row, unit: f"{row.name}{row.bears}"[:60],
+            "now": lambda row, unit: printable(row.now)[:30],
+        }
         columns = "name=Request in flight|age_ns=Age, s|now=Now in|now_ns=For, s|pid=Process"
         lines += ["", *_table_lines("s", Section("", self.in_flight, columns, texts=texts))]
         columns = f"name=Endpoint|requests=Ended|errors=Errors|{cancelled}rate=A second|p50_ns=p50, ms|p99_ns=p99, ms"
         lines += _table_lines("ms", Section("", self.endpoints, columns))
         columns = f"name=Where the time goes|calls=Calls|self_ns=Self, ms|ratio=Of all{device}"
         lines += _table_lines("ms", Section("", self.places, columns))
-        lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in [*self.losses.items()][:3]]
-        return [*lines, *map(safe, self.problems)]
+        lines += [f"Not kept: {count} ({printable(reason)})" for reason, count in [*self.losses.items()][:3]]
+        return [*lines, *map(printable, self.problems)]
 
     def process_lines(self) -> list[str]:
         columns = (

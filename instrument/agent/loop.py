@@ -32,7 +32,7 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         sock.setblocking(False)
-        self.pid, self.uid = agent_socket.peer_of(sock)
+        self.pid, self.uid = agent_socket.read_peer_ids(sock)
         self._waiting: deque[tuple[agent_socket.Message, list[int]]] = deque()
         self._is_deaf = self.is_broken = False
 
@@ -131,7 +131,7 @@ class EventLoop:
 
     def __post_init__(self) -> None:
         self._path = Path(os.fsdecode(self._listener.getsockname()))
-        self._identity = agent_socket.identity(self._path)
+        self._identity = agent_socket.socket_identity(self._path)
         self.selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._silent: set[Connection] = set()
@@ -162,7 +162,7 @@ class EventLoop:
 
     def _is_replaced(self) -> bool:
         """Return True if another agent's socket has taken this one's path, or the run's folder was removed."""
-        now = agent_socket.identity(self._path)
+        now = agent_socket.socket_identity(self._path)
         return now != self._identity and (now is not None or not self._path.parent.exists())
 
     def attempt(self, action: Callable[[], object]) -> None:

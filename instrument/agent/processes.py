@@ -153,7 +153,7 @@ class Process:
         return None
 
     def has_become_another_program(self) -> bool:
-        now = b"" if self.is_elsewhere else environment.program_of(self.pid)
+        now = b"" if self.is_elsewhere else environment.read_auxiliary_vector(self.pid)
         return bool(self.image and now and now != self.image)
 
     def release(self) -> None:
@@ -211,7 +211,7 @@ class Run:
     def first_has_left(self) -> bool:
         return any(process.pid == self.first and process.goodbye is not None for process in self.processes)
 
-    def is_last(self, leaving: Process) -> bool:
+    def must_print_report(self, leaving: Process) -> bool:
         """Return True if a leaving process must print the run's report, because no other process could print it
         later."""
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
@@ -223,7 +223,7 @@ class Run:
         has_left = leaving.pid == self.first or self.first_has_left()
         return has_left or not self.first_has_joined or not self.first_lives()
 
-    def recorded(self) -> list[Process]:
+    def processes_with_spans(self) -> list[Process]:
         return [process for process in self.processes if process.has_recorded]
 
 
@@ -241,7 +241,7 @@ def exit_fd_of(pid: int, started: int) -> int:
     return descriptor
 
 
-def exit_fd_of_another(variable: str, value: str) -> int:
+def find_other_exit_fd(variable: str, value: str) -> int:
     """Find another process, except children, that has `variable` with this value in its environment. Return a
     descriptor that becomes readable at its end, -1 for none."""
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
@@ -264,7 +264,10 @@ def write_note(folder: Path, process: Process) -> None:
         facts.update(
             pid=process.pid, started=process.started, exports=bool((process.facts.get("export") or {}).get("otlp"))
         )
-        with suppress(OSError, TypeError, ValueError), file_writing.replacing(_note_path(folder, process)) as file:
+        with (
+            suppress(OSError, TypeError, ValueError),
+            file_writing.open_replacement(_note_path(folder, process)) as file,
+        ):
             file.write(json.dumps(facts).encode())
 
 
@@ -309,7 +312,7 @@ def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process
     return processes
 
 
-def awaits_others(folder: Path, run: Run) -> bool:
+def has_unjoined_processes(folder: Path, run: Run) -> bool:
     """Return True if a living process of a run joined an earlier agent and has yet to join this one."""
     joined = {(process.pid, process.started) for process in run.processes}
     return any(
@@ -347,4 +350,4 @@ def _is_running(pid: int, started: int) -> bool:
 
 
 def _note_path(folder: Path, process: Process) -> Path:
-    return agent_socket.note_file(folder, process.pid, process.started)
+    return agent_socket.process_note_path(folder, process.pid, process.started)

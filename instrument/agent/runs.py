@@ -24,7 +24,7 @@ from instrument.agent.processes import (
     Process,
     Run,
     exit_fd_of,
-    exit_fd_of_another,
+    find_other_exit_fd,
 )
 from instrument.agent.unseen import ConnectionWatch, Unseen
 from instrument.recording.memory_layout import RecordingHead
@@ -111,7 +111,7 @@ class Runs:
             if own_run.first_fd >= 0:
                 loop.selector.register(own_run.first_fd, selectors.EVENT_READ, self._first_exited)
             loop.call_later(NONE_JOINED_S, self._report_none_joined)
-        loop.call_later(CHECK_INTERVAL_S, self._look_again)
+        loop.call_later(CHECK_INTERVAL_S, self._check_for_missed_ends)
         loop.call_later(0, self._report_missed)
 
     def __iter__(self) -> Iterator[Run]:
@@ -171,7 +171,7 @@ class Runs:
         process = Process(
             run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
             exit_fd=exit_fd_of(connection.pid, started), connection=connection, is_elsewhere=not connection.pid,
-            image=image or (environment.program_of(connection.pid) if connection.pid else b""),
+            image=image or (environment.read_auxiliary_vector(connection.pid) if connection.pid else b""),
         )  # fmt: skip
         self._members[connection] = process
         process.has_recorded = bool(facts.get("records"))
@@ -197,7 +197,7 @@ class Runs:
         for process in processes.missed_processes(self._folder, self._run_of):
             self._note_vanished(process)
             if process.memory >= 0:
-                self.exports.count_left(process, process.memory, is_reported=False)
+                self.exports.count_unread_rows(process, process.memory, is_reported=False)
 
     def _run_of(self, name: str) -> Run:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
@@ -221,11 +221,13 @@ class Runs:
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
         process.has_recorded = process.has_recorded or bool(facts.get("calls") or unmet)
-        is_last = run.is_last(process) and (process.has_recorded or not run.is_reported)
-        is_last = is_last and not (self._takes_over and processes.awaits_others(self._folder, run))
+        is_last = run.must_print_report(process) and (process.has_recorded or not run.is_reported)
+        is_last = is_last and not (self._takes_over and processes.has_unjoined_processes(self._folder, run))
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
-            has_others = run.recorded() not in ([], [process]) or bool(end_reports.earlier_processes(self._folder, run))
+            has_others = run.processes_with_spans() not in ([], [process]) or bool(
+                end_reports.earlier_processes(self._folder, run)
+            )
             process.is_reported = is_last and not has_others
             is_part = process.has_recorded and not process.is_reported
             process.is_saving = is_part
@@ -451,13 +453,13 @@ class Runs:
             return
         if not self._jobs.is_idle or any(process.is_saving for process in run.processes):
             return  # what is being saved of it calls again
-        if not run.is_reported and any(process.facts.get("report") for process in run.recorded()):
+        if not run.is_reported and any(process.facts.get("report") for process in run.processes_with_spans()):
             run.is_reported = True
             report = end_reports.report_job(run, end_reports.earlier_processes(self._folder, run))
             self._jobs.start(report, partial(self._print_report, run))
             return
         if run is self._own:
-            if not self._awaits_another():
+            if not self._may_another_process_join():
                 if not self.own_is_over and (text := self.unseen.describe_unseen(for_report=True)):
                     self._say(run, f"instrument: {text}")
                 self.own_is_over = True
@@ -467,11 +469,11 @@ class Runs:
             self._forget(run)
         self._changed()
 
-    def _awaits_another(self) -> bool:
+    def _may_another_process_join(self) -> bool:
         """Return True if a living process of the agent's own run may still join, and watch for the end of that
         process."""
         if self._another_fd < 0:
-            self._another_fd = exit_fd_of_another(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
+            self._another_fd = find_other_exit_fd(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
             if self._another_fd >= 0:
                 self._loop.selector.register(self._another_fd, selectors.EVENT_READ, self._another_exited)
         return self._another_fd >= 0
@@ -512,14 +514,14 @@ class Runs:
 
     def _report_none_joined(self) -> None:
         run = self._own
-        if run is None or run.living_processes() or run.recorded() or run.first_has_left():
+        if run is None or run.living_processes() or run.processes_with_spans() or run.first_has_left():
             return
         if run.first_lives():
             self._say(run, end_reports.none_joined_text(run.first, NONE_JOINED_S))
 
-    def _look_again(self) -> None:
+    def _check_for_missed_ends(self) -> None:
         """Look for ended processes and runs whose end caused no event. Retry exports that have failed."""
-        self._loop.call_later(CHECK_INTERVAL_S, self._look_again)
+        self._loop.call_later(CHECK_INTERVAL_S, self._check_for_missed_ends)
         self._report_missed()
         for run in self:
             for process in run.living_processes():

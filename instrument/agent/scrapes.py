@@ -79,7 +79,7 @@ class EndedMetrics:
             return
         parts = [[key, _as_json(part)] for key, part in self._apart.items()]
         together = [_as_json(([scope], service, metrics)) for (scope, service), metrics in self._together.items()]
-        with suppress(OSError), file_writing.replacing(self._path) as file:
+        with suppress(OSError), file_writing.open_replacement(self._path) as file:
             file.write(json.dumps([parts, together]).encode())
 
 
@@ -91,7 +91,7 @@ def _as_json(part: tuple[list[Scope], str, list[Metric]]) -> list[Any]:
 def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
     scopes, service, metrics = stored
     typed_scopes: list[Scope] = [(str(kind), str(name)) for kind, name in scopes]
-    return typed_scopes, str(service), [Metric.of(metric) for metric in metrics]
+    return typed_scopes, str(service), [Metric.from_json(metric) for metric in metrics]
 
 
 class Scrapes:
@@ -154,7 +154,7 @@ class Scrapes:
 
         def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> Any:
             accept = environ.get("HTTP_ACCEPT", "")
-            if not exposition.is_preferred(accept):
+            if not exposition.prefers_protobuf(accept):
                 # The client library labels its text as 2.0.0 if asked, but its histograms are those of 1.0.0.
                 accept = accept.replace("version=2.0.0", "version=1.0.0")
                 return answer_in_text({**environ, "HTTP_ACCEPT": accept}, start_response)

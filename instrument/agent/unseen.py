@@ -246,7 +246,7 @@ class ConnectionWatch:
         process.shares_network = process.shares_network or environment.is_same_network(folder)
         is_old = process.pid in self._table_users or time.monotonic() - self._table_at >= by_table_of_s
         if process.shares_network and is_old:
-            self._table, self._table_at = [*environment.rows_of(PROC / "self")], time.monotonic()
+            self._table, self._table_at = [*environment.read_tcp_rows(PROC / "self")], time.monotonic()
             self._table_users.clear()
         self._table_users.add(process.pid)
         table = self._table if process.shares_network else None
@@ -260,7 +260,7 @@ class ConnectionWatch:
         """Return True if no other process of the run listens on the same sockets, as workers of a server do."""
         other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(
-            connections.sockets & environment.sockets_of(PROC / str(other_process.pid))
+            connections.sockets & environment.list_socket_inodes(PROC / str(other_process.pid))
             for other_process in other_processes
             if other_process.run is process.run
         )

@@ -15,15 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from instrument.chrome.reading import join, load, read
+    from instrument.chrome.reading import join_torch_trace, load, read
     from instrument.chrome.track_events import write_track_events
     from instrument.chrome.writing import dump
 
-__all__ = ["dump", "join", "load", "read", "write_track_events"]
+__all__ = ["dump", "join_torch_trace", "load", "read", "write_track_events"]
 
 _MODULE_OF = {
     "dump": "writing",
-    **dict.fromkeys(("join", "load", "read"), "reading"),
+    **dict.fromkeys(("join_torch_trace", "load", "read"), "reading"),
     "write_track_events": "track_events",
 }
 

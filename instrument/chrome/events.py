@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from instrument.recording.trace_context import RemoteParent
-from instrument.trace.text import INT64, LIMIT_VALUE, convert_to_ns, to_json
+from instrument.trace.text import INT64, LIMIT_VALUE, attributes_to_json, convert_to_ns
 
 # Text
 
@@ -137,7 +137,7 @@ class JsonText:
         if len(self._text) - self._at < BLOCK_BYTES:
             self._read_block()
         while True:
-            for end in islice(self._likely_ends(closing), MOST_TRIES):
+            for end in islice(self._find_likely_ends(closing), MOST_TRIES):
                 text = self._text[self._at : end]
                 try:
                     values = decode(b"[%b]" % text)
@@ -151,7 +151,7 @@ class JsonText:
                 self._at += len(text)
                 return None, text
 
-    def _likely_ends(self, closing: bytes) -> Iterator[int]:
+    def _find_likely_ends(self, closing: bytes) -> Iterator[int]:
         """Yield likely ends of values, last first: closing brackets that precede another value or end the text."""
         end = len(self._text)
         while (end := self._text.rfind(closing, self._at, end)) >= 0:
@@ -454,7 +454,9 @@ def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent 
     fields |= {key: text_of(value[key]) for key in ("cat", "name") if key in value}
     fields |= {key: lane_of(value[key]) for key in ("pid", "tid") if key in value}
     args = value.get("args", {})
-    return TraceEvent(**fields, args=msgspec.Raw(to_json(args)) if isinstance(args, dict) else msgspec.Raw(b"0"))
+    return TraceEvent(
+        **fields, args=msgspec.Raw(attributes_to_json(args)) if isinstance(args, dict) else msgspec.Raw(b"0")
+    )
 
 
 def _id_of(value: Any) -> Any:
@@ -505,15 +507,15 @@ class Block:
         return Block(slices, self.phases[are_chosen], *times, self.has_parts)
 
 
-def block_of(slices: Sequence[Any], limit_ns: int) -> Block:
+def make_block(slices: Sequence[Any], limit_ns: int) -> Block:
     """Return valid slices with their times. Raises `ValueError` for a time of `limit_ns` or more."""
     times_us = list(map(_TS, slices)), [event.dur if event.ph == "X" else 0 for event in slices]
     start_ns, length_ns = (times_ns(times, limit_ns) for times in times_us)
-    has_parts = any(map(_has_parts, times_us, (start_ns, length_ns)))
+    has_parts = any(map(_has_fractions_of_ns, times_us, (start_ns, length_ns)))
     return Block(slices, _phases(slices), start_ns, length_ns, has_parts)
 
 
-def read_sound_block(events: EventBatch, slices: Sequence[Any], are_slices: Sequence[bool]) -> Block | None:
+def read_block_if_valid(events: EventBatch, slices: Sequence[Any], are_slices: Sequence[bool]) -> Block | None:
     """Return slices with their times, None if a fast test finds that some may be invalid."""
     if events.times_us is None:
         return None
@@ -523,7 +525,7 @@ def read_sound_block(events: EventBatch, slices: Sequence[Any], are_slices: Sequ
     if not ((np.abs(starts) < EXACT_US) & (lengths >= 0) & (starts + lengths < EXACT_US)).all():
         return None
     start_ns, length_ns = (np.rint(times * 1000).astype(np.int64) for times in (starts, lengths))
-    has_parts = _has_parts(starts, start_ns) or _has_parts(lengths, length_ns)
+    has_parts = _has_fractions_of_ns(starts, start_ns) or _has_fractions_of_ns(lengths, length_ns)
     block = Block(slices, phases, start_ns, length_ns, has_parts)
     if slices and type(slices[0]) is not OwnEvent and (b"\0" + block.texts).count(b"\0{") != len(slices):
         return None
@@ -537,7 +539,7 @@ def _phases(slices: Sequence[Any]) -> NDArray[np.uint8]:
 _PARTS_NS = 1e-3
 
 
-def _has_parts(times_us: Sequence[Any] | NDArray[np.float64], rounded_ns: NDArray[np.int64]) -> bool:
+def _has_fractions_of_ns(times_us: Sequence[Any] | NDArray[np.float64], rounded_ns: NDArray[np.int64]) -> bool:
     """Return True if a time has a fraction of a nanosecond, within the precision of floats."""
     if not len(times_us) or type(times_us[0]) is Decimal:
         return any(type(time) is Decimal and time * 1000 % 1 for time in times_us)
@@ -583,7 +585,7 @@ def text_of(value: Any) -> str | None:
     """Return a name or a category as text. Other types, which some writers use, become JSON."""
     if value is None or isinstance(value, str):
         return value
-    return to_json({"": value})[4:-1].decode("utf-8", "replace")
+    return attributes_to_json({"": value})[4:-1].decode("utf-8", "replace")
 
 
 def lane_of(value: Any) -> int | str | None:

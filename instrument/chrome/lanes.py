@@ -29,11 +29,11 @@ from instrument.recording.spans import BATCH_KEYS
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
+    invert_order,
     mask_of,
     number_by_first_sight,
     number_combinations,
     rank_distinct,
-    rank_of,
     sort_stably,
 )
 from instrument.trace.joined import join
@@ -86,23 +86,27 @@ class ShownProcesses:
             self.all.append(ShownProcess(pid, process.origin.service or f"process {own_pid}", label, process))
         self._number = {thread: number for number, process in enumerate(self._merged) for thread in process.threads}
 
-    def number_of(self, thread_id: int) -> int:
+    def process_number_of(self, thread_id: int) -> int:
         return self._number.get(thread_id, 0)
 
-    def of_thread(self, thread_id: int) -> ShownProcess:
-        return self.all[self.number_of(thread_id)]
+    def process_of_thread(self, thread_id: int) -> ShownProcess:
+        return self.all[self.process_number_of(thread_id)]
 
-    def own_thread(self, thread_id: int) -> int:
+    def own_thread_id_of(self, thread_id: int) -> int:
         """Return the id of a thread in its own process."""
-        return self._merged[self.number_of(thread_id)].threads.get(thread_id, thread_id) if self._merged else thread_id
+        return (
+            self._merged[self.process_number_of(thread_id)].threads.get(thread_id, thread_id)
+            if self._merged
+            else thread_id
+        )
 
     def thread_name(self, thread_id: int) -> str:
-        own_id = self.own_thread(thread_id)
-        return self.of_thread(thread_id).facts.threads.get(own_id) or f"thread {own_id}"
+        own_id = self.own_thread_id_of(thread_id)
+        return self.process_of_thread(thread_id).facts.threads.get(own_id) or f"thread {own_id}"
 
-    def numbers_of(self, thread_ids: Int64s) -> Int64s:
+    def process_numbers_of(self, thread_ids: Int64s) -> Int64s:
         distinct_ids, places = rank_distinct(thread_ids)
-        return np.array(list(map(self.number_of, distinct_ids.tolist())), dtype=np.int64)[places]
+        return np.array(list(map(self.process_number_of, distinct_ids.tolist())), dtype=np.int64)[places]
 
 
 class Board:
@@ -114,12 +118,14 @@ class Board:
         """The ids of the lanes of each thread and stream, by its process and its id in the trace."""
         self._spare_tids = count(SPARE_TIDS)
 
-    def of_thread(self, thread_id: int, number: int = 1) -> tuple[int, int]:
+    def find_thread_lane(self, thread_id: int, number: int = 1) -> tuple[int, int]:
         """Return the process id and thread id of a thread's lane. Lanes are numbered from 1."""
         processes = self.processes
-        return self._assign_lane(processes.of_thread(thread_id).pid, thread_id, processes.own_thread(thread_id), number)
+        return self._assign_lane(
+            processes.process_of_thread(thread_id).pid, thread_id, processes.own_thread_id_of(thread_id), number
+        )
 
-    def of_stream(self, device: int, stream: int, number: int) -> tuple[int, int]:
+    def find_stream_lane(self, device: int, stream: int, number: int) -> tuple[int, int]:
         """Return the process id and thread id of a stream's lane. Lanes are numbered from 1."""
         return self._assign_lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, stream, number)
 
@@ -211,7 +217,7 @@ class Spans:
     def __init__(self, trace: Columns, base_ns: int, processes: ShownProcesses) -> None:
         self.trace, self.row = trace, order_by_start(trace)
         row, parent = self.row, trace.parent[self.row]
-        self.place_of = rank_of(row)
+        self.place_of = invert_order(row)
         self.parent = np.where(parent == NONE, np.int32(NONE), self.place_of[parent]) if len(row) else parent
         self.span_id, self.thread_id, self.task_id = trace.span_id[row], trace.thread_id[row], trace.task_id[row]
         self.start_ns, self.end_ns = trace.start_ns[row] - base_ns, trace.end_ns[row] - base_ns
@@ -219,7 +225,7 @@ class Spans:
         self.sites = [trace.sites[number] for number in trace.site[row[firsts]].tolist()]
         self.is_request = np.array([site.kind == "request" for site in self.sites], dtype=np.bool_)[self.site]
         self.is_async = (self.task_id != 0) | self.is_request
-        self.process = processes.numbers_of(self.thread_id)
+        self.process = processes.process_numbers_of(self.thread_id)
 
     def number_groups(self) -> Int64s:
         """Return a number for the thread or task of each span. Tasks of different trees or processes have different
@@ -309,7 +315,7 @@ class Arrows:
     def __init__(self, spans: Spans, intervals: OrderedIntervals) -> None:
         self._spans, owners = spans, intervals.owner
         of_async = spans.is_async[owners]
-        is_drawn = self._can_lead_to(owners, intervals.start_ns, of_async)
+        is_drawn = self._mask_drawable(owners, intervals.start_ns, of_async)
         self.launched = np.flatnonzero(is_drawn & ~of_async)
         tied = np.flatnonzero(is_drawn & of_async)
         self.ties = dict(zip(tied.tolist(), owners[tied].tolist(), strict=True))
@@ -317,7 +323,7 @@ class Arrows:
         self.left_out = int((~is_drawn).sum())
         called, callers = spans.find_cross_thread_calls()
         by_bind = spans.is_async[callers] | spans.is_async[called]
-        is_drawn = self._can_lead_to(callers, spans.start_ns[called], by_bind)
+        is_drawn = self._mask_drawable(callers, spans.start_ns[called], by_bind)
         self.called = called[is_drawn & ~by_bind]
         self.left_out += int((~is_drawn).sum())
         by_bind &= is_drawn
@@ -332,7 +338,7 @@ class Arrows:
         self.batch, self.request = marks.batch[np.logical_not(are_tied)], marks.request[np.logical_not(are_tied)]
         self.left_out += marks.left_out + sum(are_tied)
 
-    def _can_lead_to(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
+    def _mask_drawable(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
         """Return a mask of the arrows that Perfetto accepts. With a bind id, the target must start later than the
         source."""
         starts_ns = self._spans.start_ns[sources]

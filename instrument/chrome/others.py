@@ -20,7 +20,14 @@ from instrument.chrome.lanes import SPARE_TIDS
 from instrument.profile.model import KINDS
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.indices import NONE, column, extend, nearest, number_by_first_sight, topmost_rows
+from instrument.trace.indices import (
+    NONE,
+    append_numbers,
+    nearest_at_or_above,
+    number_by_first_sight,
+    topmost_rows,
+    view_numbers,
+)
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.layout import KernelColumns
 from instrument.trace.text import (
@@ -29,9 +36,9 @@ from instrument.trace.text import (
     LIMIT_US,
     LONGEST_PLAIN,
     GatheredAttributes,
+    attributes_to_json,
     check_type,
     convert_to_ns,
-    to_json,
 )
 from instrument.trace.trace import ALLOCATION, Allocation, Allocations, SpanViews, Trace
 
@@ -55,7 +62,7 @@ _NUMBERS = re.compile(r"\[([0-9]{1,9}(?:, [0-9]{1,9})*)?\]")
 _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
 
 
-def is_counted(name: str) -> bool:
+def has_flop_formula(name: str) -> bool:
     return name in _FORMULAS
 
 
@@ -202,7 +209,7 @@ class _Facts(NamedTuple):
 _KIND, LANE = attrgetter("cat", "name"), attrgetter("pid", "tid")
 
 
-def look_up(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], Value]) -> list[Value]:
+def look_up_or_make(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], Value]) -> list[Value]:
     """Return the values of keys. Missing values are made and added."""
     values = list(map(table.get, keys))
     if None in values:
@@ -228,18 +235,18 @@ class NumberedLanes:
         self.rows: list[tuple[Any, Any]] = []
         self.line, self.thread_id, self.are_paddles = array("q"), array("q"), bytearray()
 
-    def numbers_of(self, events: Sequence[Any]) -> Int64s:
-        return np.array(look_up(self._numbers, list(map(LANE, events)), self._add), dtype=np.int64)
+    def number_lanes_of_events(self, events: Sequence[Any]) -> Int64s:
+        return np.array(look_up_or_make(self._numbers, list(map(LANE, events)), self._add_lane), dtype=np.int64)
 
-    def lines_of(self, keys: Sequence[tuple[Any, ...]]) -> list[int]:
+    def number_lines(self, keys: Sequence[tuple[Any, ...]]) -> list[int]:
         """Return the line of each lane or async key."""
-        return look_up(self.lines, keys, self._number_line)
+        return look_up_or_make(self.lines, keys, self._number_line)
 
     def _number_line(self, key: tuple[Any, ...]) -> int:
         key = key if len(key) > 2 else _row_of(key)
         return self.lines.setdefault(key, len(self.lines))
 
-    def _add(self, key: tuple[Any, Any]) -> int:
+    def _add_lane(self, key: tuple[Any, Any]) -> int:
         row = _row_of(key)
         self.rows.append(row)
         self.line.append(self._number_line(key))
@@ -260,7 +267,7 @@ class NumberedLanes:
 
 def _row_of(lane: tuple[Any, ...]) -> tuple[Any, Any]:
     pid, tid = map(lane_of, lane)
-    return pid, paddle_traces.thread_of(tid)
+    return pid, paddle_traces.parse_thread_id(tid)
 
 
 class Rows(NamedTuple):
@@ -332,7 +339,7 @@ class ForeignSlices:
             elif event.ph == "i" and event.name == "[memory]":
                 self._add_allocation(event, number)
 
-    def hold_back_zeros(self, block: Block, events: Sequence[TraceEvent], first: int) -> Sequence[TraceEvent]:
+    def hold_back_slices_at_zero(self, block: Block, events: Sequence[TraceEvent], first: int) -> Sequence[TraceEvent]:
         """Return the slices except those at time 0, which wait until a later time shows whether times are absolute."""
         slices = block.slices
         if not slices or self._at_zero is None:
@@ -347,10 +354,10 @@ class ForeignSlices:
                 self._left_out.add("slices at time 0 among absolute times", f"event {number}")
             self._at_zero = []
         elif len(self._at_zero) > MOST_AT_ZERO:
-            slices, self._at_zero = [*self.waiting_zeros(), *slices], None
+            slices, self._at_zero = [*self.slices_waiting_at_zero(), *slices], None
         return slices
 
-    def waiting_zeros(self) -> list[TraceEvent]:
+    def slices_waiting_at_zero(self) -> list[TraceEvent]:
         return [event for _, event in self._at_zero or ()]
 
     def _add_name(self, event: TraceEvent, number: int) -> None:
@@ -359,21 +366,21 @@ class ForeignSlices:
         if not isinstance(name, str):
             self._left_out.add("names of threads and processes that are no text", f"event {number}")
             return
-        thread = paddle_traces.thread_of(lane_of(event.tid)) if event.name == "thread_name" else None
-        self._names[lane_of(event.pid), thread] = paddle_traces.thread_name(name)
+        thread = paddle_traces.parse_thread_id(lane_of(event.tid)) if event.name == "thread_name" else None
+        self._names[lane_of(event.pid), thread] = paddle_traces.strip_language(name)
 
     def add_rows(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
         """Add complete slices and begins. Times are corrected in place."""
         slices, first = block.slices, len(self._kind)
-        kinds = np.array(look_up(self._kinds, list(map(_KIND, slices)), self._add_kind), dtype=np.int64)
+        kinds = np.array(look_up_or_make(self._kinds, list(map(_KIND, slices)), self._add_kind), dtype=np.int64)
         self._kind.frombytes(kinds.tobytes())
         texts = block.texts.split(b"\0")
         all_flat = block.texts if b"\\" in block.texts else _LISTS.sub(b"", block.texts)
         flat = all_flat.split(b"\0")
         lengths = np.fromiter(map(len, flat), np.int64, len(flat))
         are_flat = (np.frombuffer(self._are_plain, bool)[kinds]) & ~np.frombuffer(self.lanes.are_paddles, bool)[lanes]
-        if all_flat.count(b"{") != len(flat) or _has_marks(all_flat) or lengths.max() >= LONGEST_PLAIN:
-            are_flat &= np.fromiter(map(are_attributes, flat), np.bool_, len(flat))
+        if all_flat.count(b"{") != len(flat) or _has_escapes_or_flops(all_flat) or lengths.max() >= LONGEST_PLAIN:
+            are_flat &= np.fromiter(map(are_plain_attributes, flat), np.bool_, len(flat))
         rows = np.flatnonzero(are_flat & (lengths > 2)).tolist()
         self._attributes.add_all([first + row for row in rows], [flat[row] for row in rows])
         rows = np.flatnonzero(~are_flat).tolist()
@@ -387,7 +394,7 @@ class ForeignSlices:
         if len(work):
             args = _decode_work([texts[row] for row in work.tolist()])
             self._add_work(
-                first + work, column(self._work_of)[kinds[work]], args, lanes[work], start_ns[work], end_ns[work]
+                first + work, view_numbers(self._work_of)[kinds[work]], args, lanes[work], start_ns[work], end_ns[work]
             )
 
     def _add_arguments(
@@ -405,9 +412,9 @@ class ForeignSlices:
             attributes[FLOPS] = flops
             self._counts_flops = True
         if FLOPS in attributes:
-            self._with_flops[at] = to_json(attributes)
+            self._with_flops[at] = attributes_to_json(attributes)
         elif attributes:
-            self._attributes.add(at, to_json(attributes))
+            self._attributes.add(at, attributes_to_json(attributes))
         return start_ns, end_ns
 
     def _add_kind(self, key: tuple[object, object]) -> int:
@@ -422,7 +429,7 @@ class ForeignSlices:
             name = step[1]
         elif paddles is not None:
             name, (span_kind, attributes, work) = paddles
-        launches, counts = LAUNCHES.fullmatch(kind) is not None, kind == OPERATOR and is_counted(name)
+        launches, counts = LAUNCHES.fullmatch(kind) is not None, kind == OPERATOR and has_flop_formula(name)
         self._facts.append(_Facts(name, None if step is None else int(step[2]), counts))
         self._place.append(self._sites.setdefault((name, span_kind, attributes), len(self._sites)))
         self._work_of.append(NONE if work is None else self._work.setdefault((name, work), len(self._work)))
@@ -465,14 +472,14 @@ class ForeignSlices:
             self._left_out.add("allocations that say no time or size", f"event {number}")
             return
         if allocation is not None:
-            extend(self._allocations, Allocations.FACTS(allocation))
+            append_numbers(self._allocations, Allocations.FACTS(allocation))
         elif event.cat not in paddle_traces.RESERVING:
             self._unsized += 1
         if len(self._allocations) > LIMIT_SPANS * len(ALLOCATION.names or ()):
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
     def _read_allocation(self, event: TraceEvent) -> Allocation | None:
-        thread_id = self.lanes.thread_id[self.lanes.numbers_of([event])[0]]
+        thread_id = self.lanes.thread_id[self.lanes.number_lanes_of_events([event])[0]]
         (args,) = _decode_arguments([event.args]) if bytes(event.args).startswith(b"{") else [{}]
         if "Bytes" in args:
             return _torch_allocation(event, args, thread_id)
@@ -497,17 +504,17 @@ class ForeignSlices:
             end_ns=rows.end_ns,
             active_ns=total_ns,
             self_ns=total_ns - children_ns,
-            site=column(self._place)[column(self._kind)[rows.order]].astype(np.int32),
+            site=view_numbers(self._place)[view_numbers(self._kind)[rows.order]].astype(np.int32),
             error=np.full(len(parent), NONE, dtype=np.int32),
             clipped=rows.clipped,
-            device=DeviceIntervals.none(),
+            device=DeviceIntervals.make_empty(),
             attributes=self._attributes.packed(rows.rank),
             remote={},
         )
         return self._assemble_trace(rows, columns)
 
     def _assemble_trace(self, rows: Rows, columns: Columns) -> Trace:
-        allocations = Allocations(column(self._allocations).view(ALLOCATION)).in_order()
+        allocations = Allocations(view_numbers(self._allocations).view(ALLOCATION)).in_order()
         starts, ends = (np.append(times, allocations.times_ns) for times in (rows.start_ns, rows.end_ns))
         window_ns = (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
         pids = [pid for pid, _ in self.lanes.thread_ids]
@@ -537,7 +544,7 @@ class ForeignSlices:
 
     def _collect_kernels(self, rows: Rows) -> KernelColumns:
         """Return the device work sorted by start time, each with the call that launched it."""
-        numbers = column(self._work_numbers).reshape(-1, 6)
+        numbers = view_numbers(self._work_numbers).reshape(-1, 6)
         works, firsts = number_by_first_sight(numbers[:, 0])
         used = [list(self._work)[number] for number in numbers[firsts, 0].tolist()]
         order = np.argsort(numbers[:, 3], kind="stable")
@@ -556,11 +563,11 @@ class ForeignSlices:
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and flops_in(json.loads(text)) > 0
-        outer = nearest(parent, has_flops)
+        outer = nearest_at_or_above(parent, has_flops)
         for at, text in self._with_flops.items():
             above = parent[rank[at]]
             if above != NONE and outer[above] != NONE:
-                text = to_json({key: value for key, value in json.loads(text).items() if key != FLOPS})
+                text = attributes_to_json({key: value for key, value in json.loads(text).items() if key != FLOPS})
             if len(text) > 2:
                 self._attributes.add(at, text)
 
@@ -570,12 +577,12 @@ _LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[
 """A pattern for a key with a list, in arguments without escapes. Another key must precede it."""
 
 
-def are_attributes(args: bytes) -> bool:
+def are_plain_attributes(args: bytes) -> bool:
     """Return True if arguments need no decoding: numbers, texts and booleans, without escapes or `flops`."""
-    return not args.rfind(b"{") and len(args) < LONGEST_PLAIN and not _has_marks(args)
+    return not args.rfind(b"{") and len(args) < LONGEST_PLAIN and not _has_escapes_or_flops(args)
 
 
-def _has_marks(text: bytes) -> bool:
+def _has_escapes_or_flops(text: bytes) -> bool:
     return b"[" in text or b"\\" in text or b"null" in text or b'"flops"' in text
 
 

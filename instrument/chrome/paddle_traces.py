@@ -82,13 +82,13 @@ def find_meaning(category: str, name: str) -> tuple[str, Meaning] | None:
     return name, base
 
 
-def thread_of(lane: object) -> object:
+def parse_thread_id(lane: object) -> object:
     """Return the thread id in the name of a lane of Python or C++. Another name is returned unchanged."""
     match = _LANE.fullmatch(lane) if isinstance(lane, str) else None
     return lane if match is None else int(match[1])
 
 
-def thread_name(name: str) -> str:
+def strip_language(name: str) -> str:
     """Return the name of a thread without the language of its lane."""
     match = _THREAD.fullmatch(name)
     return name if match is None else match[1]

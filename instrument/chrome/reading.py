@@ -23,8 +23,8 @@ from instrument.errors import TraceError
 from instrument.recording.spans import FLOPS, Flops, flops_in
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
-from instrument.trace.file import Saved, refuse_endless
-from instrument.trace.layout import move_watched
+from instrument.trace.file import Saved, refuse_deep_calls
+from instrument.trace.layout import shift_torch_data
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, check_type
 from instrument.trace.trace import Trace
@@ -46,22 +46,22 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
     other profilers' traces, lanes become threads, and containment gives the trees. A missing tally is counted from the
     spans. Raises `TraceError` for an unreadable file, or for more than `limit_bytes` of text."""
     saved = read(path, limit_bytes=limit_bytes)
-    return saved.trace, saved.counted()
+    return saved.trace, saved.tally_or_count()
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
     """Read a file as `load` does, but count a missing tally only on demand, which saves most of the time."""
-    with _convert_errors(path):
+    with _convert_file_errors(path):
         with _open_text(Path(path), limit_bytes) as text:
             saved = _read_content(text)
         # Views would take unbounded time for many such parents.
         if np.count_nonzero((parent := saved.trace.columns.parent) > np.arange(len(parent))) > LIMIT_BACKWARD:
             raise ValueError("parents in it begin after their children; it is damaged")
-        return refuse_endless(saved)
+        return refuse_deep_calls(saved)
 
 
 @contextmanager
-def _convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+def _convert_file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Convert every error that a file may cause to a `TraceError`."""
     cause: Exception
     try:
@@ -82,12 +82,12 @@ def _convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     raise TraceError(f"cannot read the trace {os.fspath(path)}: {why}") from cause
 
 
-def facts_of(path: str | os.PathLike[str]) -> Trace | None:
+def read_facts(path: str | os.PathLike[str]) -> Trace | None:
     """Read the facts of a file of `dump`, but not its events.
 
     Return None for another profiler's file. Raises `TraceError`.
     """
-    with _convert_errors(path), _open_text(Path(path), LIMIT_BYTES) as text:
+    with _convert_file_errors(path), _open_text(Path(path), LIMIT_BYTES) as text:
         for key, value in _top_level_values(text):
             if _are_facts(key, value):
                 return Metadata(value).make_trace([], [])
@@ -163,14 +163,14 @@ def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
                 value = text.take_value()
                 are_ours |= _are_facts(key, value)
                 yield key, value
-        _take_end(text, "}")
+        _take_closing_bracket(text, "}")
         if not has_events:
             raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
     if text.peek():
         text.left_out.add("what follows its end", f"byte {text.bytes_read}")
 
 
-def _take_end(text: JsonText, bracket: str) -> None:
+def _take_closing_bracket(text: JsonText, bracket: str) -> None:
     """Take the closing bracket. A missing one, which a killed writer leaves out, is counted."""
     if text.peek():
         text.take(bracket)
@@ -192,7 +192,7 @@ def _read_events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBa
             count += 1
             text.left_out.add("events that are no object", f"event {count}")
             yield None, EventBatch([TraceEvent()])
-    _take_end(text, "]")
+    _take_closing_bracket(text, "]")
 
 
 # Join with a trace of torch.profiler
@@ -201,7 +201,7 @@ OURS = "trace of instrument"
 TORCHS = "trace of torch.profiler"
 
 
-def join(trace: Trace, profiled: Trace) -> Trace:
+def join_torch_trace(trace: Trace, profiled: Trace) -> Trace:
     """Add the kernels, allocations and floating-point operations of a torch.profiler trace to a trace of ours, and
     return the result. Raises `TraceError` if the recorders, processes or times do not match."""
     if trace.origin.recorder == "other" or profiled.origin.recorder != "other":
@@ -227,12 +227,13 @@ def join(trace: Trace, profiled: Trace) -> Trace:
     first, last = (at_ns + moved_ns for at_ns in profiled.watched or (profiled.start_ns, profiled.end_ns))
     if first >= trace.end_ns or last <= trace.start_ns:
         raise TraceError(
-            f"the two traces must be of one time; ours is from {_name_clock(trace, trace.start_ns, trace.end_ns)} and "
-            f"that of torch.profiler from {_name_clock(trace, first, last)}; give a window that torch.profiler recorded"
+            f"the two traces must be of one time; ours is from {_describe_clock(trace, trace.start_ns, trace.end_ns)} "
+            f"and that of torch.profiler from {_describe_clock(trace, first, last)}; give a window that torch.profiler "
+            "recorded"
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
     try:
-        moved = move_watched(replace(profiled, flops=flops), np.asarray, np.asarray, moved_ns)
+        moved = shift_torch_data(replace(profiled, flops=flops), np.asarray, np.asarray, moved_ns)
     except (OverflowError, ValueError) as problem:
         raise TraceError(f"cannot join the traces: {problem}") from problem
     allocations, at_ns = moved["allocations"], attrgetter("at_ns")
@@ -244,7 +245,7 @@ def join(trace: Trace, profiled: Trace) -> Trace:
     return replace(trace, **moved)
 
 
-def _name_clock(trace: Trace, *times_ns: int) -> str:
+def _describe_clock(trace: Trace, *times_ns: int) -> str:
     return " to ".join(
         datetime.fromtimestamp(trace.origin.realtime_of(at_ns) / 1e9, timezone.utc).strftime("%F %T.%f")
         for at_ns in times_ns

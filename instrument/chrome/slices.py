@@ -25,26 +25,26 @@ from instrument.chrome.events import (
     EventBatch,
     LeftOut,
     OwnEvent,
-    block_of,
     is_sound,
-    read_sound_block,
+    make_block,
+    read_block_if_valid,
 )
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
-from instrument.chrome.others import LANE, ForeignSlices, NumberedLanes, Rows, look_up
+from instrument.chrome.others import LANE, ForeignSlices, NumberedLanes, Rows, look_up_or_make
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
-from instrument.trace.indices import NONE, column, extend, mask_of, rank_of, rows_of, topmost_rows
+from instrument.trace.indices import NONE, append_numbers, invert_order, mask_of, rows_of, topmost_rows, view_numbers
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import (
     LIMIT_SPANS,
     LIMIT_US,
     LONGEST_PLAIN,
     GatheredAttributes,
+    attributes_to_json,
     check_type,
     convert_lists,
     convert_to_ns,
-    to_json,
 )
 from instrument.trace.trace import SpanViews, Trace
 
@@ -87,23 +87,23 @@ class Slices:
             are_calls = [event.cat != "Trace" or event.pid != "Spans" for event in events]
             are_slices = [*map(and_, are_slices, are_calls)]
         slices = [*compress(events, are_slices)]
-        block = read_sound_block(batch, slices, are_slices)
+        block = read_block_if_valid(batch, slices, are_slices)
         if block is None:
             numbers = compress(count(first), are_slices)
             numbered = zip(slices, numbers, strict=True)
             slices = [event for event, number in numbered if is_sound(event, self._left_out, number)]
-            block = block_of(slices, _LIMIT_NS)
+            block = make_block(slices, _LIMIT_NS)
         self.count += len(slices)
         if self.count > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
         if self._ours is None:
-            remaining = self.others.hold_back_zeros(block, events, first)
-            self._add(block if remaining is block.slices else block_of(remaining, _LIMIT_NS))
+            remaining = self.others.hold_back_slices_at_zero(block, events, first)
+            self._add_block(block if remaining is block.slices else make_block(remaining, _LIMIT_NS))
             self.others.add(events, first)
         else:
-            self._add(self._ours.add(events, block))
+            self._add_block(self._ours.add(events, block))
 
-    def _add(self, block: Block) -> None:
+    def _add_block(self, block: Block) -> None:
         if block.are_begins.any():
             self._add_rows(block.select(block.are_begins))
         are_marks = block.phases != ord("X")
@@ -114,7 +114,7 @@ class Slices:
         """Add complete slices, and slices whose end comes later."""
         self._rounding_ns = max(self._rounding_ns, int(block.has_parts))
         start_ns, end_ns = block.start_ns.copy(), block.start_ns + block.length_ns
-        lanes = self._lanes.numbers_of(block.slices)
+        lanes = self._lanes.number_lanes_of_events(block.slices)
         if self._ours is None:
             self.others.add_rows(block, lanes, start_ns, end_ns)
         else:
@@ -132,7 +132,7 @@ class Slices:
         keys: list[tuple[Any, ...]] = list(map(_ASYNC, marks))
         if not are_async.all():
             keys = [LANE(event) if event.ph.isupper() else key for event, key in zip(marks, keys, strict=True)]
-        lines = np.array(self._lanes.lines_of(keys), dtype=np.int64)
+        lines = np.array(self._lanes.number_lines(keys), dtype=np.int64)
         rows = np.where(block.are_begins, rows, NONE)
         self._mark_parts.append((block.start_ns[are_marks], rows[are_marks], lines))
         self._tasks |= dict.fromkeys(lines[phases == ord("b")].tolist())
@@ -141,16 +141,16 @@ class Slices:
 
     def trace(self) -> Trace:
         if self._ours is None:
-            self._add(block_of(self.others.waiting_zeros(), _LIMIT_NS))
+            self._add_block(make_block(self.others.slices_waiting_at_zero(), _LIMIT_NS))
         rows = self._rows()
         return self.others.trace(rows) if self._ours is None else self._ours.trace(rows)
 
     def _rows(self) -> Rows:
         start_ns, end_ns, lane = map(np.concatenate, zip(*self._row_parts, strict=True))
         self._row_parts.clear()
-        line, thread_id = column(self._lanes.line)[lane], column(self._lanes.thread_id)[lane]
+        line, thread_id = view_numbers(self._lanes.line)[lane], view_numbers(self._lanes.thread_id)[lane]
         clipped = np.zeros(len(start_ns), dtype=np.bool_)
-        order_in_file, strays = self._close_marks(end_ns, line, clipped)
+        order_in_file, strays = self._match_begins_with_ends(end_ns, line, clipped)
         # Slices with equal begins and ends keep the order of the file.
         order = np.lexsort((order_in_file, -end_ns, start_ns))
         start_ns, end_ns, line, thread_id = start_ns[order], end_ns[order], line[order], thread_id[order]
@@ -158,9 +158,9 @@ class Slices:
         task_of_line = np.zeros(len(self._lanes.lines), dtype=np.int64)
         task_of_line[list(self._tasks)] = np.arange(1, 1 + len(self._tasks))
         further = thread_id, task_of_line[line], around, clipped[order], strays
-        return Rows(order, rank_of(order), start_ns, end_ns, line, *further)
+        return Rows(order, invert_order(order), start_ns, end_ns, line, *further)
 
-    def _close_marks(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
+    def _match_begins_with_ends(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
         """Match begins with ends on each line (a thread or an async id). Set each row's end and line. Return each row's
         place in the file's order, and the number of ends without a begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
@@ -197,7 +197,7 @@ class Slices:
 def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
     """Return the parent of each row: the last earlier row on its line that contains it, or `NONE`. A parent may end up
     to `rounding_ns` before its child. Rows that overlap only in part are not parents."""
-    parent_of_nested = _parents_of_nested(start_ns, end_ns, line)
+    parent_of_nested = _find_parents_if_nested(start_ns, end_ns, line)
     if parent_of_nested is not None:
         return parent_of_nested
     parents = array("i")
@@ -212,7 +212,7 @@ def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: i
     return np.array(parents, dtype=np.int32)
 
 
-def _parents_of_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s | None:
+def _find_parents_if_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s | None:
     """Return the parent of each row if no rows of a line overlap in part, else None. It is faster than
     `_find_parents`."""
     count, length = len(line), int(end_ns.max(initial=0) - start_ns.min(initial=0)) + 1
@@ -287,13 +287,13 @@ class OwnSlices:
         first = len(self._numbers["error"])
         for name in _NUMBERS:
             self._numbers[name].frombytes(_read_numbers(arguments, name).tobytes())
-        extend(self._numbers["error"], look_up(
+        append_numbers(self._numbers["error"], look_up_or_make(
             self._errors, list(map(attrgetter("error"), arguments)), lambda _: len(self._errors) - 2
         ))  # fmt: skip
         self._clipped += (row for row, is_clipped in _read_values(arguments, "clipped", first) if is_clipped)
         for row, attributes in _read_values(arguments, "attributes", first):
             text = bytes(attributes)
-            self._attributes.add(row, to_json(json.loads(text)) if b"\\" in text else text)
+            self._attributes.add(row, attributes_to_json(json.loads(text)) if b"\\" in text else text)
         self._remote |= {row: remote.parent() for row, remote in _read_values(arguments, "remote", first) if remote}
 
     def _add_intervals(self, arguments: Sequence[Arguments], block: Block) -> None:
@@ -302,7 +302,7 @@ class OwnSlices:
         columns = {name: _read_numbers(arguments, name) for name in ("owner", "place", "uncertainty_ns", "device")}
         columns |= {
             "stream": np.where(stream == UNTOLD, enclosing, stream),
-            "label": np.array(look_up(self._labels, labels, lambda _: len(self._labels))),
+            "label": np.array(look_up_or_make(self._labels, labels, lambda _: len(self._labels))),
             "start_ns": block.start_ns,
             "end_ns": block.start_ns + block.length_ns,
         }
@@ -348,11 +348,11 @@ class OwnSlices:
         return self._metadata.make_trace(SpanViews(columns), self._samples)
 
     def _order_column(self, name: str, rows: Rows) -> Int64s:
-        return column(self._numbers.pop(name))[rows.order]
+        return view_numbers(self._numbers.pop(name))[rows.order]
 
     def _device(self, span_id: Int64s, base_ns: int) -> DeviceIntervals:
         """Return the device intervals in the order of rows, without those of missing spans."""
-        columns = {name: column(self._intervals.pop(name)) for name in _OF_INTERVALS}
+        columns = {name: view_numbers(self._intervals.pop(name)) for name in _OF_INTERVALS}
         if any((columns[name] == UNTOLD).any() for name in ("device", "stream")) or (columns["place"] < 0).any():
             raise ValueError("an interval in it belongs to no device, stream or site; it is damaged")
         rows: Int32s = rows_of(span_id, columns.pop("owner"))

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, iterate_rows
-from instrument.chrome.writing import write_parts
+from instrument.chrome.writing import write_whole_file
 from instrument.errors import InstrumentError
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.trace.columns import Int32s, Int64s
-from instrument.trace.indices import NONE, mask_of, number_combinations, rank_of
+from instrument.trace.indices import NONE, invert_order, mask_of, number_combinations
 from instrument.trace.text import INT64, is_number, make_safe, remove_surrogates
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def import_protos() -> Any:
 
 def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
     """Write a trace in Perfetto's format, packed if the name ends in `.gz`. The file appears complete or not at all."""
-    return write_parts(path, _Packets(import_protos(), trace).parts())
+    return write_whole_file(path, _Packets(import_protos(), trace).parts())
 
 
 class _Packets:
@@ -80,8 +80,8 @@ class _Packets:
         self._errors = [remove_surrogates(error) for error in trace.errors]
         self._part = pb.Trace()
         self._needs_names = pb.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
-        self._begun = [self._make_begin(site) for site in self._spans.sites]
-        self._on_device = [self._make_begin(site, on_device=True) for site in self._spans.sites]
+        self._begun = [self._make_shared_begin(site) for site in self._spans.sites]
+        self._on_device = [self._make_shared_begin(site, on_device=True) for site in self._spans.sites]
 
     def parts(self) -> Iterator[bytes]:
         self._write_head()
@@ -139,7 +139,7 @@ class _Packets:
             getattr(packet.interned_data, table).add(iid=number, **(facts or {"name": entry}))
         return number
 
-    def _make_begin(self, site: Site, *, on_device: bool = False) -> Any:
+    def _make_shared_begin(self, site: Site, *, on_device: bool = False) -> Any:
         """Return the part that the begin events of a site's slices have in common."""
         is_layer = site.kind == "layer" and site.instance
         name, kind = (
@@ -172,8 +172,8 @@ class _Packets:
 
     def _find_thread_track(self, thread_id: int) -> int:
         if thread_id not in self._threads:
-            name, pid = self._find_thread_name(thread_id), self._processes.of_thread(thread_id).pid
-            tid, parent = self._processes.own_thread(thread_id), self._find_process_track(thread_id)
+            name, pid = self._find_thread_name(thread_id), self._processes.process_of_thread(thread_id).pid
+            tid, parent = self._processes.own_thread_id_of(thread_id), self._find_process_track(thread_id)
             facts: dict[str, Any] = {"name": name}
             if pid and 0 < tid < LIMIT_PID:
                 facts = {"thread": self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)}
@@ -181,7 +181,7 @@ class _Packets:
         return self._threads[thread_id]
 
     def _find_process_track(self, thread_id: int) -> int:
-        return self._of_process[self._processes.number_of(thread_id)]
+        return self._of_process[self._processes.process_number_of(thread_id)]
 
     def _find_thread_name(self, thread_id: int) -> str:
         return remove_surrogates(self._processes.thread_name(thread_id))
@@ -242,7 +242,7 @@ class _Packets:
         starts, ends, ids, sites, rows, is_target, errors, has_attributes = _convert_to_buffers(
             spans.start_ns, spans.end_ns, spans.span_id, spans.site, row, self._arrows.into_spans, trace.error, has_any
         )
-        for place, is_begin, is_first in _order_edges(*number_combinations(groups, number), around):
+        for place, is_begin, is_first in _iterate_begins_and_ends(*number_combinations(groups, number), around):
             if not is_begin:
                 self._add_end(ends[place], track)
                 yield
@@ -257,7 +257,7 @@ class _Packets:
             if has_attributes[span_row]:
                 facts |= {name: value for name, value in trace.attributes[span_row].items() if name not in facts}
             self._annotate(event, facts)
-            event.flow_ids.extend(self._arrows.number_arrows_from(place))
+            event.flow_ids.extend(self._arrows.arrow_numbers_from(place))
             if is_target[place]:
                 event.terminating_flow_ids.append(is_target[place])
             event.terminating_flow_ids.extend(self._arrows.into_batches.get(place, ()))
@@ -290,7 +290,7 @@ class _Packets:
         device, row = spans.trace.device, intervals.row
         groups, number, around = intervals.assign_lanes(device)
         labels, track = [remove_surrogates(label) for label in device.labels], 0
-        for place, is_begin, is_first in _order_edges(*number_combinations(groups, number), around):
+        for place, is_begin, is_first in _iterate_begins_and_ends(*number_combinations(groups, number), around):
             if not is_begin:
                 self._add_end(int(intervals.end_ns[place]), track)
                 yield
@@ -323,7 +323,7 @@ class _Packets:
             if type(value) is int and -INT64 <= value < INT64:
                 add(name_iid=number, int_value=value)
             else:
-                _set_value(add(name_iid=number), make_safe(value, finite=False))
+                _set_annotation_value(add(name_iid=number), make_safe(value, finite=False))
 
 
 def _convert_to_buffers(*columns: NDArray[Any]) -> list[Any]:
@@ -331,7 +331,7 @@ def _convert_to_buffers(*columns: NDArray[Any]) -> list[Any]:
     return [np.ascontiguousarray(column).data for column in columns]
 
 
-def _set_value(annotation: Any, value: Any) -> None:
+def _set_annotation_value(annotation: Any, value: Any) -> None:
     """Set a debug annotation to a value that `make_safe` has returned."""
     if isinstance(value, bool):
         annotation.bool_value = value
@@ -341,15 +341,15 @@ def _set_value(annotation: Any, value: Any) -> None:
         annotation.double_value = value
     elif isinstance(value, list):
         for item in value:
-            _set_value(annotation.array_values.add(), item)
+            _set_annotation_value(annotation.array_values.add(), item)
     elif isinstance(value, dict):
         for name, item in value.items():
-            _set_value(annotation.dict_entries.add(name=name), item)
+            _set_annotation_value(annotation.dict_entries.add(name=name), item)
     else:
         annotation.string_value = "" if value is None else str(value)
 
 
-def _order_edges(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
+def _iterate_begins_and_ends(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
     """Yield the begin and end events of slices, lane by lane. Each has the slice's index, True for a begin, and True
     for a lane's first event. Simultaneous events are in the order of nesting."""
     is_first = mask_of(firsts, len(lane))
@@ -376,7 +376,7 @@ class _Arrows:
         serves = spans.start_ns[marks.request] < spans.start_ns[marks.batch]
         sources = np.concatenate([callers, intervals.owner[launched], marks.request[serves]])
         order = np.argsort(sources, kind="stable")
-        numbers = rank_of(order).astype(np.int64) + 1
+        numbers = invert_order(order).astype(np.int64) + 1
         self._firsts = np.searchsorted(sources[order], np.arange(len(spans.row) + 1)) + 1
         self.into_spans = np.zeros(len(spans.row), dtype=np.int64)
         self.into_spans[called] = numbers[: len(called)]
@@ -387,6 +387,6 @@ class _Arrows:
         for place, number in zip(marks.batch[serves].tolist(), numbers[of_batches:].tolist(), strict=True):
             self.into_batches.setdefault(place, []).append(number)
 
-    def number_arrows_from(self, place: int) -> range:
+    def arrow_numbers_from(self, place: int) -> range:
         """Return the numbers of the arrows that begin at a span."""
         return range(int(self._firsts[place]), int(self._firsts[place + 1]))

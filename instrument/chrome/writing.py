@@ -124,14 +124,14 @@ class Drawing:
         self._ids = np.array([*ids, None], dtype=object)
         of_request = np.zeros(len(groups), dtype=np.bool_)
         of_request[slices] = are_requests[lanes]
-        self._kind, self._shared = self._number_kinds(number, of_request, board, place_of)
+        self._kind, self._shared = self._number_lanes_with_sites(number, of_request, board, place_of)
         self._facts = self._collect_span_facts(around, openers)
         self._has_attributes = mask_of(spans.trace.attributes.rows(), len(groups))
         # An end comes after the begins before its time. Ends at one time come innermost first.
         before = np.maximum(np.searchsorted(spans.start_ns, spans.end_ns[slices]), slices + 1)
         order = np.lexsort((-slices, spans.end_ns[slices], before))
         self._ended, self._ended_before = slices[order], before[order]
-        self._number_streams(board)
+        self._number_streams_with_sites(board)
 
     def events(self) -> Iterator[list[DrawnEvent]]:
         for first, end in split_into_batches(len(self._spans.row)):
@@ -148,7 +148,7 @@ class Drawing:
 
     # ---------------------------------------------------------------- spans
 
-    def _number_kinds(
+    def _number_lanes_with_sites(
         self, number: Int64s, of_request: Bools, board: Board, place_of: Callable[[Site], int]
     ) -> tuple[Int64s, list[NDArray[Any]]]:
         """Number the pairs of lane and site. Return each span's number, and the event fields of each pair."""
@@ -159,7 +159,7 @@ class Drawing:
         for place in examples.tolist():
             site, thread_id, lane = spans.sites[spans.site[place]], int(spans.thread_id[place]), int(number[place])
             is_async, site_kind = spans.is_async[place], remove_surrogates(site.kind)
-            pid, tid = board.of_thread(thread_id, 1 if is_async else lane)
+            pid, tid = board.find_thread_lane(thread_id, 1 if is_async else lane)
             category = ("request" if of_request[place] else "task") if is_async else site_kind
             code = remove_surrogates(site.function) if site.function else UNSET
             marks = (
@@ -231,7 +231,7 @@ class Drawing:
         times = at_us, _select_values(~is_async, lengths_us)
         fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._make_arguments(some, shared)
         events = list(
-            map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._make_arrow_columns(bound, range(first, end)))
+            map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._list_flow_fields(bound, range(first, end)))
         )
         last = end + (end == len(spans.row))
         ends = slice(*np.searchsorted(self._ended_before, [first, last]))
@@ -244,7 +244,7 @@ class Drawing:
         order = np.argsort(np.concatenate([2 * np.arange(first, end) + 1, 2 * self._ended_before[ends]]), kind="stable")
         return [events[at] for at in order.tolist()]
 
-    def _make_arrow_columns(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
+    def _list_flow_fields(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
         """Return the columns `bind_id`, `flow_out` and `flow_in` of slices. `sources` has the source of each slice's
         arrow."""
         if not any(source is not None for source in sources):
@@ -261,7 +261,7 @@ class Drawing:
 
     # ---------------------------------------------------------------- intervals, arrows and marks
 
-    def _number_streams(self, board: Board) -> None:
+    def _number_streams_with_sites(self, board: Board) -> None:
         """Number the intervals' pairs of lane and site, and set their common fields. Only intervals without inner ones
         have `stream`, because HolisticTraceAnalysis adds up all events with it."""
         spans, intervals = self._spans, self._intervals
@@ -272,7 +272,7 @@ class Drawing:
         facts = (work.device[row[some]], work.stream[row[some]], number[some], spans.site[intervals.owner[some]])
         rows = []
         for device, stream, lane, site in zip(*(column.tolist() for column in facts), strict=True):
-            place = board.of_stream(device, stream, lane)
+            place = board.find_stream_lane(device, stream, lane)
             rows.append((*place, self._names[site], lane if lane > 1 else UNSET, device, stream))
         self._on_stream = _split_columns(rows)
 
@@ -295,7 +295,7 @@ class Drawing:
         times = convert_to_us(begins), convert_to_us(lengths)
         places = repeat(NONE, len(tied))
         fields = repeat("X"), pid, tid, repeat("device"), name, args
-        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._make_arrow_columns(tied, places)))
+        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._list_flow_fields(tied, places)))
 
     def _draw_flows(
         self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s
@@ -348,14 +348,14 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`. The file appears complete, with mode
     0600, or not at all, and replaces an older one. Missing directories are made. The text is never completely in
     memory. Raises `TraceError` if the file cannot be written."""
-    return write_parts(path, _write_document(trace, tally))
+    return write_whole_file(path, _make_document_chunks(trace, tally))
 
 
-def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
+def write_whole_file(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
     """Write a file from parts, packed with gzip if the name ends in `.gz`. The file appears complete or not at all."""
     target = Path(path)
     try:
-        with file_writing.replacing(target) as file:
+        with file_writing.open_replacement(target) as file:
             packer = file_writing.compressor(ZLIB_LEVEL) if target.suffix == ".gz" else None
             for data in parts:
                 file.write(packer.compress(data) if packer else data)
@@ -367,7 +367,7 @@ def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
     return target
 
 
-def _write_document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
+def _make_document_chunks(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     """Yield the text of the file in chunks of some thousand events."""
     columns, processes = trace.columns, ShownProcesses(trace)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # for names on an ASCII terminal
     try:
         try:
-            own_words, host = _split(words)
+            own_words, host = _split_off_service_command(words)
             options = _parse_options(own_words)
             code: int = options.verb(options, host)
         finally:
@@ -104,7 +104,7 @@ def print_lines(lines: Iterable[str]) -> None:
 def _parse_options(words: list[str]) -> argparse.Namespace:
     """Parse the words of the command itself. Raises `InstrumentError` for an unknown verb or option."""
     word = words[0] if words else ""
-    parser, verbs = _parsers(word)
+    parser, verbs = _make_parsers(word)
     if word not in VERBS and word and not word.startswith("-"):
         from instrument.cli.option_values import suggest_name
 
@@ -122,7 +122,7 @@ def _parse_options(words: list[str]) -> argparse.Namespace:
     return options
 
 
-def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+def _make_parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the command's parser, and the parsers of the verb's module. An unknown word gets those of all verbs."""
     parser = argparse.ArgumentParser(
         prog="instrument",
@@ -140,7 +140,7 @@ def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.
     return parser, verbs.choices
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
+def _split_off_service_command(words: list[str]) -> tuple[list[str], list[str]]:
     """Return the words of the command itself, and those of the service's command. The latter begin after `--`, at `-m`
     or `-c`, or at the first word that is no option."""
     if words[:1] in (["check"], ["init"]) and "--" in words:

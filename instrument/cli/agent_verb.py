@@ -63,5 +63,5 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
         if is_ours:
             path.unlink(missing_ok=True)
         if is_ours and run is not None:
-            agent_socket.remove(path.parent)
+            agent_socket.remove_run_folder(path.parent)
     return 0

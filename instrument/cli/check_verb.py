@@ -12,17 +12,17 @@ from typing import Any
 
 from instrument import native
 from instrument.cli import print_json
-from instrument.cli.interpreter import find_host, run_command
-from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
+from instrument.cli.interpreter import find_command, run_command
+from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, choice_arguments, choose_profile_file
 from instrument.device import cuda
 from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
 from instrument.instrumentors.verdict import Verdict, merge_processes, read_check_reports
 from instrument.native import OFF
 from instrument.otlp.connection import find_proxy
-from instrument.profile.keys import KEYS, load, setting
+from instrument.profile.keys import KEYS, get_setting, load
 from instrument.profile.model import Profile
-from instrument.profile.presets import PRESETS, text_of
+from instrument.profile.presets import PRESETS, read_preset
 from instrument.profile.values import FOLLOWED
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.main_module import MAINS
@@ -43,7 +43,9 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("profile", metavar="P", nargs="?", help=f"path of the profile.yaml ({DEFAULT})")
     parser.add_argument(
-        "--preset", **one_of(PRESETS), help="print the YAML of a preset; with --json or a command, check it instead"
+        "--preset",
+        **choice_arguments(PRESETS),
+        help="print the YAML of a preset; with --json or a command, check it instead",
     )
     parser.add_argument("modules", nargs="*", metavar="module", help="more modules to import")
     parser.add_argument(
@@ -59,9 +61,9 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
         raise InstrumentError(f"check: no call can be recorded here: {native.WHY_MISSING}")
     if options.modules and host:
         raise InstrumentError("check: a command and modules to import exclude each other; remove one of them")
-    path, is_unnamed = profile_of(options)
+    path, is_unnamed = choose_profile_file(options)
     if options.preset and not host and not options.json:
-        sys.stdout.write(text_of(options.preset))
+        sys.stdout.write(read_preset(options.preset))
         return 0
     profile = load(path)
     problems: list[str] = []
@@ -104,7 +106,7 @@ def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[li
     """Run a command as `instrument run` does. Returns the verdicts of its processes, and facts on the command."""
     if OFF:
         raise InstrumentError(f"check: the environment has {OFF}, so the command would not be instrumented; unset it")
-    find_host("check", host)
+    find_command("check", host)
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory(prefix="instrument-check-", ignore_cleanup_errors=True) as folder:
@@ -218,7 +220,7 @@ def _why_no_dataset(profile: Profile) -> str:
     from instrument.trace.dataset_files import Folder
 
     try:
-        return Folder(profile.export.parquet.path).why_not_written()
+        return Folder(profile.export.parquet.path).explain_unwritable()
     except InstrumentError as problem:
         return str(problem)
 
@@ -231,7 +233,7 @@ def _list_settings(profile: Profile) -> list[tuple[str, Any, str]]:
     """Return each setting that a variable can set, with its value and its source. Values of headers are hidden."""
     settings = []
     for name, origin in sorted(profile.origins.items()):
-        value = setting(profile, name)
+        value = get_setting(profile, name)
         if name.endswith(".headers"):
             value = [header for header, _ in value or ()]
         elif value is not None or origin == "preset":

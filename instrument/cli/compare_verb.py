@@ -16,9 +16,9 @@ from instrument.cli.inputs import (
     FILES,
     add_merging,
     expand_paths,
+    import_file_libraries,
     limit_memory,
     list_runs,
-    load_libraries,
     merge_saved,
     read_saved,
 )
@@ -97,11 +97,11 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
         print(f"instrument: compare: the baseline {baseline} had no run; {options.sides[0]} is now its first one")
         return 0
     befores = list(map(str, runs)) if baseline is not None else options.sides[:1]
-    load_libraries()
+    import_file_libraries()
     from instrument.report import effects
     from instrument.report.comparison import compare as compare_runs
     from instrument.report.comparison import write_page
-    from instrument.report.view import Options, document
+    from instrument.report.view import Options, make_json_values
 
     effects.scipy_special()  # before memory is bounded
     view_options = Options(**table_options(options), requests_by=options.by or "")
@@ -111,7 +111,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
         before = [run for side in befores for run in _read_runs(side, options)]
         comparison = compare_runs(before, _read_runs(options.sides[-1], options), view_options)
     comparison = replace(comparison, limit=options.fail_over)
-    code = _gate_code(comparison, options.fail_over)
+    code = _gate_exit_code(comparison, options.fail_over)
     if options.html:
         write_page(options.html, comparison)
     if options.markdown:
@@ -123,7 +123,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     if baseline is not None and code == 0:
         _add_to_baseline(baseline, options.sides[0], options.keep)
     if options.json:
-        print_json({"exit_code": code, **document(comparison)})
+        print_json({"exit_code": code, **make_json_values(comparison)})
     else:
         print_lines(comparison.lines())
     return code
@@ -138,7 +138,7 @@ def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
     return [Recording.of_saved(merge_saved(list(map(read_saved, files)), options.clock)) for files in runs]
 
 
-def _gate_code(comparison: Comparison, limit: float | None) -> int:
+def _gate_exit_code(comparison: Comparison, limit: float | None) -> int:
     if limit is None:
         return 0
     is_assessed = any(change.ratio is not None for change in comparison.changes)

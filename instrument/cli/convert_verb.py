@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instrument.cli import print_lines, print_remark
-from instrument.cli.inputs import WALL, add_files, find_files, read_bounded, read_merged
-from instrument.cli.option_values import Verbs, one_of
+from instrument.cli.inputs import WALL, add_file_arguments, find_files, read_merged, read_within_memory_limit
+from instrument.cli.option_values import Verbs, choice_arguments
 from instrument.errors import InstrumentError, TraceError
 from instrument.recording import memory
 
@@ -59,8 +59,8 @@ def _add_convert(verbs: Verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="forms:\n" + "\n".join(f"  {form:<10} {suffix:<12} {about}" for form, (suffix, about) in FORMS.items()),
     )
-    add_files(parser)
-    parser.add_argument("--to", required=True, **one_of(FORMS), help="the form to write, from the list below")
+    add_file_arguments(parser)
+    parser.add_argument("--to", required=True, **choice_arguments(FORMS), help="the form to write, from the list below")
     parser.add_argument(
         "-o",
         "--output",
@@ -80,7 +80,7 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
     target = Path(options.output or re.sub(r"(\.json\.gz|\.npz|\.json)?\Z", FORMS[options.to][0], paths[0], count=1))
     refuse_to_replace_input(target, paths)
     if options.to == "otlp":
-        _write_otlp(target, read_bounded("convert", paths, options.memory))
+        _write_otlp(target, read_within_memory_limit("convert", paths, options.memory))
     else:
         write_trace(target, options.to, read_merged("convert", paths, options))
     sys.stdout.write(f"{target}\n")
@@ -99,18 +99,18 @@ def write_trace(target: Path, form: str, saved: Saved) -> None:
     from instrument.trace import file
 
     ways: dict[str, Callable[[], object]] = {
-        "recording": lambda: file.dump(target, saved.trace, saved.counted()),
-        "chrome": lambda: chrome.dump(target, saved.trace, saved.counted()),
+        "recording": lambda: file.dump(target, saved.trace, saved.tally_or_count()),
+        "chrome": lambda: chrome.dump(target, saved.trace, saved.tally_or_count()),
         "perfetto": lambda: chrome.write_track_events(target, saved.trace),
     }
-    write_or_explain(target, ways[form])
+    convert_write_errors(target, ways[form])
 
 
-def form_of(target: Path) -> str:
+def form_by_suffix(target: Path) -> str:
     return FORM_OF_END.get(target.suffix, "recording")
 
 
-def write_or_explain(target: Path, action: Callable[[], object]) -> None:
+def convert_write_errors(target: Path, action: Callable[[], object]) -> None:
     """Call `action`, which writes a file. An `OSError` becomes a `TraceError` with the file's name."""
     try:
         action()
@@ -132,7 +132,7 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
         raise InstrumentError("convert: a dataset needs a folder; name it: --to parquet FOLDER")
     is_file = options.output.endswith(".parquet") and not Path(options.output).is_dir()
     folder = Folder("." if is_file else options.output)
-    merged = merge(read_bounded("convert", paths, options.memory), by_wall_clock=options.clock == WALL)
+    merged = merge(read_within_memory_limit("convert", paths, options.memory), by_wall_clock=options.clock == WALL)
     parts = [part.saved.trace for part in merged.parts]
     if not all(facts.origin.realtime_ns for facts in parts):
         raise TraceError("a file has no time of day, which a dataset needs; choose another form")
@@ -163,19 +163,19 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.runtime import file_writing
     from instrument.trace.joined import join
     from instrument.trace.merge import merge
-    from instrument.trace.request_trees import grafted, rows_by_process
+    from instrument.trace.request_trees import build_request_trees, rows_by_process
     from instrument.trace.stages import make_stage_spans
-    from instrument.trace.trace import with_spans
+    from instrument.trace.trace import append_spans
 
     if not all(saved.trace.origin.realtime_ns for saved in files):
         raise TraceError("a file has no time of day, which OTLP needs; choose another form")
     merged = merge(files, by_wall_clock=True)
     facts, columns = merged.saved.trace, merged.saved.trace.columns
     joined = join(columns, facts.apart_ns)
-    grafted_columns = grafted(columns, joined, facts.origin.run)
-    trace = with_spans(grafted_columns, [*chain.from_iterable(make_stage_spans(grafted_columns, joined).values())])
+    grafted_columns = build_request_trees(columns, joined, facts.origin.run)
+    trace = append_spans(grafted_columns, [*chain.from_iterable(make_stage_spans(grafted_columns, joined).values())])
     ids = SpanIds(trace, Ids())
-    links = ids.links_of(joined)
+    links = ids.links_by_row(joined)
 
     def iterate_lines() -> Iterator[bytes]:
         for process, part, rows, interruptions in rows_by_process(merged, trace):
@@ -186,15 +186,15 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
             yield from json_lines(packer.pack(rows), resource, trace.root_id[rows])
 
     def write_lines() -> None:
-        with file_writing.replacing(target) as file:
+        with file_writing.open_replacement(target) as file:
             file.writelines(iterate_lines())
 
-    write_or_explain(target, write_lines)
+    convert_write_errors(target, write_lines)
 
 
 def _add_merge(verbs: Verbs) -> None:
     parser = verbs.add_parser("merge", help="join several saved files in one file, with each span once")
-    add_files(parser)
+    add_file_arguments(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -210,7 +210,7 @@ def merge(options: argparse.Namespace, host: list[str]) -> int:
     """Write the merged file, and print its path. Returns the exit code."""
     paths, target = find_files("merge", options), Path(options.output)
     refuse_to_replace_input(target, paths)
-    write_trace(target, form_of(target), read_merged("merge", paths, options))
+    write_trace(target, form_by_suffix(target), read_merged("merge", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0
 
@@ -237,7 +237,7 @@ def _add_query(verbs: Verbs) -> None:
         + "\n".join(f"  {name:<11} {about}" for name, about in TABLES.items())
         + "\n\nStatements can read only these tables: no file and no network. Needs instrument-sdk[query].",
     )
-    add_files(parser)
+    add_file_arguments(parser)
     parser.add_argument("statement", metavar="SQL", help="a statement in DuckDB's SQL")
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print the rows as one JSON document")
@@ -274,10 +274,10 @@ def _print_rows(names: Sequence[str], rows: Sequence[Sequence[Any]], options: ar
         writer.writerow(names)
         writer.writerows(rows)
     else:
-        from instrument.report.table import safe, table
+        from instrument.report.table import printable, table
 
-        cells = [["-" if cell is None else safe(str(cell)) for cell in row] for row in rows]
-        print_lines(table([safe(name) for name in names], cells, [0] * len(names)))
+        cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
+        print_lines(table([printable(name) for name in names], cells, [0] * len(names)))
 
 
 WHICH = "give the folder of limits.ring_dir in the profile"

@@ -11,14 +11,20 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instrument.cli.interpreter import find_host, name_service, run_command
-from instrument.cli.option_values import Verbs, time_ns
+from instrument.cli.interpreter import find_command, name_service, run_command
+from instrument.cli.option_values import Verbs, read_time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
 from instrument.native import OFF
 from instrument.profile.keys import loads
-from instrument.proposal.first_profile import first_profile_of
-from instrument.proposal.observation import Observation, all_patterns, await_reports, merge_reports, own_modules
+from instrument.proposal.first_profile import propose_first_profile
+from instrument.proposal.observation import (
+    Observation,
+    await_reports,
+    find_own_modules,
+    merge_reports,
+    patterns_of_all_functions,
+)
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
@@ -55,7 +61,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--for",
         dest="for_ns",
-        type=time_ns,
+        type=read_time_ns,
         metavar="TIME",
         help="end the command by SIGTERM after this time, such as 30s",
     )
@@ -87,21 +93,24 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
             "python server.py`"
         )
     profile_name = "profile.yaml" if prints else str(path)
-    find_host("init", host)
+    find_command("init", host)
     words = host[1:] if re.fullmatch(r"python[\d.]*", Path(host[0]).name) and not Path(host[0]).is_dir() else host
     observation, code = _observe_command(words, options.for_ns, to_stderr=prints)
-    first = first_profile_of(observation, words, name_service(words), profile_name)
+    first = propose_first_profile(observation, words, name_service(words), profile_name)
     loads(first.text)  # what we write must be a profile
     if prints:
         sys.stdout.write(first.text)
         return 0
     _write_profile(path, first.text, replaces=options.force)
     count = f"{first.rules} rule{'s' * (first.rules != 1)}"
-    print(f"instrument: wrote {path}: {count}, from {first.summary}; the command {_exit_text(code)}", file=sys.stderr)
+    print(
+        f"instrument: wrote {path}: {count}, from {first.summary}; the command {_describe_exit_code(code)}",
+        file=sys.stderr,
+    )
     return 0
 
 
-def _exit_text(code: int) -> str:
+def _describe_exit_code(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -117,8 +126,8 @@ def _observe_command(words: list[str], for_ns: int | None, *, to_stderr: bool) -
     """Run a command and record its own functions. Return the observations of its processes, and its exit code."""
     if OFF:
         raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
-    names = own_modules(words, Path.cwd())
-    patterns = ", ".join(f'"{pattern}"' for pattern in all_patterns(names))
+    names = find_own_modules(words, Path.cwd())
+    patterns = ", ".join(f'"{pattern}"' for pattern in patterns_of_all_functions(names))
     with TemporaryDirectory(prefix="instrument-init-") as folder:
         profile = Path(folder, "observing.yaml")
         profile.write_text(OBSERVING.format(patterns=patterns), encoding="utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instrument.cli import print_remark
-from instrument.cli.option_values import one_of, size_bytes
+from instrument.cli.option_values import choice_arguments, read_size_bytes
 from instrument.errors import InstrumentError, TraceError
 from instrument.runtime import file_writing
 
@@ -38,7 +38,7 @@ PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
 """The maximum bytes of memory per byte of a packed trace, of a plain trace, and of a recording."""
 
 
-def limit_bytes(files: Sequence[str]) -> int:
+def memory_limit_bytes(files: Sequence[str]) -> int:
     """Return the memory limit in bytes for trace files, by their sizes."""
     return max(LEAST_BYTES, sum(map(_needed_bytes, map(Path, files))))
 
@@ -47,7 +47,7 @@ def limit_bytes(files: Sequence[str]) -> int:
 def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
     """Limit the process's memory within a block to `asked_bytes`, by default according to the sizes of the files.
     Raises `InstrumentError` if the block needs more."""
-    bound = asked_bytes or limit_bytes(files)
+    bound = asked_bytes or memory_limit_bytes(files)
     limit = int(bound * SHARE_OF_DATA) + max(0, _used_bytes() - COMMAND_BYTES)
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
@@ -97,7 +97,7 @@ SUFFIXES = (".npz", ".json", ".json.gz")
 
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:
     """Return the named files, and for a folder the files of one run. Raises `TraceError` for a folder without any."""
-    load_libraries()
+    import_file_libraries()
     with limit_memory(verb, [path for path in options.traces if not Path(path).is_dir()], options.memory):
         return expand_paths(options.traces, options.run, options.all, partial(print_remark, verb))
 
@@ -158,7 +158,7 @@ def _read_facts(path: str) -> Trace | None:
     from instrument.trace import file
 
     try:
-        return file.load_facts(path) if file.is_recording(path) else reading.facts_of(path)
+        return file.load_facts(path) if file.is_recording(path) else reading.read_facts(path)
     except TraceError:
         return None  # who reads the file says what is wrong with it
 
@@ -171,7 +171,7 @@ def read_saved(path: str) -> Saved:
     return file.load(path) if file.is_recording(path) else chrome.read(path)
 
 
-def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
+def add_file_arguments(parser: argparse.ArgumentParser, runs: str = "") -> None:
     """Add the arguments that name files, and the options for merging and for memory. With `runs`, no file is required,
     and this text is added to the help on files."""
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
@@ -183,16 +183,16 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
 
 def add_merging(parser: argparse.ArgumentParser) -> None:
     """Add the options for the clock of several files, and for memory."""
-    parser.add_argument("--clock", **one_of(CLOCKS), default=CLOCKS[0], help=CLOCK)
+    parser.add_argument("--clock", **choice_arguments(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",
-        type=size_bytes,
+        type=read_size_bytes,
         metavar="SIZE",
         help="largest memory to use, such as 2GiB (default: 500MB, and more for large files)",
     )
 
 
-def load_libraries() -> None:
+def import_file_libraries() -> None:
     """Import all libraries that read files, because imports may fail within a memory limit."""
     # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -202,24 +202,24 @@ def load_libraries() -> None:
     file_writing.damage_errors()
 
 
-def read_bounded(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
+def read_within_memory_limit(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
     """Read files within the memory limit. Raises `TraceError`."""
-    load_libraries()
+    import_file_libraries()
     with limit_memory(verb, paths, memory):
         return list(map(read_saved, paths))
 
 
 def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
     """Read all files as one trace with one tree for each request. Raises `TraceError`."""
-    return merge_saved(read_bounded(verb, paths, options.memory), options.clock)
+    return merge_saved(read_within_memory_limit(verb, paths, options.memory), options.clock)
 
 
 def merge_saved(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
     """Merge recordings into one with one tree for each request. Raises `TraceError`."""
     from instrument.trace.merge import merge
-    from instrument.trace.request_trees import graft
+    from instrument.trace.request_trees import graft_requests
 
-    return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)
+    return graft_requests(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)
 
 
 # Runs of the files of a folder

@@ -81,18 +81,18 @@ class Command(NamedTuple):
     note: str = ""
 
 
-def find_host(verb: str, words: list[str]) -> Command:
+def find_command(verb: str, words: list[str]) -> Command:
     """Return the command to run: a Python program by this interpreter, any other program as it is. Raises
     `InstrumentError` for a command that cannot run, or that could not be recorded."""
     if not words:
         raise InstrumentError(f"{verb}: {_NOTHING}")
     if words[0].startswith("-"):
-        return _python_command(verb, words)
+        return _make_python_command(verb, words)
     path = _find_program(verb, words[0])
     head = b"" if path.is_dir() else _read_head(path)
     if _INTERPRETER.fullmatch(path.name) and not path.is_dir():
         _refuse_other_interpreter(verb, words[0], path)
-        return _python_command(verb, words[1:])
+        return _make_python_command(verb, words[1:])
     if head.startswith(b"\x7fELF"):
         is_shell = path.name in _SHELLS
         note = f"{path.name} is machine code: Python in it and below it is recorded, all else is not"
@@ -102,7 +102,7 @@ def find_host(verb: str, words: list[str]) -> Command:
     if not head.startswith(b"#!") or (of_python := _OF_PYTHON.match(head)):
         if str(path) != words[0] and of_python and (interpreter := os.fsdecode(of_python[1])).startswith("/"):
             _refuse_other_interpreter(verb, words[0], Path(interpreter))
-        return _python_command(verb, [str(path), *words[1:]])
+        return _make_python_command(verb, [str(path), *words[1:]])
     if not os.access(path, os.X_OK):
         raise InstrumentError(f"{verb}: {words[0]} is not executable; make it so with `chmod +x {path}`")
     return Command([str(path.absolute()), *words[1:]])
@@ -115,7 +115,7 @@ _OF_PYTHON = late_pattern(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)
 """A pattern of the first lines of a Python script. The group is the interpreter: a path, or a name for `env`."""
 
 
-def _python_command(verb: str, words: list[str]) -> Command:
+def _make_python_command(verb: str, words: list[str]) -> Command:
     if not words or words in (["-m"], ["-c"]):
         raise InstrumentError(f"{verb}: {_NOTHING}")
     options = iter(() if OFF else words)
@@ -150,7 +150,7 @@ def name_service(words: Sequence[str]) -> str:
         text = project.read_text("utf-8", "replace")
         name = re.search(r'(?ms)^\[project\](?:(?!^\[).)*?^name\s*=\s*["\']([^"\']+)["\']', text)
         if name:
-            return _clean_name(name[1])
+            return _sanitize_service_name(name[1])
     targets = [
         word
         for before, word in zip(("", *words), words, strict=False)
@@ -160,10 +160,10 @@ def name_service(words: Sequence[str]) -> str:
     programs = [Path(word).stem for word in words if not re.match(r"-|(.*/)?python[\d.]*$", word)]
     is_script = not targets and words[:1] != ["-c"]
     names = [name for name in (*modules, *programs[:is_script], Path.cwd().name) if name and name not in _SERVERS]
-    return _clean_name(next((name for name in names if name not in _GENERIC), next(iter(names), "service")))
+    return _sanitize_service_name(next((name for name in names if name not in _GENERIC), next(iter(names), "service")))
 
 
-def _clean_name(text: str) -> str:
+def _sanitize_service_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "service"
 
 

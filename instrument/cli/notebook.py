@@ -91,7 +91,7 @@ class LoadedTrace:
     def _joined_and_ledger(self) -> tuple[Any, Any]:
         from instrument.report.request_groups import joined_requests, request_ledger
 
-        return self.recording.once(joined_requests), self.recording.once(request_ledger)
+        return self.recording.compute_once(joined_requests), self.recording.compute_once(request_ledger)
 
     def _make_frame(self, relation: Any) -> Any:
         from instrument.trace import tables

@@ -16,7 +16,7 @@ from instrument.cli.option_values import PROCESSES, RUN, Verbs, add_run, add_wai
 from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
-from instrument.report.table import safe
+from instrument.report.table import printable
 from instrument.sessions.profile_reload import Answer, Request
 
 
@@ -40,7 +40,7 @@ def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) 
     missing = False
     with client.find_runs(options.run) as runs:
         several = [run for run in runs if run.living]
-        if len(several) > 1 and not (options.all or _ask_user(several, on=on)):
+        if len(several) > 1 and not (options.all or _confirm_change_of_all_runs(several, on=on)):
             return 2
         for run in runs:
             pids = [] if run.problem else [member.pid for member in run.living]
@@ -53,7 +53,7 @@ def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) 
     return int(missing)
 
 
-def _ask_user(runs: Sequence[client.Asked], *, on: bool) -> bool:
+def _confirm_change_of_all_runs(runs: Sequence[client.Asked], *, on: bool) -> bool:
     """Ask the user at a terminal to confirm a change of all runs. Raises `InstrumentError` without a terminal."""
     verb, names = "on" if on else "off", [run.description for run in runs]
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -61,7 +61,7 @@ def _ask_user(runs: Sequence[client.Asked], *, on: bool) -> bool:
             f"{verb}: there are several runs: {'; '.join(names)}; name one of them, its service or a process "
             "id, or add --all"
         )
-    print("\n".join(map(safe, names)), file=sys.stderr)
+    print("\n".join(map(printable, names)), file=sys.stderr)
     print(f"instrument: {verb}: all {len(runs)} runs? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -129,7 +129,7 @@ def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, A
     try:
         with client.find_runs(options.run if options.pid is None else str(options.pid)) as runs:
             for run in runs:
-                pids = [member.pid for member in run.members if member.lives and _is_selected(member, options)]
+                pids = [member.pid for member in run.members if member.lives and _is_selected_process(member, options)]
                 if run.problem or not pids:
                     continue
                 incoming = client.request_of(run, request._asdict(), pids, options.wait)
@@ -141,7 +141,7 @@ def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, A
     return answers
 
 
-def _is_selected(member: client.Member, options: argparse.Namespace) -> bool:
+def _is_selected_process(member: client.Member, options: argparse.Namespace) -> bool:
     """Return True if the options select a process by its profile's file or by --pid, or if they name neither."""
     if not options.profile or options.pid is not None:
         return True

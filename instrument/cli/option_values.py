@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from instrument.errors import InstrumentError
-from instrument.profile.document import nearest, parse_amount
+from instrument.profile.document import find_most_similar, parse_amount
 from instrument.profile.model import TIME_UNITS, VIEWS
-from instrument.profile.presets import PRESETS, path_of
+from instrument.profile.presets import PRESETS, preset_path
 from instrument.profile.values import SIZE_UNITS
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -33,23 +33,23 @@ MOST = 15
 """The default maximum number of rows of a printed table."""
 
 
-def count_or_all(text: str) -> int:
+def read_count_or_all(text: str) -> int:
     """Read a number that is at least 1, or the word `all` as `ALL`."""
     return ALL if text == "all" else read_count(text)
 
 
-def count_or_zero(text: str) -> int:
+def read_count_or_zero(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 0 or more")
     return int(text)
 
 
-def time_ns(text: str) -> int:
+def read_time_ns(text: str) -> int:
     """Read a time with its unit, such as 50us. Returns ns."""
     return _read_amount(text, TIME_UNITS, "such as 50us")
 
 
-def size_bytes(text: str) -> int:
+def read_size_bytes(text: str) -> int:
     """Read a size with its unit, such as 2GiB. Returns bytes."""
     return _read_amount(text, SIZE_UNITS, "such as 2GiB")
 
@@ -61,7 +61,7 @@ def _read_amount(text: str, units: Mapping[str, int], example: str) -> int:
     return value
 
 
-def view_names(text: str) -> list[str]:
+def read_view_names(text: str) -> list[str]:
     """Read the names of views, with commas between them."""
     views = text.split(",")
     for view in views:
@@ -69,7 +69,7 @@ def view_names(text: str) -> list[str]:
     return views
 
 
-def one_of(names: Iterable[str]) -> dict[str, Any]:
+def choice_arguments(names: Iterable[str]) -> dict[str, Any]:
     """Return the arguments of `add_argument` for an option with a fixed set of values."""
     choices = tuple(names)
 
@@ -87,7 +87,7 @@ def _refuse_unknown(text: str, names: Collection[str]) -> None:
 
 def suggest_name(word: str, names: Iterable[str]) -> str:
     """Return the end of a sentence with the name that is most similar to a word, "" if none is similar."""
-    name = nearest(word, names)
+    name = find_most_similar(word, names)
     return f"; did you mean {name!r}?" if name else ""
 
 
@@ -120,8 +120,10 @@ def add_wait(parser: argparse.ArgumentParser) -> None:
 def add_table_options(parser: argparse.ArgumentParser) -> None:
     """Add the options on the number of rows, the unit of times and the form of the output."""
     about = f"most rows of each table (default: {MOST} in text)"
-    parser.add_argument("--rows", type=count_or_all, metavar="N|all", help=about)
-    parser.add_argument("--unit", **one_of(TIME_UNITS), default="ms", help="unit of times in text (default: ms)")
+    parser.add_argument("--rows", type=read_count_or_all, metavar="N|all", help=about)
+    parser.add_argument(
+        "--unit", **choice_arguments(TIME_UNITS), default="ms", help="unit of times in text (default: ms)"
+    )
     about = "print the same numbers as one JSON document, with times in ns"
     parser.add_argument("--json", action="store_true", help=about)
 
@@ -140,7 +142,7 @@ WITHOUT_PROFILE = (
 )
 
 
-def profile_of(options: argparse.Namespace) -> tuple[str, bool]:
+def choose_profile_file(options: argparse.Namespace) -> tuple[str, bool]:
     """Return the profile's file for `run` or `check`, and True if the user has named none."""
     if options.profile and options.preset:
         raise InstrumentError(
@@ -151,5 +153,5 @@ def profile_of(options: argparse.Namespace) -> tuple[str, bool]:
     if of_variable and not (options.preset or options.profile or os.access(of_variable, os.R_OK)):
         print(f"instrument: INSTRUMENT_PROFILE: found {of_variable!r}, which cannot be read", file=sys.stderr)
         of_variable = ""
-    path = path_of(options.preset) if options.preset else options.profile or of_variable
-    return path or path_of(PRESETS[0]), not path
+    path = preset_path(options.preset) if options.preset else options.profile or of_variable
+    return path or preset_path(PRESETS[0]), not path

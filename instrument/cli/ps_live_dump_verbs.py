@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from instrument.agent import client
 from instrument.cli import print_json, print_remark
-from instrument.cli.convert_verb import form_of, write_trace
+from instrument.cli.convert_verb import form_by_suffix, write_trace
 from instrument.cli.inputs import merge_saved
-from instrument.cli.option_values import Verbs, add_run, read_seconds, time_ns
+from instrument.cli.option_values import Verbs, add_run, read_seconds, read_time_ns
 from instrument.errors import InstrumentError, TraceError
-from instrument.report.table import safe
+from instrument.report.table import printable
 
 if TYPE_CHECKING:
     from instrument.agent.live_view import Screen
@@ -54,13 +54,13 @@ def list_processes(options: argparse.Namespace, host: list[str]) -> int:
         return 0
     for run, screen in screens:
         agent = f"agent {run.agent}" if run.agent else run.problem
-        print(f"Run {safe(run.name)}, {safe(agent)}")
+        print(f"Run {printable(run.name)}, {printable(agent)}")
         for line in screen.process_lines():
             print(line)
         if run.folded:
             print(f"and {run.folded} more that ended before")
         for problem in filter(None, [run.none_joined, run.unseen, *screen.problems]):
-            print(safe(problem))
+            print(printable(problem))
     return 0
 
 
@@ -133,7 +133,7 @@ def _add_dump(verbs: Verbs) -> None:
     parser = verbs.add_parser("dump", help="save the newest spans of a running service")
     add_run(parser)
     parser.add_argument(
-        "--last", type=time_ns, metavar="T", help="save only spans that ended in this time, such as 10s"
+        "--last", type=read_time_ns, metavar="T", help="save only spans that ended in this time, such as 10s"
     )
     parser.add_argument(
         "--output",
@@ -148,7 +148,7 @@ def save_run(options: argparse.Namespace, host: list[str]) -> int:
     run = read_run("dump", options.run, options.last)
     saved = merge_saved(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")
-    write_trace(path, form_of(path), saved)
+    write_trace(path, form_by_suffix(path), saved)
     print(f"{path}: {len(saved.trace.columns)} spans of {run.processes_text}")
     return 0
 
@@ -169,7 +169,7 @@ class RunRead(NamedTuple):
 
     @property
     def header_line(self) -> str:
-        return f"Run {safe(self.name)} {'is still going' if self.is_going else 'has ended'}: {self.processes_text}"
+        return f"Run {printable(self.name)} {'is still going' if self.is_going else 'has ended'}: {self.processes_text}"
 
 
 def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead:

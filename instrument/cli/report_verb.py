@@ -12,16 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instrument.cli import print_json
-from instrument.cli.inputs import WALL, add_files, find_files, limit_bytes, limit_memory, load_libraries, read_saved
+from instrument.cli.inputs import (
+    WALL,
+    add_file_arguments,
+    find_files,
+    import_file_libraries,
+    limit_memory,
+    memory_limit_bytes,
+    read_saved,
+)
 from instrument.cli.option_values import (
     Verbs,
     add_table_options,
-    count_or_zero,
-    one_of,
+    choice_arguments,
     read_count,
+    read_count_or_zero,
+    read_time_ns,
+    read_view_names,
     table_options,
-    time_ns,
-    view_names,
 )
 from instrument.cli.ps_live_dump_verbs import RunRead, read_run
 from instrument.errors import InstrumentError
@@ -42,7 +50,7 @@ def add(verbs: Verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="views:\n" + "\n".join(f"  {view:<12}  {shows}" for view, shows in VIEWS.items()),
     )
-    add_files(parser, "; or a run, service or process id that is still alive (default: the only run)")
+    add_file_arguments(parser, "; or a run, service or process id that is still alive (default: the only run)")
     parser.add_argument(
         "--by",
         metavar="GROUP",
@@ -58,7 +66,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--view",
         action="extend",
-        type=view_names,
+        type=read_view_names,
         metavar="V[,V]",
         help="the views to print, in this order (default: brief; events with --tracer-option or --threads)",
     )
@@ -67,18 +75,22 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument("--at-most", type=read_count, default=50, metavar="N", help="most groups of --by (default: 50)")
     parser.add_argument(
-        "--tracer-option", **one_of(TRACER_OPTIONS), help="detail of the view events (default: Default)"
+        "--tracer-option", **choice_arguments(TRACER_OPTIONS), help="detail of the view events (default: Default)"
     )
-    parser.add_argument("--state", **one_of(STATES), default="All", help="times in the view events (default: All)")
-    parser.add_argument("--sorted-by", **one_of(SORT_KEYS), default="default", help="column by which rows are sorted")
     parser.add_argument(
-        "--threads", **one_of(THREADS), help="tables of all threads, of each thread, or both (default: both)"
+        "--state", **choice_arguments(STATES), default="All", help="times in the view events (default: All)"
+    )
+    parser.add_argument(
+        "--sorted-by", **choice_arguments(SORT_KEYS), default="default", help="column by which rows are sorted"
+    )
+    parser.add_argument(
+        "--threads", **choice_arguments(THREADS), help="tables of all threads, of each thread, or both (default: both)"
     )
     add_table_options(parser)
     about = "join rows with less time than this, such as 50us, to one row"
-    parser.add_argument("--least", dest="least_ns", type=time_ns, default=0, metavar="T", help=about)
+    parser.add_argument("--least", dest="least_ns", type=read_time_ns, default=0, metavar="T", help=about)
     about = "number of first iterations that averages leave out"
-    parser.add_argument("--skip-first", type=count_or_zero, default=0, metavar="N", help=about)
+    parser.add_argument("--skip-first", type=read_count_or_zero, default=0, metavar="N", help=about)
     parser.add_argument("--html", metavar="PAGE", help="write all views as one HTML file, which needs no network")
     parser.add_argument("--corrected", action="store_true", help="subtract the cost of recorded calls from self times")
     parser.set_defaults(verb=report)
@@ -103,13 +115,15 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
     if run is None:
         options.traces = find_files("report", options)
         if len(options.traces) > 1 or options.by == PROCESS:
-            options.memory = options.memory or limit_bytes([*options.traces, *options.traces])  # apart, and as one
+            options.memory = options.memory or memory_limit_bytes(
+                [*options.traces, *options.traces]
+            )  # apart, and as one
     if options.torch_trace and (run is not None or len(options.traces) > 1 or options.by == PROCESS):
         problem = "several" if run is None else "a run"
         raise InstrumentError(
             f"report: --with needs one file of ours, and there are {problem}; give the file of the same process"
         )
-    load_libraries()
+    import_file_libraries()
     from instrument.report.section import import_views
 
     import_views(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
@@ -135,7 +149,7 @@ def _read_named_run(options: argparse.Namespace) -> RunRead | None:
 def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> int:
     from instrument.report.request_groups import refuse_unknown_group
     from instrument.report.section import default_views, summary, summary_document
-    from instrument.report.view import Options, document
+    from instrument.report.view import Options, make_json_values
 
     values = {field.name: getattr(options, field.name, None) for field in fields(Options)} | table_options(options)
     values["requests_by"] = None if options.by == PROCESS else options.by
@@ -144,13 +158,13 @@ def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> in
     if options.html is not None:
         return _write_page(options, chosen, run)
     documents = []
-    for place, (header, facts, recording) in enumerate(_load_files(options, run)):
+    for place, (header, facts, recording) in enumerate(_load_recordings_to_report(options, run)):
         refuse_unknown_group(recording, chosen)
         if options.request is not None:
             from instrument.report.request_life import request_life
 
             life = request_life(recording, options.request, chosen)
-            documents.append({**facts, "request": document(life)})
+            documents.append({**facts, "request": make_json_values(life)})
             text = "\n".join(life.lines())
         elif options.json:
             documents.append({**facts, **summary_document(views, recording, chosen)})
@@ -173,13 +187,15 @@ def _write_page(options: argparse.Namespace, chosen: Options, run: RunRead | Non
             raise InstrumentError(
                 f"report: --html writes all views on one page, so --{name} does not apply; remove one of them"
             )
-    for header, _, recording in _load_files(options, run):
+    for header, _, recording in _load_recordings_to_report(options, run):
         page = write_page(options.html, recording, chosen, request=options.request, header=header)
         sys.stdout.write(f"HTML page: {page}\n")
     return 0
 
 
-def _load_files(options: argparse.Namespace, run: RunRead | None) -> Iterator[tuple[str, dict[str, Any], Recording]]:
+def _load_recordings_to_report(
+    options: argparse.Namespace, run: RunRead | None
+) -> Iterator[tuple[str, dict[str, Any], Recording]]:
     """Yield the recordings to report, one for all files or one for each process, with a heading and facts for JSON."""
     if run is None and len(options.traces) == 1 and options.by != PROCESS:
         yield "", {}, _read_recording(options.traces[0], options.torch_trace)
@@ -208,5 +224,5 @@ def _read_recording(path: str, torch_trace: str | None) -> Recording:
 
     saved = read_saved(path)
     if torch_trace:
-        saved = replace(saved, trace=chrome.join(saved.trace, read_saved(torch_trace).trace))
+        saved = replace(saved, trace=chrome.join_torch_trace(saved.trace, read_saved(torch_trace).trace))
     return Recording.of_saved(saved)

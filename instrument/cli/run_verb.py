@@ -18,8 +18,8 @@ from pathlib import Path
 
 from instrument import native
 from instrument.cli import flush_stream, print_remark
-from instrument.cli.interpreter import find_host, name_service
-from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
+from instrument.cli.interpreter import find_command, name_service
+from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, choice_arguments, choose_profile_file
 from instrument.instrumentors.known_packages import packages_to_await
 from instrument.native import OFF
 from instrument.profile import shared_profile
@@ -47,7 +47,7 @@ def add(verbs: Verbs) -> None:
         f"preset {PRESETS[0]} applies.",
     )
     parser.add_argument("--profile", metavar="P", help=f"path of the profile.yaml ({DEFAULT})")
-    parser.add_argument("--preset", **one_of(PRESETS), help="a profile that comes with the package")
+    parser.add_argument("--preset", **choice_arguments(PRESETS), help="a profile that comes with the package")
     parser.set_defaults(verb=run)
 
 
@@ -55,8 +55,8 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     """Replace this process by the service. The first process of a container runs the service as its child instead."""
     if native.WHY_MISSING:
         print_remark("no call is recorded", native.WHY_MISSING)
-    path, is_unnamed = profile_of(options)
-    environ = _environment_of_host()
+    path, is_unnamed = choose_profile_file(options)
+    environ = _original_environment()
     environ["INSTRUMENT_PROFILE"] = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow links
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
     environ.pop(SERVICE, None)
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
             import yaml  # noqa: F401
         profile = load(path, environ=consulted)
         _refuse_missing_grpc(profile)  # a broken profile ends here, not in the service
-    command = find_host("run", host)
+    command = find_command("run", host)
     environ[environment.RUN_VARIABLE] = name = _name_run()
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
@@ -130,7 +130,7 @@ def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
     listener.close()
 
 
-def _environment_of_host() -> dict[str, str]:
+def _original_environment() -> dict[str, str]:
     """Return the environment of this process, as it was before another program's `sitecustomize` changed it. With a
     changed PYTHONPATH, `opentelemetry-instrument` would not instrument the service."""
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
@@ -189,10 +189,10 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
     path = Path(os.fsdecode(listener.getsockname()))
     listener.close()
     status, agent = _supervise_service(service, agent, path, run)
-    _kill_others(agent)
+    _kill_all_but_agent(agent)
     if agent:
         _await_agent(agent, time.monotonic() + AGENT_WAIT_S)
-    agent_socket.remove(path.parent)
+    agent_socket.remove_run_folder(path.parent)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
@@ -226,7 +226,7 @@ def _supervise_service(service: int, agent: int, path: Path, run: str) -> tuple[
             if agent in dict(reaped):
                 agent, starts = 0 if ended or starts == AGENTS else _restart_agent(path, run, service), starts + 1
             for pid, status in reaped:
-                _report_end(path, pid, status)
+                _report_exit_status(path, pid, status)
             if ended:
                 return ended[0], agent
         elif number not in _TERMINAL:
@@ -242,13 +242,13 @@ def _reap_children() -> list[tuple[int, int]]:
     return ended
 
 
-def _report_end(path: Path, pid: int, status: int) -> None:
+def _report_exit_status(path: Path, pid: int, status: int) -> None:
     """Send the exit status of a process to the agent, because the system reports it only to the parent."""
     with suppress(OSError), agent_socket.connect_to_agent(path, 0.1) as caller:
         agent_socket.send(caller, {"ended": pid, "status": status})
 
 
-def _kill_others(agent: int) -> None:
+def _kill_all_but_agent(agent: int) -> None:
     """Kill all processes except the agent and its children, as the end of a container's first process does."""
     for path in Path("/proc").iterdir():
         if path.name.isdecimal() and int(path.name) not in (os.getpid(), agent):

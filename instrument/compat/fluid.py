@@ -20,7 +20,7 @@ from instrument import chrome
 from instrument.errors import ProfileError
 from instrument.profile.model import STATES, TRACER_OPTIONS
 from instrument.report.events_view import events
-from instrument.report.section import instrumentation_lines
+from instrument.report.section import list_cost_and_losses
 from instrument.report.view import Options, Recording
 from instrument.sessions.profiler import join_or_begin_session, leave_session, torch_profiler_for
 from instrument.sessions.session import Session
@@ -92,8 +92,8 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
 
 def _report_text(recording: Recording, options: Options) -> str:
     """Return the text of the report with full names."""
-    notes = instrumentation_lines(recording)
-    return "\n".join([*events(recording, options).widened().lines(), *notes])
+    notes = list_cost_and_losses(recording)
+    return "\n".join([*events(recording, options).with_wide_lines().lines(), *notes])
 
 
 def reset_profiler() -> None:

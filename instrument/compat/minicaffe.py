@@ -46,7 +46,7 @@ def enable() -> None:
     """Start or resume recording. Raises `StateError` if the profiler is on."""
     global _is_on, _session, _own_session
     with _lock:
-        if _is_on and not _session_has_ended():
+        if _is_on and not _is_session_over():
             raise StateError("the profiler is already on; call disable() first")
         _close_scopes()
         session = process.running_session()
@@ -64,7 +64,7 @@ def disable() -> None:
     with _lock:
         if not _is_on:
             raise StateError("the profiler is off; call enable() first")
-        if _session_has_ended():
+        if _is_session_over():
             _close_scopes()
         count = sum(len(scopes) for thread, scopes in _scopes_by_thread.items() if thread.is_alive())
         if count:
@@ -99,7 +99,7 @@ def now() -> int:
     return time.monotonic_ns() // 1000
 
 
-def _session_has_ended() -> bool:
+def _is_session_over() -> bool:
     return _session is not None and process.running_session() is not _session
 
 

@@ -297,7 +297,7 @@ class Profiler(_Summary, _Profiler):  # type: ignore[misc]
         """Stop like `instrument.Profiler`, and print the times of the steps, if any were timed."""
         was_running = self._is_running
         super()._stop()
-        if was_running and not OFF and self._benchmark.loop_times().steps:
+        if was_running and not OFF and self._benchmark.measure_loop_times().steps:
             print("\n".join(show_benchmark(self._benchmark, Options()).lines()), flush=True)
 
     def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:

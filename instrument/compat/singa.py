@@ -19,12 +19,12 @@ from instrument.recording.spans import Span, is_operator
 from instrument.report.benchmark_view import OPTIMIZER, phase_of
 from instrument.report.operators_view import IN_ORDER, operators
 from instrument.report.phases_view import phases, propagation_lines
-from instrument.report.table import safe, six_digits
+from instrument.report.table import format_six_digits, printable
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
 from instrument.sessions.profiler import join_or_begin_session, leave_session, torch_profiler_for
 from instrument.sessions.session import Session
-from instrument.sessions.step_columns import with_steps
+from instrument.sessions.step_columns import insert_step_spans
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 from instrument.sessions.window import MOST_STEPS, STEP, Step
 from instrument.trace.trace import Trace
@@ -94,25 +94,31 @@ class Device:
 
     def _report_lines(self, session: Session) -> list[str]:
         options = Options(tracer_option="AllOpDetail", skip_first=self.skip_iteration)
-        trace = self._take_trace(session)
+        trace = self._trace_with_iterations(session)
         recording = Recording.of_trace(trace)
         if self.verbosity == 1:
             view = phases(recording, options)
             return [*propagation_lines(view.mean_ns), self._count_text(view.timed if view.of == "step" else 0)]
         if any(is_operator(span.site) for span in trace.spans):
             means, timed = _mean_times(trace, self.skip_iteration)
-            shown = [(at, *item) for at, item in enumerate(means.items()) if self._has_line(item[0][1])]
-            return [*(_op_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown), self._count_text(timed)]
+            shown = [(at, *item) for at, item in enumerate(means.items()) if self._prints_kind(item[0][1])]
+            return [
+                *(_format_operator_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown),
+                self._count_text(timed),
+            ]
         order = operators(recording, options).in_order
         if order is None:
             return [self._count_text(0)]
-        listed = [item for item in order.operators if item.total_ns and self._has_line(item.kind)]
-        return [*(_op_line(item.number, item.name, item.mean_ns) for item in listed), self._count_text(order.timed)]
+        listed = [item for item in order.operators if item.total_ns and self._prints_kind(item.kind)]
+        return [
+            *(_format_operator_line(item.number, item.name, item.mean_ns) for item in listed),
+            self._count_text(order.timed),
+        ]
 
-    def _has_line(self, kind: str) -> bool:
+    def _prints_kind(self, kind: str) -> bool:
         return self.verbosity == 2 or kind == "comm"
 
-    def _take_trace(self, session: Session) -> Trace:
+    def _trace_with_iterations(self, session: Session) -> Trace:
         """Return the trace with iterations as spans. If torch.profiler was on, only the time until its end counts."""
         profiled = None if self._torch is None else self._torch.end()
         if profiled is None and self._joined is not None and self.verbosity > 1:
@@ -120,7 +126,7 @@ class Device:
         until_ns = time.monotonic_ns() if profiled is None else profiled.end_ns
         trace = session.trace_of(session.take(self._since_ns, until_ns))
         steps = [step for step in self._steps if step.end_ns <= until_ns] if self._ended else _split_iterations(trace)
-        trace = with_steps(trace, steps)
+        trace = insert_step_spans(trace, steps)
         if profiled is not None:
             trace = self._joined = profiled.join(trace)
             self._cut_note = f"; torch.profiler was on for these alone: {profiled.cut}" if profiled.cut else ""
@@ -201,8 +207,8 @@ def _ancestors(span: Span, by_id: Mapping[int, Span]) -> Iterator[Span]:
         outer = by_id.get(outer.parent_id)
 
 
-def _op_line(at: int, name: str, mean_ns: float) -> str:
-    return f"OP_ID{at}. {safe(name)} : {six_digits(mean_ns)} sec"
+def _format_operator_line(at: int, name: str, mean_ns: float) -> str:
+    return f"OP_ID{at}. {printable(name)} : {format_six_digits(mean_ns)} sec"
 
 
 def create_cpu_device() -> Device:

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from instrument.errors import ProfileError
 from instrument.instrumentors.functions import profiled
-from instrument.instrumentors.targets import site_on
+from instrument.instrumentors.targets import recording_site
 from instrument.native import OFF
 from instrument.recording.paths import NOT_BELOW, CallPath
 from instrument.recording.spans import Site, is_operator
 from instrument.recording.tally import Tally, Totals, sum_all_lines
 from instrument.report.section import make_views
-from instrument.report.table import safe
+from instrument.report.table import printable
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions import process
@@ -113,12 +113,12 @@ class ProfileStats:
     @property
     def calls(self) -> int:
         """The number of calls of the functions. A call inside another one does not count."""
-        return _sum_outermost(self._tally()).calls
+        return _sum_outermost_calls(self._tally()).calls
 
     @property
     def call_ns(self) -> int:
         """The time of the outermost calls in ns."""
-        return _sum_outermost(self._tally()).total_ns
+        return _sum_outermost_calls(self._tally()).total_ns
 
     def summary(
         self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
@@ -133,14 +133,14 @@ class ProfileStats:
 
         `rows` limits the sections Class and Ops, and `instances` limits Apply. Both default to the numbers of `config`.
         """
-        lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}"]
+        lines = ["Function profiling", "==================", f"  Message: {printable(self.message or '')}"]
         if OFF:
             return "\n".join([*lines, "", process.SWITCHED_OFF]) + "\n"
-        tally, torch_tally = self._tally(), _tally_below(_end_torch_recording(), self._sites)
+        tally, torch_tally = self._tally(), _select_tally_below(_end_torch_recording(), self._sites)
         lines.append(f"  Time in {self.calls} calls to Function.__call__: {self.call_ns / 1e9:e}s")
         if torch_tally.calls:
             tally = torch_tally
-            outermost = _sum_outermost(torch_tally)
+            outermost = _sum_outermost_calls(torch_tally)
             calls_ns, calls = outermost.total_ns, outermost.calls
             work_ns = sum(row.totals.self_ns for row in torch_tally.rows() if is_operator(row.path[-1]))
             lines.append(f"  Time in thunks: {work_ns / 1e9:e}s ({100 * work_ns / (calls_ns or 1):.3f}%)")
@@ -149,7 +149,7 @@ class ProfileStats:
         return "\n".join([*lines, "", *_section_lines(tally, rows, instances)]) + "\n"
 
     def _tally(self) -> Tally:
-        return Tally() if OFF else _tally_below(process.session().tally(), self._sites)
+        return Tally() if OFF else _select_tally_below(process.session().tally(), self._sites)
 
 
 _profiles: list[ProfileStats] = []
@@ -222,14 +222,14 @@ def function(
         if OFF:
             off: Function = _attach_profile(recorded, stats)
             return off
-        site = site_on(recorded)
+        site = recording_site(recorded)
         if site is not None:
             with _lock:
                 _function_counts[site.key] += 1
                 number = _function_counts[site.key]
             if number > 1:  # another function of a factory, or of the same line, with the same site
                 recorded = profiled(f"{site.name} ({number})")(target)
-                site = site_on(recorded)
+                site = recording_site(recorded)
         if site is None:
             return recorded
         stats._add_site(site)
@@ -307,19 +307,19 @@ def report() -> str:
     with _lock:
         profiles = sorted(_profiles, key=lambda stats: stats.call_ns, reverse=True)
     called = [stats for stats in profiles if stats.calls]
-    texts = [f"Skipping empty Profile: {safe(stats.message or '')}\n" for stats in profiles if not stats.calls]
+    texts = [f"Skipping empty Profile: {printable(stats.message or '')}\n" for stats in profiles if not stats.calls]
     texts += [stats.text() for stats in called]
     if len(called) > 1:
         lines = [f"Sum of all({len(called)}) printed profiles at exit", ""]
         sites = [site for stats in called for site in stats._sites]
-        tally = _tally_below(process.session().tally(), sites, SUM)
-        torch_tally = _tally_below(_end_torch_recording(), sites, SUM)
+        tally = _select_tally_below(process.session().tally(), sites, SUM)
+        torch_tally = _select_tally_below(_end_torch_recording(), sites, SUM)
         tally = torch_tally if torch_tally.calls else tally
         texts.append("\n".join([*lines, *_section_lines(tally)]) + "\n")
     return "\n".join(texts)
 
 
-def _sum_outermost(tally: Tally) -> Totals:
+def _sum_outermost_calls(tally: Tally) -> Totals:
     return sum_all_lines(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
 
 
@@ -337,7 +337,7 @@ def _refuse_trace() -> Trace:
     raise AssertionError("these views are made of a tally alone")
 
 
-def _tally_below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
+def _select_tally_below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
     """Return the part of a tally inside calls of the sites. Call paths begin with such a call, or with `root`."""
     keys_of_sites = {site.key for site in sites}
 
@@ -345,4 +345,4 @@ def _tally_below(tally: Tally, sites: Collection[Site], root: Site | None = None
         first = next((depth for depth, site in enumerate(path) if site.key in keys_of_sites), None)
         return None if first is None else path[first:] if root is None else (root, *path[first + 1 :])
 
-    return tally.with_paths(path_below)
+    return tally.change_paths(path_below)

@@ -74,9 +74,9 @@ class Ahead(NamedTuple):
     uncertainty_ns: float
     wander: float
 
-    def place_event(self, offset_ns: int) -> AnchoredMoment:
+    def host_time_after_anchor(self, offset_ns: int) -> AnchoredMoment:
         """Return the host time of an event. `offset_ns` is its distance from the newest anchor in device ns."""
-        uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + measure_grain(offset_ns)
+        uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + elapsed_time_resolution(offset_ns)
         host_ns = self.host_ns + round(offset_ns * self.rate)
         return AnchoredMoment(host_ns, round(uncertainty_ns), offset_ns <= FARTHEST_NS)
 
@@ -131,7 +131,7 @@ class Anchors:
         return self._anchors[-1].host_ns if self._anchors else None
 
     @property
-    def is_loose(self) -> bool:
+    def needs_anchor_soon(self) -> bool:
         """True if the newest anchor is so uncertain that another one is needed soon."""
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
@@ -180,7 +180,7 @@ class Anchors:
                 return error
         return int(driver.NOT_READY)
 
-    def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
+    def adopt_event_as_anchor(self, event: Any, since_ns: int, until_ns: int) -> int:
         """Use an event of the service's stream as an anchor. It happened between the two host times."""
         half_ns = (until_ns - since_ns + 1) // 2
         return self._keep_anchor(Anchor(event, since_ns + half_ns, half_ns, self._take_tightest_reading()))
@@ -241,11 +241,11 @@ class Anchors:
             wander = rate_error + WANDER
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
-    def place_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
+    def host_time_of_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
         """Return the driver's error and an event's host time. `offset_ns` is its distance from the newest anchor in
         device ns."""
         if offset_ns > 0:
-            return 0, self.clock_after_newest().place_event(offset_ns)
+            return 0, self.clock_after_newest().host_time_after_anchor(offset_ns)
         anchors = self._anchors
         newest, index = anchors[-1], len(anchors) - 1
         anchor = newest
@@ -257,7 +257,7 @@ class Anchors:
             if error:
                 return int(error), None
         rate, rate_error, is_between = self._find_rate(index, offset_ns)
-        uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + measure_grain(offset_ns)
+        uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + elapsed_time_resolution(offset_ns)
         distance_ns = abs(offset_ns)
         if is_between:  # its error cannot exceed that of one of the two
             next_anchor = anchors[index + (1 if offset_ns > 0 else -1)]
@@ -290,7 +290,7 @@ class Anchors:
             return after.rate, after.rate_error, False
         return 1.0, DRIFT, False
 
-    def least_ns(self) -> tuple[int, int]:
+    def measure_shortest_interval(self) -> tuple[int, int]:
         """Return the driver's error, and the shortest measured ns between two adjacent events."""
         driver = self._driver
         least_ns = 0
@@ -321,7 +321,7 @@ class Anchors:
             self._stream = None
 
 
-def measure_grain(elapsed_ns: int) -> float:
+def elapsed_time_resolution(elapsed_ns: int) -> float:
     """Return the resolution in ns of an elapsed time. The driver returns such a time as a 32-bit float in ms."""
     bits = (abs(elapsed_ns) // 10**6).bit_length()
     return _GRAINS_NS[bits] if bits < len(_GRAINS_NS) else 2.0 ** (bits - 24) * 1e6

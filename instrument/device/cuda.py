@@ -431,7 +431,7 @@ def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]
 
 
-def current_of(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
+def find_current_of_module(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
     """Return a function for a framework's current stream, None for a module without one."""
     if module.__name__ == "torch":
         return find_current_of_torch(module)

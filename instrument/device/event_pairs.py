@@ -172,7 +172,7 @@ class Context:
         self.watched: int | None = None
         """The stream on which an end was last observed, if the device is too busy for anchors."""
 
-    def note_number(self, stream: int, number: int) -> None:
+    def note_stream_number(self, stream: int, number: int) -> None:
         """Note the number of the stream that now has a handle."""
         if len(self.numbers) >= STREAMS_KNOWN:
             self.numbers.clear()
@@ -213,7 +213,7 @@ class Context:
                 if stream not in self.under_way:
                     self.floors.pop(stream, None)
 
-    def give_up(self) -> None:
+    def drop_all_pairs(self) -> None:
         """Drop all pairs, because the device gives no more results."""
         for pair in [*self.begun, *(pair for pairs in self.under_way.values() for pair in pairs)]:
             pair.whole = None
@@ -249,7 +249,7 @@ class Placing:
         self._driver = driver
         self._now = now
 
-    def put_in_order(
+    def compute_begins_in_order(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
         """Compute the host times at which a stream's pairs began. No pair begins before earlier events."""
@@ -277,7 +277,7 @@ class Placing:
             if pair.place is not None:
                 continue
             _, offset_ns = times.get(id(pair), (0, None))
-            place = self._place(context, pair, offset_ns, ahead, now_ns)
+            place = self._compute_host_begin(context, pair, offset_ns, ahead, now_ns)
             if place is not None:
                 if place.at_ns < floor_ns:
                     place = AnchoredMoment(floor_ns, place.uncertainty_ns, place.near)
@@ -349,7 +349,7 @@ class Placing:
         if place is None:
             if self._driver.query(pair.begin):
                 return None
-            place = self._place(context, pair, None, None, self._now())
+            place = self._compute_host_begin(context, pair, None, None, self._now())
         return None if place is None else place.at_ns
 
     def _ends_after(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
@@ -359,7 +359,7 @@ class Placing:
         error, device_ns = driver.elapsed_ns(pair.begin, pair.end_event)
         return not error and begun_ns + device_ns > start_ns
 
-    def _place(
+    def _compute_host_begin(
         self, context: Context, pair: Pair, offset_ns: int | None, ahead: Ahead | None, now_ns: int
     ) -> AnchoredMoment | None:
         """Return the host time at which a pair began, None for an error of the driver.
@@ -377,9 +377,9 @@ class Placing:
         place: AnchoredMoment | None = None
         if not error:
             if ahead is not None and offset_ns > 0:
-                place = ahead.place_event(offset_ns)
+                place = ahead.host_time_after_anchor(offset_ns)
             else:
-                error, place = anchors.place_event(pair.begin, offset_ns)
+                error, place = anchors.host_time_of_event(pair.begin, offset_ns)
         if error or place is None:
             return None
         if place.at_ns < pair.begin_ns:

@@ -20,7 +20,7 @@ from instrument.device.nvml import Closed, Nvml, NvmlError
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recording.slot_ring import FindRoom, Readings
 from instrument.recording.spans import HOST, Gpu, Sample
-from instrument.runtime.environment import cores, memory_waits_us
+from instrument.runtime.environment import count_usable_cores, memory_waits_us
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, Lock, local
@@ -142,10 +142,10 @@ class GaugeSources:
             self._host, self._host_ns = Host(self._pid), host_ns or self._nvml_ns
 
     @property
-    def are_wanted(self) -> bool:
+    def has_readable_gauges(self) -> bool:
         return self._nvml is not None or self._host is not None
 
-    def wanted(self) -> Device:
+    def readable_settings(self) -> Device:
         """Return the settings without those of unreadable gauges."""
         nvml_ns = None if self._nvml is None else self._settings.nvml_ns
         return Device(nvml_ns=nvml_ns, host_ns=None if self._host is None else self._settings.host_ns)
@@ -318,7 +318,7 @@ class Gauges(GaugeSources):
 
     def begin(self) -> None:
         """Start the thread, if any gauge can be read."""
-        if not self.are_wanted:
+        if not self.has_readable_gauges:
             return
         self._watch_forks()
         self._halt, self.is_reading = Event(), True
@@ -381,7 +381,7 @@ class Gauges(GaugeSources):
         if self._keep_with_gpus is not None:
             self._keep_with_gpus(samples, self.gpus())
 
-    def note_outside(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
+    def store_agent_readings(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
         """Store the GPUs that the agent reads, and the agent's sentences on unreadable ones."""
         self._outside = tuple(gpus), tuple(notes)
 
@@ -449,7 +449,7 @@ class Host:
 
     def read(self, now_ns: int, rarely: bool) -> Values:
         """Read the gauges. `rarely` adds those that seldom change."""
-        values: Values = {"cores": cores(self._pid)} if rarely else {}
+        values: Values = {"cores": count_usable_cores(self._pid)} if rarely else {}
         process_ns = self._read_processor_ns()
         elapsed_ns = now_ns - self._at_ns
         values["process_cpu"] = 100 * (process_ns - self._process_ns) / elapsed_ns if elapsed_ns > 0 else None

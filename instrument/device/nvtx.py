@@ -41,7 +41,7 @@ class Ranges:
     def install(self) -> Callable[[], None]:
         """Open a range for each span from now on, if a tool is attached. Return the function that undoes this."""
         if not os.environ.get(VARIABLE):
-            return _nothing
+            return _do_nothing
         try:
             import nvtx
 
@@ -51,9 +51,9 @@ class Ranges:
                 f"no NVTX ranges, though {VARIABLE} names a tool: {type(error).__name__}: {error}; "
                 "install instrument-sdk[nvtx]"
             )
-            return _nothing
+            return _do_nothing
         if type(domain).__name__ == "DummyDomain":  # the tool could not be loaded
-            return _nothing
+            return _do_nothing
         self._domain = domain
         self._timed = self._recorder.begin_device
         self._recorder.begin_device = self.begin
@@ -67,7 +67,7 @@ class Ranges:
             self._recorder.watches_all = False
             self._recorder.begin_device = self._timed
 
-    def time_by(self, begin: Begin | None) -> None:
+    def set_device_timer(self, begin: Begin | None) -> None:
         """Set the function that times spans on devices, None for no device times."""
         self._timed = begin
         if self._domain is None:
@@ -137,4 +137,4 @@ class Range:
             self._pair.cancel()
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...

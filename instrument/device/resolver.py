@@ -239,12 +239,12 @@ class Resolver:
         """Resolve the pairs that have ended. Return True if there were any, and True if pairs are still in flight."""
         moved, driver = self._resolve_noted_untimed(), self._driver
         while self.finished:
-            self._count_if_done(self.finished.popleft())
+            self._count_completed_span(self.finished.popleft())
         self._write_intervals()
         waits = False
         for context in list(self.contexts.values()):
             if not context.alive:
-                context.give_up()
+                context.drop_all_pairs()
                 continue
             if error := self._bind_context(context):
                 self.count_error(context, error)
@@ -304,7 +304,7 @@ class Resolver:
         else:
             context.anchor_pause_ns = 0
             if not error and not context.shortest_ns:
-                error, context.shortest_ns = context.anchors.least_ns()
+                error, context.shortest_ns = context.anchors.measure_shortest_interval()
         if error:
             self.count_error(context, error)
 
@@ -318,7 +318,7 @@ class Resolver:
 
     def _watch_context(self, context: Context) -> bool:
         newest_ns, now_ns = context.anchors.newest_ns, self._now()
-        is_fresh = newest_ns is not None and now_ns - newest_ns < ANCHOR_NS and not context.anchors.is_loose
+        is_fresh = newest_ns is not None and now_ns - newest_ns < ANCHOR_NS and not context.anchors.needs_anchor_soon
         if is_fresh or not context.anchor_pause_ns or now_ns < context.next_watch_ns:
             return False
         context.next_watch_ns = now_ns + ANCHOR_NS
@@ -390,7 +390,7 @@ class Resolver:
                 if len(answers) < len(waiting):
                     context.pending[stream] = asked_ns
                 answered = list(zip(waiting, answers, strict=False))
-                self._placing.put_in_order(context, stream, pairs, answered)
+                self._placing.compute_begins_in_order(context, stream, pairs, answered)
                 is_alone = all(other_stream == stream for other_stream in (*context.recent, *context.under_way))
                 for pair, (error, device_ns, _) in answered:
                     finished.append(pair)
@@ -414,7 +414,7 @@ class Resolver:
         pair, anchors, pending_ns = waiting[last], context.anchors, context.pending.get(stream, 0)
         error, event = anchors.take_spare_event()
         if not error:
-            error = anchors.adopt(pair.end_event, max(pair.end_ns, pending_ns), self._now())
+            error = anchors.adopt_event_as_anchor(pair.end_event, max(pair.end_ns, pending_ns), self._now())
             pair.end_event, pair.end_key = event, self._driver.handle(event)
         if error:
             self.count_error(context, error)
@@ -439,7 +439,7 @@ class Resolver:
         whole.taken += 1
         if pair is not whole:
             self._return_pair(pair)
-        self._count_if_done(whole)
+        self._count_completed_span(whole)
 
     def _add_interval(
         self, whole: Pair, context: Context, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
@@ -480,14 +480,14 @@ class Resolver:
         whole.taken += 1
         if pair is not whole:
             self._return_pair(pair)
-        self._count_if_done(whole)
+        self._count_completed_span(whole)
 
     def _return_pair(self, pair: Pair) -> None:
         pair.clear()
         if pair.context.alive:
             pair.context.free.append(pair)
 
-    def _count_if_done(self, whole: Pair) -> None:
+    def _count_completed_span(self, whole: Pair) -> None:
         if whole.row is None or whole.taken < whole.begun:
             return
         ring, index, start_ns, end_ns = whole.row

@@ -61,17 +61,19 @@ class Timer:
         places = self._find_streams(site, attributes)
         if not places:
             return None
-        pair = self._begin_at(places[0], span_id) if len(places) == 1 else self._begin_on(places, span_id)
+        pair = (
+            self._begin_on_stream(places[0], span_id) if len(places) == 1 else self._begin_on_streams(places, span_id)
+        )
         if pair.__class__ is Pair:
             pair.site, pair.attributes = site, attributes
         return pair
 
-    def _begin_on(self, places: Sequence[Stream], span_id: int) -> Pair | Untimed | None:
+    def _begin_on_streams(self, places: Sequence[Stream], span_id: int) -> Pair | Untimed | None:
         """Begin a span's pair of events on each stream. Return the first pair."""
         marks: list[Pair | Untimed] = []
         try:
             for place in places:
-                pair = self._begin_at(place, span_id)
+                pair = self._begin_on_stream(place, span_id)
                 if pair is not None:
                     marks.append(pair)
         except BaseException:  # of a signal handler
@@ -86,7 +88,7 @@ class Timer:
                 pair.whole, pair.running, pair.is_side = whole, None, True
         return pairs[0] if pairs else next(iter(marks), None)
 
-    def _begin_at(self, place: Stream, span_id: int) -> Pair | Untimed | None:
+    def _begin_on_stream(self, place: Stream, span_id: int) -> Pair | Untimed | None:
         device, stream = place
         if stream == cuda.UNREPORTED:
             self.resolver.counts[NO_STREAM_YET] += 1
@@ -125,7 +127,7 @@ class Timer:
             if stream == cuda.PER_THREAD:
                 pair.thread_id = get_native_id()
             if context.numbers.get(stream) != number:
-                context.note_number(stream, number)
+                context.note_stream_number(stream, number)
             pair.span_id = span_id
             pair.whole = pair.running = pair
             pair.begun = 1

@@ -67,14 +67,14 @@ class Timing:
     def install(self) -> Callable[[], None]:
         """Time spans from now on, or once a library is imported that uses a device. Return the function that undoes
         this."""
-        self._undo_imports = imports.install(MODULES.__contains__, self.imported)
+        self._undo_imports = imports.install(MODULES.__contains__, self.begin_for_framework)
         for name in MODULES:
             module = sys.modules.get(name)
             if isinstance(module, ModuleType) and not imports.is_lazy(module):
-                self.imported(module)
+                self.begin_for_framework(module)
         return self.uninstall
 
-    def imported(self, module: ModuleType) -> None:
+    def begin_for_framework(self, module: ModuleType) -> None:
         """Read an imported framework's current streams from now on, if it can use a device."""
         version = getattr(module, "version", None)
         if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
@@ -92,13 +92,13 @@ class Timing:
         for host in hosts:
             if host.__name__ == "numba.cuda":
                 self._undos.append(self._numba.install(host))
-            source = cuda.current_of(host, self.timer.driver, self._numba)
+            source = cuda.find_current_of_module(host, self.timer.driver, self._numba)
             if source is not None:
                 name = host.__name__.partition(".")[0]
                 self.timer.frameworks[name] = source
                 # A span may name no framework; then the first source counts: torch, if it is imported.
                 self.timer.sources.insert(0 if name == "torch" else len(self.timer.sources), source)
-        self._ranges.time_by(self.timer.begin)
+        self._ranges.set_device_timer(self.timer.begin)
 
     def _find_driver(self, module: ModuleType) -> Driver | None:
         """Return a driver that uses cuda-python or else torch's own events, None without either. Sets `reason`."""
@@ -129,7 +129,7 @@ class Timing:
         if self._undo_imports is not None:
             self._undo_imports()
             self._undo_imports = None
-        self._ranges.time_by(None)
+        self._ranges.set_device_timer(None)
         while self._undos:
             self._undos.pop()()
         if self.timer is not None:
@@ -146,16 +146,16 @@ class Timing:
             self.timer.sources.extend(before.sources)
             self.timer.frameworks.update(before.frameworks)
             if self._undo_imports is not None:
-                self._ranges.time_by(self.timer.begin)
+                self._ranges.set_device_timer(self.timer.begin)
 
-    def columns_of(self, span_id: Int64s) -> DeviceIntervals:
+    def intervals_of_spans(self, span_id: Int64s) -> DeviceIntervals:
         """Return the known device intervals of spans, by the spans' ids."""
         import numpy as np
 
         from instrument.recording.mapped import INTERVALS
         from instrument.trace.columns import device_intervals
 
-        return device_intervals(np.frombuffer(self.intervals.packed(), INTERVALS), span_id)
+        return device_intervals(np.frombuffer(self.intervals.copy_intervals(), INTERVALS), span_id)
 
     def is_settled(self, at_ns: int) -> bool:
         """Return True if all spans that ended before `at_ns` have their device times."""

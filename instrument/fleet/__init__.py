@@ -20,7 +20,7 @@ from instrument.trace.dataset_sources import DatasetRows
 from instrument.trace.dataset_tables import import_pyarrow, make_ids
 from instrument.trace.indices import rows_of
 from instrument.trace.merge import merge
-from instrument.trace.request_trees import graft
+from instrument.trace.request_trees import graft_requests
 
 RESULTS = {
     "explanations": {
@@ -95,13 +95,13 @@ def requests(spans: Any, intervals: Any = None) -> Any:
 
 def recording(spans: Any, **tables: Any) -> Recording:
     """Return a recording for views and for `explain`, made from spans and further `tables`, such as `intervals`."""
-    return Recording.of_saved(graft(_merge_tables(spans=spans, **tables).merged.saved))
+    return Recording.of_saved(graft_requests(_merge_tables(spans=spans, **tables).merged.saved))
 
 
 def explanations(spans: Any, most: int = 10) -> Any:
     """Explain the `most` slowest requests, as `instrument explain` does. Return a row per request with its cause."""
     rows = _merge_tables(spans=spans)
-    causes = explain(Recording.of_saved(graft(rows.merged.saved)), RequestChoice(slowest=most), Options())
+    causes = explain(Recording.of_saved(graft_requests(rows.merged.saved)), RequestChoice(slowest=most), Options())
     places = rows_of(rows.trace.span_id, np.array([item.span_id for item in causes], dtype=np.int64))
     identities = [rows.members[process].identity for process in rows.process[places].tolist()]
     columns = {

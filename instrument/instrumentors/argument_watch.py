@@ -23,7 +23,7 @@ from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeGuard
 
 from instrument.instrumentors.arguments import RETURN
-from instrument.instrumentors.references import own_names, type_namespace
+from instrument.instrumentors.references import instance_dict, type_namespace
 from instrument.recorder.attribute_checks import key_text
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.runtime.faults import FAULTS
@@ -110,7 +110,7 @@ class ArgumentWatch:
             if paths
         }
 
-    def examine(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
+    def make_examiners(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
         """Return two functions: one examines the arguments of a call, the other its result. Either may be None.
 
         Both are None for a function that only calls builtins. Its examination would take several times as long as a
@@ -130,7 +130,7 @@ class ArgumentWatch:
             def examine_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 for name, value in zip(names, args, strict=False):
                     if name == "self":
-                        self._examine_inside(paths, name, value, read)
+                        self._examine_attributes(paths, name, value, read)
                     else:
                         self._examine_value(paths, name, value)
                 for name, value in kwargs.items():
@@ -180,12 +180,14 @@ class ArgumentWatch:
         elif kind in _SEQUENCES:
             self._examine_items(paths, path, list(islice(value, ITEMS)), size=len(value))
         elif kind not in _PLAIN:
-            if not self._note_id(paths, path, [value], many=False) and self._is_own(kind.__module__):
+            if not self._note_identifying_attribute(paths, path, [value], many=False) and self._is_own(kind.__module__):
                 self._note_keys(paths, path, [value])
             if inside:
-                self._examine_inside(paths, path, value, None)
+                self._examine_attributes(paths, path, value, None)
 
-    def _examine_inside(self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None) -> None:
+    def _examine_attributes(
+        self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None
+    ) -> None:
         """Examine sequences and mappings in an object's attributes. `read` has the names of the attributes, None for
         all."""
         for name, attribute in islice(_read_attributes(value).items(), ATTRIBUTES):
@@ -201,7 +203,7 @@ class ArgumentWatch:
         if kinds == {str} or (kinds == {int} and (_is_id(path) or is_of_numbers)):
             self._note_keys(paths, path, names, many=True, size=len(value))
         elif items and _PLAIN.isdisjoint(map(type, items)):
-            self._note_id(paths, path, items, many=True, size=len(value))
+            self._note_identifying_attribute(paths, path, items, many=True, size=len(value))
 
     def _examine_items(self, paths: dict[str, SeenPath], path: str, items: list[Any], *, size: int) -> None:
         kinds = {type(item) for item in items}
@@ -213,10 +215,14 @@ class ArgumentWatch:
                 for name in sorted(filter(_is_id_key, islice(items[0], ITEMS)), key=_rank_name)[:1]:
                     keys = [item[name] for item in items if type(item.get(name)) in (str, int)]
                     self._note_keys(paths, f"{path}[].{name}", keys, many=True, size=size)
-            elif not self._note_id(paths, path, items, many=True, size=size) and self._is_own(kind.__module__):
+            elif not self._note_identifying_attribute(paths, path, items, many=True, size=size) and self._is_own(
+                kind.__module__
+            ):
                 self._note_keys(paths, path, items, many=True, size=size)
 
-    def _note_id(self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1) -> bool:
+    def _note_identifying_attribute(
+        self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1
+    ) -> bool:
         """Note the values of the attribute that identifies a request, one per object. Return False if there is no such
         attribute."""
         attributes = [_read_attributes(thing) for thing in things]
@@ -289,7 +295,7 @@ def _rank_name(name: str) -> tuple[bool, int, str]:
 
 def _read_attributes(thing: Any) -> Mapping[str, Any]:
     """Return the attributes of an object without running code of its class."""
-    attributes = dict(islice((own_names(thing) or {}).items(), ATTRIBUTES))
+    attributes = dict(islice((instance_dict(thing) or {}).items(), ATTRIBUTES))
     for base in type.__getattribute__(type(thing), "__mro__")[:-1]:
         for name, slot in islice(type_namespace(base).items(), ATTRIBUTES):
             if type(slot) is MemberDescriptorType and name not in attributes:

@@ -18,7 +18,7 @@ from typing import Any
 
 from instrument.instrumentors.references import isinstance_of
 from instrument.profile.model import FunctionRule, OwnGauge
-from instrument.recorder.own_numbers import number_of
+from instrument.recorder.own_numbers import make_metric_writer
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.recording.spans import VALUE_LIMIT, AttributeValue
 from instrument.runtime.cheap_start import NamedTuple
@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
     position: int
     default: Any
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def argument_in_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[self.position] if 0 <= self.position < len(args) else kwargs.get(self.name, self.default)
 
 
@@ -62,7 +62,7 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
 class Result(Parameter):
     """The result of a call, in place of a parameter."""
 
-    def of(self, result: Any) -> Any:  # type: ignore[override]
+    def argument_in_call(self, result: Any) -> Any:  # type: ignore[override]
         return result
 
 
@@ -84,7 +84,7 @@ class CallReader:
 
     def find(self, path: str, *, in_result: bool = True) -> tuple[Parameter, ...]:
         """Return the parameter with which a path begins, in a tuple. Note a missing one, and return an empty tuple."""
-        name = first_of(path)
+        name = first_name_of_path(path)
         parameter = RESULT if name == RETURN and in_result else parameter_of(self.function, name)
         if isinstance(parameter, str):
             self.missing += [parameter] * (parameter not in self.missing)
@@ -119,18 +119,18 @@ class ArgumentReader(NamedTuple):
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
         attributes = {}
         for name, parameter, path, take, path_text in self.attributes:
-            value = parameter.of(args, kwargs)
+            value = parameter.argument_in_call(args, kwargs)
             if value is not LEFT_OUT:
                 part = ""
                 try:
                     for part in path:
-                        value = read_part(value, part)
+                        value = read_key_or_attribute(value, part)
                     part = ""
                     attributes[name] = take(value)
                 except Exception as error:  # its text may contain values that no rule names
                     subject = f"{part!r} of a {type(value).__name__}" if part else f"that of a {type(value).__name__}"
                     words = f"reading {subject} raised {type(error).__name__}"
-                    FAULTS.note_of_rule(f"{self.place}: attribute {path_text}", words)
+                    FAULTS.note_unreadable_value(f"{self.place}: attribute {path_text}", words)
         return attributes
 
 
@@ -146,7 +146,7 @@ def add_attributes(reader: CallReader, rule: FunctionRule) -> None:
         reader.add(reads[0].parameter, read)
 
 
-def read_part(value: Any, name: str) -> Any:
+def read_key_or_attribute(value: Any, name: str) -> Any:
     """Return the value of a name in a mapping, or the attribute of any other object. This adds no item to a
     `defaultdict`."""
     if not is_mapping(value):
@@ -176,7 +176,7 @@ def read_value(value: Any) -> AttributeValue:
 READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": len, "type": _read_type, "value": read_value}
 
 
-def first_of(path: str) -> str:
+def first_name_of_path(path: str) -> str:
     """Return the first name of a path, which is a parameter or `return`."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
@@ -220,7 +220,7 @@ def add_gauges(reader: CallReader, rule: FunctionRule) -> None:
         now_ns = time.monotonic_ns()
         for gauge in of_call:
             if now_ns >= gauge.due_ns:
-                gauge.read(gauge.parameter.of(args, kwargs), now_ns)
+                gauge.read(gauge.parameter.argument_in_call(args, kwargs), now_ns)
 
     def read_result(value: Any) -> None:
         now_ns = time.monotonic_ns()
@@ -240,7 +240,7 @@ class _Gauge:
     def __init__(self, gauge: OwnGauge, parameter: Parameter, rule: FunctionRule) -> None:
         self.parameter, self._steps, self._is_size = parameter, split_steps(gauge.argument), gauge.record == "size"
         self._place = f"{rule.place or rule.text}: gauge {gauge.name}"
-        self._put = number_of(gauge.kind, gauge.name, gauge.unit, gauge.every_ns)
+        self._put = make_metric_writer(gauge.kind, gauge.name, gauge.unit, gauge.every_ns)
         self._every_ns = gauge.every_ns if gauge.kind == "gauge" else 0
         self.due_ns = 0
 
@@ -249,8 +249,10 @@ class _Gauge:
         self.due_ns = now_ns + self._every_ns
         try:
             for step in self._steps:
-                value = read_part(value, step)
+                value = read_key_or_attribute(value, step)
             if value is not None and value is not LEFT_OUT:
                 self._put(len(value) if self._is_size else value)
         except Exception as error:  # its text may contain values that no rule names
-            FAULTS.note_of_rule(self._place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
+            FAULTS.note_unreadable_value(
+                self._place, f"reading it raised {type(error).__name__} at a {type(value).__name__}"
+            )

@@ -213,7 +213,7 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
     patched.wrap_functions(cupy, ("copyto",), read_copied)
     runtime = cupy.cuda.runtime
     # memcpy(dst, src, size, kind) and memcpyPeer(dst, dstDevice, src, srcDevice, size); the others end with a stream.
-    by_kind = partial(_kind_reader, _arg_reader(3, "kind"), (_arg_reader(2, "size"),))
+    by_kind = partial(_copy_kind_reader, _arg_reader(3, "kind"), (_arg_reader(2, "size"),))
     by_peer = partial(
         _peer_copy_reader, _arg_reader(3, "srcDevice"), _arg_reader(1, "dstDevice"), _arg_reader(4, "size")
     )
@@ -287,17 +287,21 @@ def _choose_reader(name: str, function: Any) -> Facts | None:
     typed = _TYPED.fullmatch(name)
     if typed:
         direction = f"{_SIDES[typed[1]]}2{_SIDES[typed[2]]}"
-        amount, sync = _named_arg(function, "ByteCount"), typed[3] is None
+        amount, sync = _first_present_arg_reader(function, "ByteCount"), typed[3] is None
         return lambda out, args, kwargs: Transfer(direction, int(amount(args, kwargs)), sync)
     sync = not name.endswith("Async")
     base = name.removesuffix("Async")
     if base in ("cuMemcpyPeer", "cudaMemcpyPeer"):
         place = "Context" if base.startswith("cuM") else "Device"
-        ends = _named_arg(function, f"src{place}"), _named_arg(function, f"dst{place}")
-        return _peer_copy_reader(*ends, _named_arg(function, "ByteCount", "count"), sync)
+        ends = _first_present_arg_reader(function, f"src{place}"), _first_present_arg_reader(function, f"dst{place}")
+        return _peer_copy_reader(*ends, _first_present_arg_reader(function, "ByteCount", "count"), sync)
     factors = {"cudaMemcpy": ("count",), **dict.fromkeys(_WITH_ROWS, ("width", "height"))}.get(base)
     if factors is not None:
-        return _kind_reader(_named_arg(function, "kind"), [_named_arg(function, factor) for factor in factors], sync)
+        return _copy_kind_reader(
+            _first_present_arg_reader(function, "kind"),
+            [_first_present_arg_reader(function, factor) for factor in factors],
+            sync,
+        )
 
     def read_descriptor(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         copy = read_argument(args, kwargs, 0, "pCopy")
@@ -316,7 +320,7 @@ def _peer_copy_reader(source: Reader, target: Reader, amount: Reader, sync: bool
     )
 
 
-def _kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
+def _copy_kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
     def read_copy_by_kind(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         direction = _CUDA_KINDS.get(int(kind(args, kwargs)))
         return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
@@ -324,7 +328,7 @@ def _kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
     return read_copy_by_kind
 
 
-def _named_arg(function: Any, *names: str) -> Reader:
+def _first_present_arg_reader(function: Any, *names: str) -> Reader:
     """Return a reader of one argument of a function. Its name is the first of `names` that the function has."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
@@ -345,13 +349,17 @@ CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
 
 def why_absent(torch: Any) -> str:
     """Return the reason why this build of torch has no device, "" if it has one. Does not call the driver."""
-    return "" if _device_tests(torch) else "this torch is built without a device: no copy to or from one can happen"
+    return (
+        ""
+        if _make_device_use_tests(torch)
+        else "this torch is built without a device: no copy to or from one can happen"
+    )
 
 
 def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable[[], bool] | None = None) -> None:
     """Replace the methods that copy. They record nothing until `initialised()` is true, as torch uses no device
     before."""
-    used = _make_used_test(torch, patched.copies) if initialised is None else initialised
+    used = _make_device_use_test(torch, patched.copies) if initialised is None else initialised
     compiling = get_compiling_test(torch)
 
     def ready() -> bool:
@@ -471,7 +479,7 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
 
 
-def _device_tests(torch: Any) -> list[Callable[[], bool]]:
+def _make_device_use_tests(torch: Any) -> list[Callable[[], bool]]:
     """Return a test for each kind of device of this torch build. A test returns True once the process uses such a
     device, for MPS if one exists.
 
@@ -499,8 +507,8 @@ def _find_private_backend(torch: Any) -> str:
     return name if name and hasattr(torch, name) else ""
 
 
-def _make_used_test(torch: Any, copies: Copies) -> Callable[[], bool]:
+def _make_device_use_test(torch: Any, copies: Copies) -> Callable[[], bool]:
     if copies.selects("torch", ("h2h",)):
         return lambda: True
-    devices = _device_tests(torch)
+    devices = _make_device_use_tests(torch)
     return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)

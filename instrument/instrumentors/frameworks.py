@@ -115,7 +115,7 @@ class Observer(Instrumentor):
     def verdicts(self) -> list[Verdict]:
         return list(self._verdicts.values())
 
-    def _note(self, state: str, label: str, why: str = "", *, key: str = "") -> None:
+    def _note_verdict_on_entry(self, state: str, label: str, why: str = "", *, key: str = "") -> None:
         """Note the verdict on an entry point, in place of an earlier verdict with the same label or `key`."""
         self._verdicts[key or label] = Verdict(self.rule.text, state, label, why)
 
@@ -125,26 +125,26 @@ class Observer(Instrumentor):
         version = next(
             (module_namespace(module).get("__version__") for key, module in loaded_modules() if key == name), None
         )
-        self._note("unreachable", label, f"{name} {version or '(of unknown version)'} has none")
+        self._note_verdict_on_entry("unreachable", label, f"{name} {version or '(of unknown version)'} has none")
 
-    def _note_no_function(self, label: str, value: Any) -> None:
-        self._note("unreachable", label, f"it is a {type(value).__name__}, not a function")
+    def _note_not_a_function(self, label: str, value: Any) -> None:
+        self._note_verdict_on_entry("unreachable", label, f"it is a {type(value).__name__}, not a function")
 
-    def _note_recorded(self, label: str, function: Any) -> bool:
+    def _note_if_already_recorded(self, label: str, function: Any) -> bool:
         """Return True if a function rule or a decorator already records an entry point. In that case, note a
         verdict."""
         site = getattr(function, "__instrument__", None)
         if isinstance(site, Site):
-            self._note("attached", label, f"it is recorded as {site.name!r} already")
+            self._note_verdict_on_entry("attached", label, f"it is recorded as {site.name!r} already")
         return isinstance(site, Site)
 
     def _replace_method(self, label: str, owner: Any, name: str, new: Any) -> None:
         try:
             self._undos.append(replace_attribute(owner, name, new))
         except Exception as error:  # a metaclass that refuses changes
-            self._note("unreachable", label, f"it cannot be replaced: {type(error).__name__}: {error}")
+            self._note_verdict_on_entry("unreachable", label, f"it cannot be replaced: {type(error).__name__}: {error}")
         else:
-            self._note("attached", label)
+            self._note_verdict_on_entry("attached", label)
 
 
 class Entries(Observer):
@@ -184,16 +184,16 @@ class Entries(Observer):
         if owner is None:
             self._note_missing(entry.label)
         elif hasattr(method, "__instrument_framework__"):  # a second name of the same module
-            self._note("attached", entry.label)
-        elif self._note_recorded(entry.label, method):
+            self._note_verdict_on_entry("attached", entry.label)
+        elif self._note_if_already_recorded(entry.label, method):
             return
         elif not isinstance(method, FunctionType):
-            self._note_no_function(entry.label, method)
+            self._note_not_a_function(entry.label, method)
         else:
             self._replace_method(entry.label, owner, entry.method, self._wrap(entry, method))
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
-        recorder, by_class, decide = self._recorder, self._by_class, self._choose_recording
+        recorder, by_class, decide = self._recorder, self._by_class, self._make_recording_method
         is_compiling = get_compiling_test(sys.modules.get("torch"))
         recordings: dict[int, Any] = {}
 
@@ -208,7 +208,7 @@ class Entries(Observer):
         wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
-    def _choose_recording(
+    def _make_recording_method(
         self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]
     ) -> Any:
         """Make the recording method for an object or class, at its first call. Objects with equal descriptions share

@@ -1,7 +1,7 @@
 """Replace functions by recording functions (probes), for `@profiled` and for function rules, and restore them.
 
-A decorator such as `@app.get` registers a function before the module has a name for it. So `probe_registered` replaces
-handlers while frameworks register them.
+A decorator such as `@app.get` registers a function before the module has a name for it. So
+`intercept_registrations` replaces handlers while frameworks register them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, ClassVar, TypeVar, overload
 
 from instrument.errors import TargetError
-from instrument.instrumentors.references import isinstance_of, module_namespace, own_names, rebind, type_namespace
-from instrument.instrumentors.targets import Target, find_functions, is_public, parts_of, qualname_of, site_of
+from instrument.instrumentors.references import instance_dict, isinstance_of, module_namespace, rebind, type_namespace
+from instrument.instrumentors.targets import (
+    Target,
+    find_functions,
+    is_public,
+    iterate_decorated_parts,
+    qualname_of,
+    site_of,
+)
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.native import OFF
@@ -65,13 +72,13 @@ class Probe:
         """Replace the target's function. Raises the error of a module or class that cannot be changed."""
         target = self.target
         self.is_set = True
-        value = self._put_function(self.wrapped)
+        value = self._put_in_target(self.wrapped)
         if target.raw is not None and value is not target.raw:
             self._places.append(Assignment(target.owner, target.attribute, value))
         for owner, attribute in self._aliases:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
-    def _put_function(self, function: Any) -> Any:
+    def _put_in_target(self, function: Any) -> Any:
         """Put `function` in place of the target's. Restore the name of a property, which error messages need."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
@@ -87,7 +94,7 @@ class Probe:
         if not self.is_set:
             return
         self.is_set = False
-        self._put_function(self.target.function)
+        self._put_in_target(self.target.function)
         while self._places:
             self._places.pop().undo()
 
@@ -100,14 +107,14 @@ class Assignment:
 
     def __init__(self, owner: Any, attribute: str, new: Any) -> None:
         self._owner, self._attribute, self._new = owner, attribute, new
-        self._before = self._get_names().get(attribute, _MISSING)
+        self._before = self._owner_namespace().get(attribute, _MISSING)
         setattr(owner, attribute, new)
 
-    def _get_names(self) -> Any:
+    def _owner_namespace(self) -> Any:
         return type_namespace(self._owner) if isinstance_of(self._owner, type) else vars(self._owner)
 
     def undo(self) -> None:
-        if self._get_names().get(self._attribute) is not self._new:
+        if self._owner_namespace().get(self._attribute) is not self._new:
             return
         if self._before is _MISSING:
             delattr(self._owner, self._attribute)
@@ -176,24 +183,24 @@ def count_other_refs(target: Target) -> int:
 
     The number is 0 for an inherited method and for functions of a `singledispatchmethod`.
     """
-    names = type_namespace(target.owner) if isinstance_of(target.owner, type) else own_names(target.owner)
+    names = type_namespace(target.owner) if isinstance_of(target.owner, type) else instance_dict(target.owner)
     is_other = isinstance_of(target.raw, (NoneType, singledispatchmethod))
     is_inherited = (names or {}).get(target.attribute) is not target.raw
-    return 0 if is_other or is_inherited else _count_all(target) - _count_usual()
+    return 0 if is_other or is_inherited else _count_references(target) - _count_references_of_unshared()
 
 
-def _count_all(target: Target) -> int:
+def _count_references(target: Target) -> int:
     count = sys.getrefcount(target.function) - (target.raw is target.function)
     return count if count < _IMMORTAL else 0
 
 
 @lru_cache(maxsize=1)
-def _count_usual() -> int:
+def _count_references_of_unshared() -> int:
     """Return the reference count of a function that only its own module refers to."""
     module = ModuleType("usual")
     module_namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find_functions(module, "usual:usual")
-    return _count_all(target) if isinstance(target, Target) else sys.maxsize
+    return _count_references(target) if isinstance(target, Target) else sys.maxsize
 
 
 @overload
@@ -237,7 +244,7 @@ def _profile_target(target: Any, name: str | None, kind: str | None, device: boo
                 label = f"{name}.{attribute}" if name else None
                 setattr(target, attribute, _profile_target(raw, label, kind, device, phase))
         return target
-    parts = list(parts_of(target))
+    parts = list(iterate_decorated_parts(target))
     for suffix, function, put in parts:
         span_name = name + suffix if name else qualname_of(function) + suffix if suffix else None
         site = site_of(function, name=span_name, kind=kind, device=device, phase=phase)
@@ -301,9 +308,9 @@ def _rebind_names(first: Any, second: Any) -> bool:
     owner: Any = sys.modules.get(first.__module__)
     *path, last = first.__qualname__.split(".")
     for name in path:
-        owner = (type_namespace(owner) if isinstance(owner, type) else own_names(owner) or {}).get(name)
-    names = type_namespace(owner) if isinstance(owner, type) else own_names(owner) or {}
-    part = next((part for part in parts_of(names.get(last)) if part.function is first), None)
+        owner = (type_namespace(owner) if isinstance(owner, type) else instance_dict(owner) or {}).get(name)
+    names = type_namespace(owner) if isinstance(owner, type) else instance_dict(owner) or {}
+    part = next((part for part in iterate_decorated_parts(names.get(last)) if part.function is first), None)
     if part is not None and (value := part.put(second)) is not names[last]:
         setattr(owner, last, value)
     return rebind([(first, second)]) or part is not None
@@ -397,7 +404,7 @@ SEAMS: Mapping[str, tuple[tuple[str, str, str, int], ...]] = {
 argument for the handler."""
 
 
-def probe_registered(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
+def intercept_registrations(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
     """Make a framework register `registered(handler)` in place of each handler. Return the functions that undo this."""
 
     def probe_handler(handler: Any) -> Any:

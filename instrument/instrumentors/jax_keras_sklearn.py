@@ -66,7 +66,7 @@ class JaxFunctions(Observer):
         clean = module_namespace(core).get("trace_state_clean") if core is not None else None
         if clean is None:
             why = "it does not report when it traces: functions that it calls then are recorded, too, once"
-            self._note("partly", "jax.jit", why, key="traced")
+            self._note_verdict_on_entry("partly", "jax.jit", why, key="traced")
         else:
             self._is_clean = clean
         self._attach_function("jit", self._wrap_jit)
@@ -101,7 +101,7 @@ class JaxFunctions(Observer):
     def _attach_function(self, name: str, wrap: Callable[[Any], Any]) -> None:
         function = module_namespace(self._jax).get(name) if self._jax is not None else None
         label = f"jax.{name}"
-        if self._note_recorded(label, function):
+        if self._note_if_already_recorded(label, function):
             return
         if not isinstance(function, FunctionType):
             self._note_missing(label)
@@ -110,7 +110,7 @@ class JaxFunctions(Observer):
         wrapped.__instrument_framework__ = self.rule.name
         self._undos.append(replace_attribute(self._jax, name, wrapped))
         self._bound.append((function, wrapped))
-        self._note("attached", label)
+        self._note_verdict_on_entry("attached", label)
 
     def _wrap_jit(self, jit: Any) -> Any:
         @functools.wraps(jit)
@@ -120,12 +120,14 @@ class JaxFunctions(Observer):
                 return jitted
             if not args and "fun" not in kwargs:  # options alone: `jitted` is a decorator
                 is_function = callable(jitted) and not isinstance(jitted, type)
-                return functools.wraps(jitted)(lambda fun: self._try_wrap(jitted(fun))) if is_function else jitted
-            return self._try_wrap(jitted)
+                return (
+                    functools.wraps(jitted)(lambda fun: self._wrap_if_possible(jitted(fun))) if is_function else jitted
+                )
+            return self._wrap_if_possible(jitted)
 
         return wrapper
 
-    def _try_wrap(self, jitted: Any) -> Any:
+    def _wrap_if_possible(self, jitted: Any) -> Any:
         try:
             return jitted if _is_of_jax(jitted) else self._wrap_jitted(jitted)
         except Exception as fault:
@@ -189,7 +191,7 @@ class JaxFunctions(Observer):
         if missed:
             names = sorted({str(getattr(function, "__qualname__", "?")) for function in missed})
             why = f"{len(missed)} were created before, and no module has a name of them: {', '.join(names[:5])}"
-            self._note("partly", "jax.jit", why, key="missed")
+            self._note_verdict_on_entry("partly", "jax.jit", why, key="missed")
 
 
 class _JittedFunction(StandIn):
@@ -244,18 +246,18 @@ class KerasLayers(Observer):
     def attach_to(self, module: ModuleType) -> None:
         layer = module_namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
-        if self._note_recorded("Layer.__call__", call):
+        if self._note_if_already_recorded("Layer.__call__", call):
             return
         if not isinstance(layer, type) or not isinstance(call, FunctionType):
             self._note_missing("Layer.__call__")
             return
-        backend = str(_value_in("keras.src.backend.config", "backend", lambda: "unknown")())
+        backend = str(_module_value("keras.src.backend.config", "backend", lambda: "unknown")())
         if backend not in KERAS_BACKENDS:
             why = f"with the backend {backend} it is not known what runs and what is only traced"
-            self._note("unreachable", "Layer.__call__", why)
+            self._note_verdict_on_entry("unreachable", "Layer.__call__", why)
             return
         self._paths = Paths(layer, lambda parent: [(child.name, child) for child in vars(parent).get("_layers") or ()])
-        self._symbolic_type = _value_in("keras.src.backend.common.keras_tensor", "KerasTensor", ())
+        self._symbolic_type = _module_value("keras.src.backend.common.keras_tensor", "KerasTensor", ())
         self._layers.known["keras"] = lambda: all_subclasses(layer)
         self._undos.append(replace_attribute(layer, "__call__", self._wrap_call(call)))
 
@@ -267,21 +269,21 @@ class KerasLayers(Observer):
         """Return the verdicts on layers that cannot be recorded. `Layers` returns those on recorded layers."""
         if self.hidden:
             why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
-            self._note("partly", "Layer.__call__", why, key="traced")
+            self._note_verdict_on_entry("partly", "Layer.__call__", why, key="traced")
         return super().verdicts()
 
     def _wrap_call(self, call: FunctionType) -> Any:
         recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide_site, self._symbolic_type
         span_of = recorder.span_of
-        in_symbolic_scope = _value_in("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
-        is_clean = _value_in("jax._src.core", "trace_state_clean", lambda: True)
+        in_symbolic_scope = _module_value("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
+        is_clean = _module_value("jax._src.core", "trace_state_clean", lambda: True)
         is_compiling = get_compiling_test(sys.modules.get("torch"))
 
         @functools.wraps(call)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
                 return call(self, *args, **kwargs)
-            if in_symbolic_scope() or _has_symbolic(symbolic_type, args, kwargs):
+            if in_symbolic_scope() or _has_symbolic_tensor(symbolic_type, args, kwargs):
                 return call(self, *args, **kwargs)
             site = sites.get(id(self)) or decide(self)
             if site is _NOT_SELECTED:
@@ -310,13 +312,13 @@ class KerasLayers(Observer):
         return site
 
 
-def _value_in(module_name: str, name: str, default: Any) -> Any:
+def _module_value(module_name: str, name: str, default: Any) -> Any:
     """Return the value of a name in a module, or the default if the module or the name is missing."""
     module = sys.modules.get(module_name)
     return default if module is None else module_namespace(module).get(name, default)
 
 
-def _has_symbolic(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
+def _has_symbolic_tensor(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
     """Return True if an argument, or an item in one, is a symbolic tensor."""
     for argument in (*args, *kwargs.values()) if kwargs else args:
         items: Any = argument.values() if isinstance(argument, dict) else argument
@@ -393,7 +395,7 @@ class SklearnEstimators(Observer):
             function = raw if isinstance(raw, FunctionType) else getattr(raw, "fn", None)
             if not isinstance(function, FunctionType):
                 if raw is not None:
-                    self._note_no_function(f"{owner.__qualname__}.{name}", raw)
+                    self._note_not_a_function(f"{owner.__qualname__}.{name}", raw)
                 continue
             if not hasattr(function, "__instrument_framework__"):
                 new = wrapped = self._wrap_method(name, function)

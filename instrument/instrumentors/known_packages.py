@@ -74,7 +74,7 @@ KEEPING = ("functions", "requests", "layers")
 """The families whose unchanged rules keep their probes at a reload. Other families attach all probes again."""
 
 
-def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
+def selectable_packages(profile: Profile, key: str) -> frozenset[str] | None:
     """Return the packages that the rules of a key can select, None if they can select any."""
     if key == "functions":
         from instrument.runtime.main_module import MAINS
@@ -93,7 +93,7 @@ def packages_to_await(profile: Profile) -> frozenset[str] | None:
     """Return the packages whose import starts the recording, None if it must start at once."""
     awaited_packages: set[str] = set()
     for key in FAMILIES.keys() - {"logs"}:  # which record nothing by themselves
-        packages = packages_of(profile, key) if rules_of(profile, key) else frozenset()
+        packages = selectable_packages(profile, key) if rules_under_key(profile, key) else frozenset()
         if packages is None:
             return None
         awaited_packages |= packages
@@ -101,7 +101,7 @@ def packages_to_await(profile: Profile) -> frozenset[str] | None:
     return frozenset(awaited_packages.union(name.partition(".")[0] for name in engines))
 
 
-def rules_of(profile: Profile, key: str) -> tuple[Any, ...]:
+def rules_under_key(profile: Profile, key: str) -> tuple[Any, ...]:
     """Return the rules of a profile's key as a tuple, () for a key that is `off`."""
     rules = getattr(profile, key)
     if key == "requests":

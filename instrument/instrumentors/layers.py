@@ -19,13 +19,13 @@ from instrument.instrumentors.regions import (
     Regions,
     Selected,
     SharedSites,
-    name_for_rules,
-    selects,
+    class_name_for_rules,
+    rule_selects_layer,
     torch_children,
 )
 from instrument.instrumentors.targets import matches, site_of
 from instrument.instrumentors.verdict import Verdict, suggest_nearest
-from instrument.instrumentors.work import list_tensors, search_near
+from instrument.instrumentors.work import find_tensor_nearby, list_tensors
 from instrument.profile.model import LayerRule
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -80,7 +80,7 @@ class Layers(Instrumentor):
         self._regions.sites.clear()
         for cls in all_subclasses(self._module_type):
             self._patch_new_class(cls)
-        for name, child in self._paths.walk_heap():
+        for name, child in self._paths.note_modules_in_memory():
             self._patch_if_named(name, child)
             if id(child) in decided and id(child) not in self._sites:
                 self._decide_site(child)
@@ -116,7 +116,7 @@ class Layers(Instrumentor):
         self._undos.append(watch_subclasses(module_type, self._patch_new_class, "a layer class"))
         for cls in all_subclasses(module_type):
             self._patch_new_class(cls)
-        for name, child in self._paths.walk_heap():
+        for name, child in self._paths.note_modules_in_memory():
             self._patch_if_named(name, child)
         self._regions.attach(torch, self._paths)
         return self.undo
@@ -137,7 +137,7 @@ class Layers(Instrumentor):
         self._shared.clear()
 
     def _patch_new_class(self, cls: type[Any]) -> None:
-        if name_for_rules(cls) in self._types:
+        if class_name_for_rules(cls) in self._types:
             self._patch_class(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
@@ -212,23 +212,25 @@ class Layers(Instrumentor):
         self._sites.pop(key, None)
 
     def _find_rule(self, class_name: str, path: str) -> Selected | None:
-        return next((selection for selection in self._at_work if selects(selection[0], class_name, path)), None)
+        return next(
+            (selection for selection in self._at_work if rule_selects_layer(selection[0], class_name, path)), None
+        )
 
     def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
         """Return the site of a layer, None if no rule selects it. `method` is the recorded method of the class."""
-        selection = self._find_rule(name_for_rules(cls), path)
+        selection = self._find_rule(class_name_for_rules(cls), path)
         if selection is None:
             return None
         rule = selection[0]
         tensors: Sequence[Any] = []
         if rule.device and module is not None:
             # The devices of the layer's own tensors count or, without any, that of a neighbour's tensor.
-            tensors = list_tensors(module) or search_near(
+            tensors = list_tensors(module) or find_tensor_nearby(
                 module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
             )
 
         def make() -> Site:
-            name = rule.name or name_for_rules(cls)
+            name = rule.name or class_name_for_rules(cls)
             site, qualname = site_of(getattr(cls, method), name=name, kind="layer"), f"{cls.__qualname__}.{method}"
             facts: dict[str, Any] = {"instance": path, "device": rule.device, "suspends": False}
             return replace_fields(site, module=cls.__module__, qualname=qualname, **facts)
@@ -263,5 +265,5 @@ class Layers(Instrumentor):
         why = "no layer that it selects has run"
         paths = self._paths.known_paths()
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
-            why = f"no layer sits at such a path{suggest_nearest(rule.match[0], sorted(paths))}"
+            why = f"no layer has such a path{suggest_nearest(rule.match[0], sorted(paths))}"
         return Verdict(rule.text, "waiting", why=why)

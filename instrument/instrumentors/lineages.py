@@ -16,7 +16,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace_attribute
 from instrument.instrumentors.references import isinstance_of, type_attribute, type_namespace
-from instrument.instrumentors.targets import parts_of, site_on
+from instrument.instrumentors.targets import iterate_decorated_parts, recording_site
 from instrument.runtime.faults import FAULTS
 
 
@@ -89,8 +89,10 @@ def is_recorded(cls: type[Any], attribute: str) -> bool:
     """Return True if each call of a method is recorded, by the method's own probe or because the method calls
     `super`."""
     return any(
-        site_on(function) is not None or hasattr(function, "__instrument_layers__") or _calls_super(function, attribute)
-        for _, function, _ in parts_of(type_attribute(cls, attribute))
+        recording_site(function) is not None
+        or hasattr(function, "__instrument_layers__")
+        or _calls_super(function, attribute)
+        for _, function, _ in iterate_decorated_parts(type_attribute(cls, attribute))
     )
 
 

@@ -191,7 +191,7 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
     return costs
 
 
-def measure_passed_ns() -> dict[str, float]:
+def measure_muted_call_ns() -> dict[str, float]:
     """Measure the median cost of a muted call for each shape of probe, in 2 ms. Requests are left out, as they are
     never muted."""
     recorder = _make_recorder(False)
@@ -205,16 +205,16 @@ SWEPT_BYTES = 2 << 20
 """The number of bytes that are read, and written, to evict the recorder's data from the L1 and L2 caches."""
 
 
-def measure_cold_ns(*, with_ticks: bool = False) -> float:
+def measure_cold_cache_ns(*, with_ticks: bool = False) -> float:
     """Measure the ns that a layer's span adds when other work has evicted the recorder's data from the caches.
 
     The result is a difference of medians of 16 calls. Repeated results differ by less than a third. It takes 8 ms and 6
     MiB.
     """
-    return copy_context().run(_measure_cold_ns, with_ticks)
+    return copy_context().run(_measure_cold_cache_ns, with_ticks)
 
 
-def _measure_cold_ns(with_ticks: bool) -> float:
+def _measure_cold_cache_ns(with_ticks: bool) -> float:
     clock = time.perf_counter_ns
     memory, into = memoryview(bytes(2 * SWEPT_BYTES)), bytearray(SWEPT_BYTES)
     parts = itertools.cycle(memory[at : at + SWEPT_BYTES] for at in range(0, len(memory), SWEPT_BYTES))
@@ -260,8 +260,8 @@ class Costs:
         """Measure the costs, which takes 6 ms, or read those that another process of the run measured. Outside a run,
         measure `cold_ns`, too."""
         self._with_ticks, self._cold_ns = with_ticks, None
-        measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
-        costs, self.passed_ns = self._share_measurement("costs", measure)
+        measure = lambda: (measure_costs(with_ticks=with_ticks), measure_muted_call_ns())  # noqa: E731
+        costs, self.passed_ns = self._load_or_measure("costs", measure)
         self.by_shape = {shape: ProbeCost(*cost) for shape, cost in costs.items()}
         if agent_socket.shared_file("cold") is None:
             self._cold_ns = self.cold_ns
@@ -270,29 +270,29 @@ class Costs:
     def cold_ns(self) -> float:
         """The ns that a call takes longer with cold caches. The first read in a run measures this, in 8 ms."""
         if self._cold_ns is None:
-            among_ns = self._share_measurement("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
+            among_ns = self._load_or_measure("cold", lambda: measure_cold_cache_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)
         return self._cold_ns
 
-    def _share_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
+    def _load_or_measure(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return a saved result of another process of the run. Without one, measure and save the result."""
         path = agent_socket.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())
         measured = measure()
         if path is not None:
-            with suppress(OSError), file_writing.replacing(path) as file:
+            with suppress(OSError), file_writing.open_replacement(path) as file:
                 file.write(json.dumps(measured).encode())
         return measured
 
-    def usual_ns(self) -> dict[str, float]:
+    def median_ns_by_shape(self) -> dict[str, float]:
         """Return the median cost of a span in ns, by shape of probe. The budget uses this cost."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
     def cost_of(self, site: Site) -> ProbeCost:
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
-    def added_by_site(self, sites: Sequence[Site]) -> list[float]:
+    def lowest_ns_of_sites(self, sites: Sequence[Site]) -> list[float]:
         return [self.cost_of(site).added_ns for site in sites]
 
     def sum_ns(self, calls: Mapping[Site, int]) -> float:

@@ -20,7 +20,7 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, Ge
 from typing import Any
 
 from instrument.runtime.cheap_start import NamedTuple
-from instrument.runtime.main_module import MAINS, spawned_main
+from instrument.runtime.main_module import MAINS, find_spawned_namespace
 
 DEPTH = 4
 """The maximum length of a chain of objects, such as lists and closures, that leads to a function."""
@@ -49,11 +49,11 @@ class Name(NamedTuple):
     key: int
 
 
-def find_names(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
+def find_names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
     """Return all names of the objects in imported modules, except modules of the `spared` packages."""
     ids, spared = set(map(id, things)), {"instrument", *spared}
     result: list[Name] = []
-    spawned = spawned_main()
+    spawned = find_spawned_namespace()
     for module in [*sys.modules.copy().values(), *([] if spawned is None else [spawned])] if ids else ():
         # One loop in C, as hardly any module has such a name.
         if issubclass(type(module), ModuleType) and not ids.isdisjoint(
@@ -74,7 +74,7 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
     """
     pairs = list(pairs)
     seconds = {id(first): second for first, second in pairs}
-    names = find_names((first for first, _ in pairs), spared)
+    names = find_names_in_modules((first for first, _ in pairs), spared)
     for module, bound, key in names:
         if id(module_namespace(module).get(bound)) == key:
             module_namespace(module)[bound] = seconds[key]
@@ -197,7 +197,7 @@ def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
     return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
 
 
-def is_of_package(holder: Any) -> bool:
+def is_own_object(holder: Any) -> bool:
     """Return True for an object whose class this package defines, and for the namespaces of this package's modules."""
     if isinstance_of(holder, ModuleType):
         return False
@@ -211,7 +211,7 @@ def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
     return issubclass(type(thing), kinds)
 
 
-def own_names(thing: Any) -> dict[str, Any] | None:
+def instance_dict(thing: Any) -> dict[str, Any] | None:
     if issubclass(type(thing), ModuleType):
         return module_namespace(thing)
     descriptor = type_attribute(type(thing), "__dict__")

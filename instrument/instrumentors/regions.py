@@ -80,11 +80,11 @@ class Paths:
 
     def path_of(self, module: Any) -> str | None:
         """Return a module's dotted path in its model: "" for the model itself, None if unknown."""
-        if self._is_lost(module):
+        if self._has_broken_path(module):
             cls = type(module)
             if self._vain_walks[cls] < VAIN_WALKS or self.may_walk():
-                self.walk_heap()
-                self._vain_walks[cls] += self._is_lost(module)
+                self.note_modules_in_memory()
+                self._vain_walks[cls] += self._has_broken_path(module)
             elif id(module) not in self._parents:
                 return None
         return self._path_from_root(id(module))
@@ -111,7 +111,7 @@ class Paths:
     def known_paths(self) -> set[str]:
         return {self._path_from_root(key) for key in list(self._places)} - {""}
 
-    def _is_lost(self, module: Any) -> bool:
+    def _has_broken_path(self, module: Any) -> bool:
         """Return True if a module's parent is unknown, or if an ancestor has been deleted."""
         for depth in range(100):
             if (place := self._places.get(id(module))) is None:
@@ -120,13 +120,13 @@ class Paths:
                 return True
         return False
 
-    def roots(self) -> Iterator[Any]:
+    def iterate_root_modules(self) -> Iterator[Any]:
         """Yield the modules that have children and no parent."""
         for key, reference in list(self._parents.items()):
             if key not in self._places and (module := reference()) is not None:
                 yield module
 
-    def walk_heap(self) -> Iterator[tuple[str, Any]]:
+    def note_modules_in_memory(self) -> Iterator[tuple[str, Any]]:
         """Note the child modules of all modules in memory. Return each child with its name. Takes tens of ms."""
         start_ns = time.monotonic_ns()
         # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
@@ -143,7 +143,7 @@ def torch_children(module: Any) -> Iterable[tuple[str, Any]]:
     return (vars(module).get("_modules") or {}).items()
 
 
-def selects(rule: LayerRule, class_name: str, path: str) -> bool:
+def rule_selects_layer(rule: LayerRule, class_name: str, path: str) -> bool:
     """Return True if a rule selects a layer by its class and its path in the model."""
     if rule.types and class_name not in rule.types:
         return False
@@ -152,7 +152,7 @@ def selects(rule: LayerRule, class_name: str, path: str) -> bool:
     return not any(matches(text, path) for text in rule.exclude)
 
 
-def name_for_rules(cls: type[Any]) -> str:
+def class_name_for_rules(cls: type[Any]) -> str:
     """Return the class name by which rules select a layer.
 
     torch generates subclasses such as `FSDPLinear` for instances. Their name is that of the base class, `Linear`.
@@ -160,7 +160,7 @@ def name_for_rules(cls: type[Any]) -> str:
     for prefix in ("Parametrized", "FSDP"):
         for base in cls.__mro__[1:]:
             if cls.__name__ == prefix + base.__name__:
-                return name_for_rules(base)
+                return class_name_for_rules(base)
     return cls.__name__
 
 
@@ -320,9 +320,9 @@ class Regions:
         if isinstance(module, self._torch.fx.GraphModule):
             return "GraphModule", "graph"
         inner = (vars(module).get("_modules") or {}).get("_orig_mod")
-        return name_for_rules(type(module if inner is None else inner)), "compiled"
+        return class_name_for_rules(type(module if inner is None else inner)), "compiled"
 
-    def _why_children_unseen(self, module: Any) -> str:
+    def _explain_uncalled_children(self, module: Any) -> str:
         """Return the reason why Python does not call a module's children, "" if it does."""
         torch, kind = self._torch, type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -340,7 +340,7 @@ class Regions:
         """Yield each module with its path, and the reason why Python does not call it, "" if it does. Wrappers of
         torch.compile are left out."""
         # Each entry has the module's own reason, and the reason that its children inherit.
-        waiting = [(root, "", "", "") for root in self._paths.roots()]
+        waiting = [(root, "", "", "") for root in self._paths.iterate_root_modules()]
         visited: set[int] = set()
         while waiting:
             module, path, reason, below = waiting.pop()
@@ -350,7 +350,7 @@ class Regions:
             children = vars(module).get("_modules") or {}
             if "_orig_mod" not in children:
                 yield module, path, reason
-            inside = below or self._why_children_unseen(module)
+            inside = below or self._explain_uncalled_children(module)
             for name, child in list(children.items()):
                 if child is not None and name in WRAPPING:
                     waiting.append((child, path, reason, inside))
@@ -360,12 +360,12 @@ class Regions:
     def verdicts_on_unseen(self) -> list[Verdict]:
         """Return a verdict per rule and reason, with the number of layers that cannot be recorded."""
         if self._paths.may_walk():  # no hook has seen some modules
-            self._paths.walk_heap()
+            self._paths.note_modules_in_memory()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk_models():
             selection = self._first(self._describe(module)[0], path)
             if selection is not None:
-                why = reason or self._why_missed(module)
+                why = reason or self._explain_unrecorded(module)
                 counts[selection[0].text, why] += bool(why)
         states = {_COMPILED: "compiled"}
         return [
@@ -374,7 +374,7 @@ class Regions:
             if count
         ]
 
-    def _why_missed(self, module: Any) -> str:
+    def _explain_unrecorded(self, module: Any) -> str:
         """Return the reason why a selected module is not recorded although Python calls it, "" if it is recorded."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):

@@ -26,11 +26,11 @@ from instrument.instrumentors.arguments import (
     Parameter,
     add_attributes,
     add_gauges,
-    first_of,
+    first_name_of_path,
     is_mapping,
     is_mapping_type,
     parameter_of,
-    read_part,
+    read_key_or_attribute,
     read_value,
     split_steps,
 )
@@ -40,10 +40,10 @@ from instrument.recorder.attribute_checks import (
     CHECKSUM_CHARACTERS,
     NO_WEIGHTS,
     UnreadError,
-    are_amounts,
-    items_of,
+    contain_number,
     key_text,
     refused_keys,
+    take_items,
     weights_of,
 )
 from instrument.recording.spans import (
@@ -86,13 +86,13 @@ def make_reader(function: Callable[..., Any], rule: FunctionRule) -> CallReader:
 
 def _add_keys(reader: CallReader, name: str, keys: RequestKeys, place: str) -> None:
     """Add a reader of the key or the batch, from a call's (args, kwargs) or from its result."""
-    first, weights = first_of(keys.argument), first_of(keys.weights)
+    first, weights = first_name_of_path(keys.argument), first_name_of_path(keys.weights)
     for parameter in reader.find(keys.argument):
         weighed: Parameter | None = None
         if keys.weights and weights != first:
             of_weights = "" if parameter is RESULT else parameter_of(reader.function, weights)
             if isinstance(of_weights, str):  # all members of the batch weigh the same
-                reader.missing.append(f"weights: {of_weights or f'{weights} is not of what the call gives'}")
+                reader.missing.append(f"weights: {of_weights or f'{weights} is not part of the result'}")
                 keys = replace(keys, weights="")
             else:
                 weighed = of_weights
@@ -110,15 +110,15 @@ def _make_keys_reader(
     read: Callable[..., Values] = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
 
     def read_values(*call: Any) -> Values:
-        value = parameter.of(*call)
+        value = parameter.argument_in_call(*call)
         try:
             if value is LEFT_OUT:
                 return {}
-            return read(value) if weighed is None else read(value, weighed.of(*call))
+            return read(value) if weighed is None else read(value, weighed.argument_in_call(*call))
         except Exception as error:  # its text may contain values
             is_unread = type(error) is UnreadError
             reason = error if is_unread else f"{type(error).__name__} below a {type(value).__name__}"
-            FAULTS.note_of_rule(place, f"the keys cannot be read: {reason}")
+            FAULTS.note_unreadable_value(place, f"the keys cannot be read: {reason}")
             return {}
 
     paths = [split_steps(path) for path in (keys.argument, keys.weights)]
@@ -153,12 +153,12 @@ class _FactPath(NamedTuple):
     steps: Sequence[str]
     take: Callable[[Any], AttributeValue]
 
-    def read_below(self, value: Any) -> AttributeValue | None:
+    def read_fact(self, value: Any) -> AttributeValue | None:
         """Follow the path from a value to the fact. Return None if any object on the path is None."""
         for step in self.steps:
             if value is None:
                 return None
-            value = read_part(value, step)
+            value = read_key_or_attribute(value, step)
         return None if value is None else self.take(value)
 
 
@@ -184,7 +184,7 @@ class _FactsReader(NamedTuple):
 
     def _read(self, value: Any, fact: _FactPath) -> AttributeValue | None:
         try:
-            return fact.read_below(value)
+            return fact.read_fact(value)
         except Exception as error:
             _log_failed_fact(fact.place, value, error)
             return None
@@ -200,12 +200,12 @@ class _FactsOfSeveral(NamedTuple):
     texts: Callable[[list[Any]], tuple[str, ...]]
     names: Values
 
-    def read(self, *call: Any) -> Values:
+    def read_facts_and_keys(self, *call: Any) -> Values:
         """Read the facts of several requests, and the requests' keys, from a call's (args, kwargs) or its result."""
-        of_values = self.fact.parameter.of(*call)
+        of_values = self.fact.parameter.argument_in_call(*call)
         try:
-            texts = self.texts(_take_items(self.keys(self.of_keys.of(*call)), BATCH_LIMIT))
-            facts = map(self.fact.read_below, _take_items(self.values(of_values), BATCH_LIMIT))
+            texts = self.texts(_take_items(self.keys(self.of_keys.argument_in_call(*call)), BATCH_LIMIT))
+            facts = map(self.fact.read_fact, _take_items(self.values(of_values), BATCH_LIMIT))
             pairs = [(text, fact) for text, fact in zip(texts, facts, strict=False) if text and fact is not None]
         except Exception as error:
             _log_failed_fact(self.fact.place, of_values, error)
@@ -216,7 +216,7 @@ class _FactsOfSeveral(NamedTuple):
 
 def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
     """Log that a fact cannot be read. The error's text is left out, because it may contain data of the service."""
-    FAULTS.note_of_rule(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
+    FAULTS.note_unreadable_value(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
 
 
 def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
@@ -230,14 +230,16 @@ def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
         if len(parameters) == 2 and (parameters[0] is RESULT) != (parameters[1] is RESULT):
             reader.missing.append(f"{paths[0]} and {paths[1]} are not both of the call, or of its result")
         elif len(parameters) == 2:
-            take = fact_value if fact.record == "value" else READERS[fact.record]
+            take = convert_to_fact if fact.record == "value" else READERS[fact.record]
             at = len(steps) - steps[::-1].index(EACH) if EACH in steps else 0
             place = f"{rule.place or rule.text}: fact {fact.name}"
             path = _FactPath(sys.intern(fact.name), place, parameters[0], steps[at:], take)
             if at:
-                readers = _values_reader(steps[:at]), _values_reader(split_steps(paths[1]))
-                texts = _texts_maker(keys.cut if keys else "")
-                reader.add(path.parameter, _FactsOfSeveral(path, parameters[1], *readers, texts, names).read)
+                readers = _make_values_reader(steps[:at]), _make_values_reader(split_steps(paths[1]))
+                texts = _make_texts_converter(keys.cut if keys else "")
+                reader.add(
+                    path.parameter, _FactsOfSeveral(path, parameters[1], *readers, texts, names).read_facts_and_keys
+                )
             else:
                 singles.setdefault(path.parameter.name, []).append(path)
     for facts in singles.values():
@@ -249,14 +251,14 @@ def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
 
 def _make_facts_reader(facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None) -> Any:
     """Return a reader in C of facts from a parameter or the result. It first calls another reader, `before`."""
-    steps = tuple(tuple(map(sys.intern, fact.steps)) if fact.take is fact_value else None for fact in facts)
+    steps = tuple(tuple(map(sys.intern, fact.steps)) if fact.take is convert_to_fact else None for fact in facts)
     return native.MODULE.Keys(
         *_name_and_position(facts[0].parameter), FACTS_OF_REQUEST, steps, tuple(fact.name for fact in facts),
         None, None, before, -1, names, _FactsReader(facts, names, before),
     )  # fmt: skip
 
 
-def fact_value(value: Any) -> AttributeValue:
+def convert_to_fact(value: Any) -> AttributeValue:
     """Convert a value to a fact: a number, a bool or a text. A member of an enumeration becomes its name."""
     kind: Any = type(value)
     if kind is int or kind is str or not issubclass(kind, Enum):
@@ -270,7 +272,7 @@ def _defines_str(kind: type) -> bool:
 
 
 def _make_key_reader(keys: RequestKeys) -> ReadResult:
-    of_key, text = _values_reader(split_steps(keys.argument)), _text_maker(keys.cut)
+    of_key, text = _make_values_reader(split_steps(keys.argument)), _make_text_converter(keys.cut)
 
     def read(value: Any) -> Values:
         value = of_key(value)
@@ -283,8 +285,8 @@ def _make_key_reader(keys: RequestKeys) -> ReadResult:
 
 
 def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
-    of_keys, texts = _values_reader(split_steps(request_keys.argument)), _texts_maker(request_keys.cut)
-    of_weights = _values_reader(split_steps(request_keys.weights)) if request_keys.weights else None
+    of_keys, texts = _make_values_reader(split_steps(request_keys.argument)), _make_texts_converter(request_keys.cut)
+    of_weights = _make_values_reader(split_steps(request_keys.weights)) if request_keys.weights else None
 
     def read(value: Any, *weighed: Any) -> Values:
         batch = of_keys(value)
@@ -302,19 +304,19 @@ def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., V
         elif is_mapping(batch):
             weights = batch.values()
         if len(keys) > BATCH_LIMIT:
-            FAULTS.note_of_rule(f"{place}: keys", f"allowed: {BATCH_LIMIT}, found more")
+            FAULTS.note_unreadable_value(f"{place}: keys", f"allowed: {BATCH_LIMIT}, found more")
             del keys[BATCH_LIMIT:]
         values: dict[str, AttributeValue] = {BATCH_KEYS: (batch := texts(keys))}
         if refused := refused_keys(keys, batch):
-            FAULTS.note_of_rule(place, f"{refused} cannot be a key; {ALLOWED_KEYS}")
+            FAULTS.note_unreadable_value(place, f"{refused} cannot be a key; {ALLOWED_KEYS}")
         if weights is not None:
             weight_items = _take_items(weights, len(keys))
             numbers = weights_of(weight_items) if len(weight_items) == len(keys) else None
             if numbers is not None:
                 values[BATCH_WEIGHTS] = numbers
-            elif of_weights is not None or are_amounts(weight_items):
+            elif of_weights is not None or contain_number(weight_items):
                 weights_place = f"{place}: {request_keys.weights or 'weights'}"
-                FAULTS.note_of_rule(weights_place, f"{len(keys)} keys need as many weights, {NO_WEIGHTS}")
+                FAULTS.note_unreadable_value(weights_place, f"{len(keys)} keys need as many weights, {NO_WEIGHTS}")
         return values
 
     return read
@@ -324,21 +326,21 @@ def _take_items(iterable: Any, most: int) -> list[Any]:
     """Return up to `most` items of an iterable. Raises `UnreadError` for generators, files, and arrays on a device."""
     if hasattr(type(iterable), "__next__"):
         raise UnreadError(f"{type(iterable).__name__}, whose items can be taken only once")
-    return items_of(iterable, most)
+    return take_items(iterable, most)
 
 
-def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
+def _make_values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
     """Return a function that follows `steps` from a value. With `[]` among the steps, it returns a list."""
     if EACH not in steps:
 
         def plain(value: Any) -> Any:
             for step in steps:
-                value = read_part(value, step)
+                value = read_key_or_attribute(value, step)
             return value
 
         return plain
     at = len(steps) - 1 - steps[::-1].index(EACH)
-    before, after = _values_reader(steps[:at]), steps[at + 1 :]
+    before, after = _make_values_reader(steps[:at]), steps[at + 1 :]
     attributes = [(step, attrgetter(step)) for step in after]
 
     def read_each(value: Any) -> Any:
@@ -347,13 +349,13 @@ def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
         for step, attribute in attributes:
             kinds = set(map(type, some))
             has_keys = any(map(is_mapping_type, kinds))
-            some = [read_part(item, step) for item in some] if has_keys else list(map(attribute, some))
+            some = [read_key_or_attribute(item, step) for item in some] if has_keys else list(map(attribute, some))
         return some
 
     return read_each
 
 
-def _text_maker(cut: str) -> Callable[[Any], str]:
+def _make_text_converter(cut: str) -> Callable[[Any], str]:
     """Return a function that makes the text of a key, without matches of `cut`, "" for a value that cannot be a key."""
 
     def make_plain_text(value: Any) -> str:
@@ -371,8 +373,8 @@ def _text_maker(cut: str) -> Callable[[Any], str]:
     return shorten
 
 
-def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
-    text = _text_maker(cut)
+def _make_texts_converter(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
+    text = _make_text_converter(cut)
 
     def make_texts(keys: list[Any]) -> tuple[str, ...]:
         if not cut and set(map(type, keys)) <= {str} and max(map(len, keys), default=0) <= KEY_LIMIT:

@@ -18,11 +18,11 @@ from instrument.instrumentors.references import (
     Kept,
     Name,
     Search,
-    find_names,
-    is_of_package,
+    find_names_in_modules,
+    instance_dict,
+    is_own_object,
     isinstance_of,
     module_namespace,
-    own_names,
     rebind,
     type_namespace,
 )
@@ -51,7 +51,7 @@ class Functions(Instrumentor):
         if watches:
             from instrument.instrumentors.argument_watch import ArgumentWatch  # for `instrument init` alone
 
-            self.watch = ArgumentWatch(self.is_named)
+            self.watch = ArgumentWatch(self.may_select_in)
         self._probes: dict[Probe, FunctionRule] = {}
         self._early: dict[int, Probe] = {}  # of functions that no module has a name for yet, by their identity
         self._pickling: list[functions.Undo] = []
@@ -81,7 +81,7 @@ class Functions(Instrumentor):
         for module in modules if rules else ():
             self._watch_registrations(module)
         before_lineages, self._lineages = self._lineages, {}
-        modules = [module for module in modules if any(map(self.is_named, names_of(module)))]
+        modules = [module for module in modules if any(map(self.may_select_in, names_of(module)))]
         self._modules = {names_of(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
         for module in modules:
@@ -129,26 +129,28 @@ class Functions(Instrumentor):
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
     def may_match(self, module_name: str) -> bool:
-        return module_name in functions.SEAMS or self.is_named(module_name)
+        return module_name in functions.SEAMS or self.may_select_in(module_name)
 
-    def is_named(self, module_name: str) -> bool:
+    def may_select_in(self, module_name: str) -> bool:
         return any(matches(text, module_name) for text in self._module_patterns)
 
     def attach_to(self, module: ModuleType) -> bool:
         with self._lock:
             self._watch_registrations(module)
-            return any(map(self.is_named, names_of(module))) and self._attach_selected(module)
+            return any(map(self.may_select_in, names_of(module))) and self._attach_selected(module)
 
     def _watch_registrations(self, module: ModuleType) -> None:
         if names_of(module)[0] in functions.SEAMS:
-            self._undos += functions.probe_registered(module, self._probe_registered)
+            self._undos += functions.intercept_registrations(module, self._probe_registered)
 
     def _attach_selected(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
         attachable = list(self._pick_targets(self._find_selected(module)))
         shared = [target for _, target in attachable if functions.count_other_refs(target) > 0]
-        names = find_names(target.function for target in shared)
-        ref_counts = [(target, functions.count_other_refs(target) - _count_others(target, names)) for target in shared]
+        names = find_names_in_modules(target.function for target in shared)
+        ref_counts = [
+            (target, functions.count_other_refs(target) - _count_other_names(target, names)) for target in shared
+        ]
         # A target's own module or class refers to it, too.
         counts = {
             id(thing.function): count + 1 + (thing.raw is thing.function) for thing, count in ref_counts if count > 0
@@ -159,8 +161,12 @@ class Functions(Instrumentor):
         probes: dict[int, tuple[int, Probe]] = {}
         for index, target in attachable:
             holders = search.others.get(id(target.function), ())
-            if holders and id(target.function) not in self._early and self._is_by_module_wildcard(index, target):
-                why = f"{_list_users(holders)}, which code may compare: a rule without * in its module's name takes it"
+            if (
+                holders
+                and id(target.function) not in self._early
+                and self._is_selected_by_module_wildcard(index, target)
+            ):
+                why = f"{_list_users(holders)}, which may compare it; a rule that names its module without * records it"
                 self._note_verdict(index, "unreachable", target.label, why)
             elif (probe := self._attach_target(index, target)) is not None:
                 probes.setdefault(id(target.function), (index, probe))
@@ -298,7 +304,7 @@ class Functions(Instrumentor):
                 why = f"{self.rules[owner].text} has it"
             elif isinstance(framework := getattr(thing.function, "__instrument_framework__", None), str):
                 why = f"frameworks: {framework} has it"
-            elif (site := targets.site_on(thing.function) or self._find_wrapped_site(thing)) is not None:
+            elif (site := targets.recording_site(thing.function) or self._find_wrapped_site(thing)) is not None:
                 ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
                 why = f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {site.name!r}"
             # A class that inherits a function gets a probe of its own; a second name of the same owner does not.
@@ -315,7 +321,7 @@ class Functions(Instrumentor):
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
-            inner = (own_names(inner) or {}).get("__wrapped__")
+            inner = (instance_dict(inner) or {}).get("__wrapped__")
             if id(inner) in probes:
                 return probes[id(inner)].site
         return None
@@ -336,7 +342,7 @@ class Functions(Instrumentor):
         reader = make_reader(target.function, rule)
         attributes, results, missing = reader.of_call, reader.of_result, reader.missing
         if self.watch is not None and not (rule.key or rule.batch or rule.facts):
-            attributes, results = self.watch.examine(target.function, target.label)
+            attributes, results = self.watch.make_examiners(target.function, target.label)
         try:
             lineages = self._lineages.values()
             lineage = next((line for line in lineages if line.contains_method(target.owner, target.attribute)), None)
@@ -351,7 +357,7 @@ class Functions(Instrumentor):
             return None
         self._probes[probe] = rule
         if results is not None and self.watch is None and self._recorder.shapes.get(site) == "generator":
-            missing += ["what a generator gives in the end is no result that has keys"]
+            missing += ["keys cannot be read from the value that a generator returns"]
         why = "; ".join(filter(None, [target.note, *missing]))
         state = "partly" if missing else "attached"
         self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)
@@ -363,7 +369,7 @@ class Functions(Instrumentor):
     def _note_verdict(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
-    def _is_by_module_wildcard(self, index: int, target: Target) -> bool:
+    def _is_selected_by_module_wildcard(self, index: int, target: Target) -> bool:
         """Return True if only patterns with a wildcard in the module's name select a function."""
         texts = [text for text in self.rules[index].match if _matches_label(text, target.label)]
         return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in texts)
@@ -420,7 +426,9 @@ class Functions(Instrumentor):
             state, why = "waiting", f"{' and '.join(names)} not imported"
             if (script := script_name()) in names:
                 why += f", but run as the program: a rule calls it __main__, not {script}"
-        elif main := next((module for module in modules if is_main(module) and self._has_unseen(rule, module)), None):
+        elif main := next(
+            (module for module in modules if is_main(module) and self._has_selected_functions(rule, module)), None
+        ):
             state, program = "unreachable", names_of(main)[0]
             why = "__main__" if program == "__main__" else f"{program} runs as __main__, and"
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
@@ -433,21 +441,21 @@ class Functions(Instrumentor):
             state, why = "not found", "matched no function" + next(filter(None, hints), "")
         return Verdict(rule.text, state, why=why)
 
-    def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
+    def _has_selected_functions(self, rule: FunctionRule, module: ModuleType) -> bool:
         things = (thing for text in rule.match for thing in targets.find_functions(module, text))
         return any(isinstance(thing, Target) for thing in things)
 
 
-def _count_others(target: Target, names: Sequence[Name]) -> int:
+def _count_other_names(target: Target, names: Sequence[Name]) -> int:
     """Count the names of a target's function in modules, except the target's own name."""
-    space = None if isinstance_of(target.owner, type) else own_names(target.owner)
+    space = None if isinstance_of(target.owner, type) else instance_dict(target.owner)
     of_function = [name for name in names if name.key == id(target.function)]
     return sum(module_namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
 
 
 def _is_ours(holder: Any) -> bool:
     """Return True for an object of this package. A detached recording function that is still in use does not count."""
-    return is_of_package(holder) and getattr(holder, "__instrument_pass__", None) is not False
+    return is_own_object(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 
 def _list_users(references: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.functions import Instrumentor, Undo, detach_decorated
-from instrument.instrumentors.known_packages import FAMILIES, KEEPING, packages_of, rules_of
+from instrument.instrumentors.known_packages import FAMILIES, KEEPING, rules_under_key, selectable_packages
 from instrument.instrumentors.references import loaded_modules, module_namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
@@ -74,10 +74,10 @@ class Selection:
 
     def _attach_or_defer(self, key: str) -> None:
         """Load a key's family or, if its rules select only in known packages, defer this to their first import."""
-        if not rules_of(self.profile, key):
+        if not rules_under_key(self.profile, key):
             self._unloaded.pop(key, None)
             return
-        packages = packages_of(self.profile, key)
+        packages = selectable_packages(self.profile, key)
         if packages is None or _ASKED & os.environ.keys():
             self._load_family(key)
         else:
@@ -88,7 +88,7 @@ class Selection:
 
     def _load_family(self, key: str) -> Instrumentor:
         """Load the code of a family, and create its instrumentor, without probes yet."""
-        rules = rules_of(self.profile, key)
+        rules = rules_under_key(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
             options.append(lambda: self.attach_family("layers"))
@@ -166,7 +166,7 @@ class Selection:
             loaded = [module for _, module in loaded_modules()]
             self.profile = profile
             for key in FAMILIES:
-                rules, family = rules_of(profile, key), self._families.get(key)
+                rules, family = rules_under_key(profile, key), self._families.get(key)
                 if family is not None and not anew and rules == family.rules:
                     continue
                 if family is not None and key in KEEPING:

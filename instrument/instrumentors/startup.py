@@ -69,7 +69,7 @@ class StartupWatch(Instrumentor):
         return self._functions.probes_by_name()
 
     def may_match(self, module_name: str) -> bool:
-        return module_name == _DYNAMO or self._functions.is_named(module_name)
+        return module_name == _DYNAMO or self._functions.may_select_in(module_name)
 
     def attach_to(self, module: ModuleType) -> bool:
         if module.__name__ == _DYNAMO:
@@ -174,7 +174,7 @@ class ImportTimes:
             package = name.partition(".")[0]
             if (stack and stack[-1].package == package) or not watching:
                 return original(name, *import_arguments)
-            is_ours = (bool(stack) and stack[-1].is_ours) or _is_own_request(sys._getframe().f_back)
+            is_ours = (bool(stack) and stack[-1].is_ours) or _is_import_by_sdk(sys._getframe().f_back)
             importing = _OpenImport(package, all(above.package != package for above in stack), is_ours)
             stack.append(importing)
             try:
@@ -225,7 +225,7 @@ class ImportTimes:
             return tuple(ImportTime(package, *(*sums, late[package])) for package, sums in self._packages.items())
 
 
-def _is_own_request(frame: FrameType | None) -> bool:
+def _is_import_by_sdk(frame: FrameType | None) -> bool:
     """Return True if code of this package makes an import, except imports for `python -m`."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]

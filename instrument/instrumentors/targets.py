@@ -25,9 +25,9 @@ from typing import Any
 from instrument import native
 from instrument.instrumentors.references import (
     Kept,
+    instance_dict,
     isinstance_of,
     module_namespace,
-    own_names,
     type_attribute,
     type_namespace,
 )
@@ -151,7 +151,7 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
     name = name or module.__name__
     label = f"{name}:{qualname}"
     if "*" in qualname:
-        for thing in _find_all(module, module, "", qualname, set(), called=name):
+        for thing in _find_matching(module, module, "", qualname, set(), called=name):
             is_made_in_c = isinstance(thing, Target) and type(thing.function) is BuiltinFunctionType
             if not (is_made_in_c and "*" in match.partition(":")[0]):
                 yield thing
@@ -159,7 +159,7 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
         holder = module_namespace(module).get(first)
         inner_class = None if "*" in first else _find_class_inside(holder, module.__name__, first)
         if inner_class is not None:
-            things = _find_all(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name)
+            things = _find_matching(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name)
             yield from _add_notes(things, holder)
         return
     owner: Any = module
@@ -193,18 +193,20 @@ def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label:
         return
     inner_class = _find_class_inside(value, module.__name__, qualname)
     if inner_class is not None:
-        yield from _add_notes(_find_class(module, inner_class, qualname, label), value)
+        yield from _add_notes(_find_public_methods(module, inner_class, qualname, label), value)
     elif isinstance_of(value, type):
-        yield from _find_class(module, value, qualname, label)
+        yield from _find_public_methods(module, value, qualname, label)
     else:
-        is_own = isinstance_of(owner, type) or last in (own_names(owner) or ())
+        is_own = isinstance_of(owner, type) or last in (instance_dict(owner) or ())
         yield from _find_in_value(module.__name__, owner if is_own else type(owner), last, value, label)
 
 
-def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -> Iterator[Target | Unreachable]:
+def _find_public_methods(
+    module: ModuleType, cls: type[Any], qualname: str, label: str
+) -> Iterator[Target | Unreachable]:
     """Yield the public methods of a class that a pattern names."""
     home, called = type_attribute(cls, "__module__"), label.partition(":")[0]
-    below = _find_all(module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called)
+    below = _find_matching(module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called)
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
@@ -222,13 +224,13 @@ def _raw_attribute(owner: Any, attribute: str) -> Any:
     """Return an attribute's unbound value, None if it is missing."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
-    names = own_names(owner) or {}
+    names = instance_dict(owner) or {}
     if attribute in names or isinstance_of(owner, ModuleType):
         return names.get(attribute)
     return type_attribute(type(owner), attribute)
 
 
-def _find_all(
+def _find_matching(
     module: ModuleType, owner: Any, prefix: str, qualname: str, visited: set[int], *, called: str, methods_of: str = ""
 ) -> Iterator[Target | Unreachable]:
     """Yield the functions of a module or class, and of inner classes, whose names match `qualname`.
@@ -242,7 +244,7 @@ def _find_all(
         if isinstance_of(raw, type):
             if raw.__module__ == home and id(raw) not in visited and not methods_of:
                 visited.add(id(raw))
-                yield from _find_all(module, raw, name + ".", qualname, visited, called=called)
+                yield from _find_matching(module, raw, name + ".", qualname, visited, called=called)
             continue
         if not matches(qualname, name) or (methods_of and not is_public(attribute)):
             continue
@@ -256,11 +258,11 @@ def _find_all(
                 yield thing
 
 
-def site_on(function: Any) -> Site | None:
+def recording_site(function: Any) -> Site | None:
     if _NATIVE is not None and isinstance_of(function, _NATIVE.Function):
         site = getattr(function, "__instrument__", None)
     else:
-        site = (own_names(function) or {}).get("__instrument__")
+        site = (instance_dict(function) or {}).get("__instrument__")
     return site if type(site) is Site else None
 
 
@@ -271,7 +273,7 @@ def is_public(method: str) -> bool:
 def _is_function(thing: Any) -> bool:
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
-    return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or site_on(thing) is not None
+    return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or recording_site(thing) is not None
 
 
 def find_in_override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
@@ -289,7 +291,7 @@ def _find_in_value(
 ) -> Iterator[Target | Unreachable]:
     """Yield the functions in an attribute's value. `home` is the module that defines them."""
     module, _, qualname = label.partition(":")
-    parts = list(parts_of(raw))
+    parts = list(iterate_decorated_parts(raw))
     for part in parts:
         if isinstance(owner, type) and type(part.function) is BuiltinFunctionType and raw is part.function:
             yield Unreachable(label + part.suffix, "it is a method made in C")
@@ -327,11 +329,11 @@ class DecoratedPart(NamedTuple):
     put: Put
 
 
-def parts_of(raw: Any) -> Iterator[DecoratedPart]:
+def iterate_decorated_parts(raw: Any) -> Iterator[DecoratedPart]:
     """Yield the functions inside a decorator's object, or a plain function itself."""
     kind = type(raw)
     parts: list[tuple[str, Any, Put]] = []
-    if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and site_on(raw) is None:
+    if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and recording_site(raw) is None:
         cell = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))["func"]
         parts = [("", cell.cell_contents, partial(_put_and_return, raw, setattr, cell, "cell_contents"))]
     elif _is_function(raw):
@@ -345,10 +347,10 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
         state: Any = partial.__reduce__(raw)[2]
         parts = [("", state[0], partial(_set_partial, raw))]
     elif issubclass(kind, (functools.cached_property, functools.partialmethod)):
-        names = own_names(raw) or {}
+        names = instance_dict(raw) or {}
         parts = [("", names.get("func"), partial(_put_and_return, raw, dict.__setitem__, names, "func"))]
     elif issubclass(kind, functools.singledispatchmethod):
-        dispatcher = (own_names(raw) or {})["dispatcher"]
+        dispatcher = (instance_dict(raw) or {})["dispatcher"]
         parts = [
             ("" if of is object else f"[{of.__name__}]", part, partial(_put_and_return, raw, dispatcher.register, of))
             for of, part in dict(dispatcher.registry).items()
@@ -419,11 +421,15 @@ def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, Deco
     """Yield each object, class and dict in `near` that contains a function, and the function's name there."""
     for thing in near:
         names = (
-            type_namespace(thing) if isinstance_of(thing, type) else thing if type(thing) is dict else own_names(thing)
+            type_namespace(thing)
+            if isinstance_of(thing, type)
+            else thing
+            if type(thing) is dict
+            else instance_dict(thing)
         )
         for name, value in list((names or {}).items()):
             if type(name) is str:
-                yield from ((thing, name, part) for part in parts_of(value) if part.function is function)
+                yield from ((thing, name, part) for part in iterate_decorated_parts(value) if part.function is function)
 
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
@@ -433,7 +439,7 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
         else:
-            names = thing if type(thing) is dict else own_names(thing)
+            names = thing if type(thing) is dict else instance_dict(thing)
             names[name] = part.put(new)  # type: ignore[index]
     now[0] = new
 
@@ -441,6 +447,8 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
 def all_labels(modules: Iterable[ModuleType]) -> list[str]:
     """Return the labels of all functions in the modules, for messages that name the most similar one."""
     things = (
-        thing for module in modules for thing in _find_all(module, module, "", "**", set(), called=names_of(module)[-1])
+        thing
+        for module in modules
+        for thing in _find_matching(module, module, "", "**", set(), called=names_of(module)[-1])
     )
     return [thing.label for thing in things if isinstance(thing, Target)]

@@ -318,7 +318,7 @@ class Comm(Switch):
             if hasattr(group, name):
                 begin = partial(self._begin_call, operation)
                 wrappers.append((group, name, self._wrap(getattr(group, name), begin, self._end_call)))
-        functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _measure_largest)
+        functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _measure_largest_argument)
         exclude_from_compiler(module.torch, (*functions, *(wrapper for _, _, wrapper in wrappers)))
         self._undos += [replace_attribute(owner, method, wrapper) for owner, method, wrapper in wrappers]
 
@@ -356,7 +356,7 @@ class Comm(Switch):
 
     def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued:
         waits = any(getattr(argument, "asyncOp", None) is False for argument in (*args, *kwargs.values()))
-        moved_bytes, on_device = _measure_largest(args[1:])
+        moved_bytes, on_device = _measure_largest_argument(args[1:])
         attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
         if operation in PEERS and len(args) > 2 and isinstance(args[2], int):
             attributes["peer"] = args[2]
@@ -440,7 +440,7 @@ def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued |
         return None
 
 
-def _measure_largest(arguments: Sequence[Any]) -> tuple[int, bool]:
+def _measure_largest_argument(arguments: Sequence[Any]) -> tuple[int, bool]:
     """Return the bytes of the tensors in the largest argument, and True if any tensor is on a device."""
     most, on_device = 0, False
     for argument in arguments:

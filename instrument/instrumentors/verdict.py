@@ -92,7 +92,7 @@ def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
     ]
 
 
-def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
+def make_rule_marks(verdicts: Iterable[Verdict]) -> set[str]:
     """Return the marks by which this process reports its attached and called rules to the run."""
     recording = [verdict for verdict in verdicts if verdict.state in RECORDING]
     marks = {board.attached_mark(verdict.rule) for verdict in recording}
@@ -102,7 +102,7 @@ def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
 def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
     """Drop the verdicts on rules that record nothing here, if the `marks` show that another process of the run records
     them."""
-    own_marks = marks_of(verdicts)
+    own_marks = make_rule_marks(verdicts)
 
     def is_recorded_elsewhere(verdict: Verdict) -> bool:
         mark = (board.called_mark if verdict.state in ("uncalled", "unmet") else board.attached_mark)(verdict.rule)
@@ -140,7 +140,7 @@ def read_check_reports(folder: str) -> list[dict[str, Any]]:
 
 def suggest_nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the end of a message that names the most similar name, "" if none is similar."""
-    from instrument.profile.document import nearest
+    from instrument.profile.document import find_most_similar
 
-    name = nearest(word, names, cutoff)
+    name = find_most_similar(word, names, cutoff)
     return f"; nearest is {name}" if name else ""

@@ -19,7 +19,7 @@ from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.references import own_names, type_namespace
+from instrument.instrumentors.references import instance_dict, type_namespace
 from instrument.recorder.recorder import Recorder
 from instrument.recording.memory_layout import STREAM
 from instrument.recording.spans import Work
@@ -95,7 +95,9 @@ def list_tensors(module: Any) -> list[Any]:
     return parameters if any(parameter.is_cuda for parameter in parameters) else [*parameters, *module.buffers()]
 
 
-def search_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
+def find_tensor_nearby(
+    module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]
+) -> list[Any]:
     """Return a list with one tensor of a module's neighbours, [] if they have none. A tensor on a device is preferred.
 
     The preceding modules, which make the module's input, are searched first, then those after it and the parent.
@@ -142,7 +144,7 @@ class CallWork:
         if self._recorder.begin_device is None:
             return None
         try:
-            devices = self._devices(args, kwargs) if self._has_several_devices() else ()
+            devices = self._find_call_devices(args, kwargs) if self._has_several_devices() else ()
             return _attribute_of(devices) if devices else None
         except Exception as fault:
             FAULTS.note("device of a call", fault)
@@ -159,7 +161,7 @@ class CallWork:
             self._several = torch.cuda.device_count() > 1  # type: ignore[union-attr]
         return torch is not None and self._several
 
-    def _devices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    def _find_call_devices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the devices of the model that a call uses, or else of its tensor arguments."""
         module_type, tensor_type = self._torch.nn.Module, self._torch.Tensor
         tensors = []
@@ -258,4 +260,4 @@ def _list_parts(thing: Any) -> Iterator[Any]:
         return iter(list(dict.values(thing)))
     if issubclass(kind, type):
         return iter(list(type_namespace(thing).values()))
-    return iter(list((own_names(thing) or {}).values()))
+    return iter(list((instance_dict(thing) or {}).values()))

@@ -61,7 +61,7 @@ class Ids:
         self._device_number += count
         return first
 
-    def of(self, span: Span) -> tuple[int, int]:
+    def ids_of_root(self, span: Span) -> tuple[int, int]:
         """Return the trace id and the span id that a collector gets for a root span."""
         trace_id = self.trace_id(span.root_id) if span.remote is None else span.remote.trace_id
         return trace_id, self.span_id(span.span_id)
@@ -117,7 +117,7 @@ class MeteredFacts:
     - `routes` are the routes for which a model generates answers.
     - `by` names the attribute that groups requests, in at most `at_most` groups.
     - `watches` is True if the meter also reads the spans of generators and batches.
-    - `calls` has the marks (`mark_of`) of functions with metrics, `streams` those of functions that generate items.
+    - `calls` has the marks (`site_mark`) of functions with metrics, `streams` those of functions that generate items.
     - `environ` has the environment variables that shape the metrics.
     - `losses` and `queued` are counts, and `costs_ns` times, by name.
     """
@@ -163,7 +163,7 @@ def facts_as_json(
         "seeds": list(ids.seeds),
         "instance": ids.instance,
         "run": ids.run,
-        "resource": {str(name): packing.make_plain(value) for name, value in resource.items()},
+        "resource": {str(name): packing.convert_to_plain(value) for name, value in resource.items()},
         "capture": asdict(capture),
         "spans_per_request": spans_per_request,
         "metered": asdict(metered),
@@ -196,7 +196,7 @@ def settings_as_json(settings: Otlp) -> dict[str, Any]:
     return document
 
 
-def settings_from(document: Mapping[str, Any]) -> Otlp:
+def decode_collector_settings(document: Mapping[str, Any]) -> Otlp:
     """Return the settings of a collector that a process sent. Raises `ValueError` for malformed ones."""
     import msgspec
 

@@ -133,12 +133,14 @@ class ExportLoop:
         try:
             if export is not None:
                 with closing(export):
-                    ended = ended._replace(key=export.key, metered=export.metered() if export.is_scraped else None)
+                    ended = ended._replace(
+                        key=export.key, metered=export.read_metrics_for_scrape() if export.is_scraped else None
+                    )
                     self._write_kept(number, export, at_once=True)
                     self._files.pop(number, None)
                     for dataset in self.datasets.values():
                         if export in dataset.members:
-                            self.attempt_dataset(partial(dataset.forget, export))
+                            self.attempt_dataset(partial(dataset.finish_recording, export))
                     ended = ended._replace(fates=export.finish() if export.has_ended else {})
         except Exception as fault:
             ended = ended._replace(problem=problem or fault)
@@ -150,7 +152,7 @@ class ExportLoop:
             self.attempt(number, partial(self._end_if_settled, number, export))
 
     def _end_if_settled(self, number: int, export: RecordingExport) -> None:
-        if export.is_over and export.is_settled():
+        if export.is_over and export.settle_remaining():
             self.end(number)
 
     def end_datasets(self, until: float) -> None:
@@ -202,7 +204,7 @@ class ExportLoop:
     def send_now(self, export: RecordingExport) -> bool:
         """Send all spans and metrics that a process has recorded so far. Return False if there was no space for all."""
         has_more = self.read_new(at_once=True, metered=export)
-        export.is_settled()
+        export.settle_remaining()
         return not (has_more or export.is_behind or export.reading is None)
 
     def metered(self, exports: Sequence[RecordingExport]) -> dict[str, Metered]:
@@ -211,7 +213,9 @@ class ExportLoop:
             export.is_scraped = True
             export.before_scrape()
         self.read_new()
-        metered_of = {export.key: export.metered() for export in self.recordings.values() if export in exports}
+        metered_of = {
+            export.key: export.read_metrics_for_scrape() for export in self.recordings.values() if export in exports
+        }
         return {key: metered for key, metered in metered_of.items() if metered is not None}
 
     def read_and_settle(

@@ -126,7 +126,7 @@ class Exporter:
         """Processor time of the export thread so far, in ns."""
 
     @property
-    def component(self) -> str:
+    def component_type(self) -> str:
         return f"otlp_{'grpc' if self._settings.protocol == 'grpc' else 'http'}_span_exporter"
 
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
@@ -226,7 +226,7 @@ class Exporter:
             for body in source.requests(trace, rows, self.request_bytes, **facts):
                 bodies.append(body)
                 if pace is not None and self._stop_at_ns == _NEVER_NS:
-                    pace.rest()
+                    pace.pause_if_due()
         except Exception as fault:  # our own fault is counted, not raised into the service
             if (half := len(rows) // 2) > 0:
                 self.submit_rows(source, trace, rows[:half], **facts)
@@ -249,7 +249,7 @@ class Exporter:
         return False not in are_taken
 
     @property
-    def waiting(self) -> int:
+    def pending_spans(self) -> int:
         """The number of spans that are neither sent nor lost yet."""
         return self._queue.pending
 
@@ -414,7 +414,7 @@ class Exporter:
         """Send one request of metrics. A pause that the collector asks for delays later metrics, not spans."""
         is_last = self._stop_at_ns != _NEVER_NS
         patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
-        left_s = partial(self._left_s, sender, time.monotonic_ns() + patience_ns)
+        left_s = partial(self._remaining_s, sender, time.monotonic_ns() + patience_ns)
         verdict = sender.send_metrics(source.resource(), series, left_s, self._pause)
         self._are_metrics_late = verdict.is_late
         if verdict.wait_s:
@@ -434,7 +434,7 @@ class Exporter:
             self._queue.note_sending(request)
             self.settled(request.source)  # who hears what is settled hears it before it is sent, too
             self._sent_at_ns = time.monotonic_ns()
-            left_s = partial(self._left_s, sender, self._sent_at_ns + timeout_ns)
+            left_s = partial(self._remaining_s, sender, self._sent_at_ns + timeout_ns)
             verdict = sender.send(request.data, request.spans, left_s, self._pause)
             self._sent_at_ns = 0
             if not verdict.wait_s:
@@ -458,7 +458,7 @@ class Exporter:
         self.settled(request.source)
         self._log_outcome(verdict)
 
-    def _left_s(self, sender: Sender, deadline_ns: int) -> float:
+    def _remaining_s(self, sender: Sender, deadline_ns: int) -> float:
         """Return the seconds left for a request, 0 once the sender is replaced or the exporter has stopped."""
         until_ns = min(deadline_ns, self._stop_at_ns)
         return (until_ns - time.monotonic_ns()) / 1e9 if self._is_current(sender) else 0.0

@@ -83,7 +83,7 @@ def registry_of(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegis
     return registry
 
 
-def text_of(metrics: Iterable[MetricAndOrigin], *, openmetrics: bool = False) -> str:
+def format_metrics(metrics: Iterable[MetricAndOrigin], *, openmetrics: bool = False) -> str:
     """Return metrics as text. Only the OpenMetrics format has exemplars."""
     from prometheus_client import generate_latest
     from prometheus_client.openmetrics import exposition as of_openmetrics
@@ -188,7 +188,7 @@ def _make_family(metric: Metric, origin: Origin) -> Family:
             family.add_sample(f"{name}_total" if metric.kind == COUNTER else name, texts, value)
             continue
         count = 0
-        for bound, count, exemplar in buckets_of(metric, labels, value):
+        for bound, count, exemplar in iterate_buckets(metric, labels, value):
             longest = None
             if exemplar is not None:
                 at_s = origin.realtime_of(exemplar.at_ns) / 1e9
@@ -204,7 +204,7 @@ def ids_of(exemplar: Exemplar) -> dict[str, str]:
     return {"trace_id": f"{exemplar.trace_id:032x}", "span_id": f"{exemplar.span_id:016x}"}
 
 
-def buckets_of(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
+def iterate_buckets(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
     """Yield each bucket's upper bound in the metric's unit, the number of values up to there, and its longest exemplar,
     if any."""
     usual_bounds = BOUNDS_S if metric.unit == "s" else BOUNDS_ITEMS
@@ -230,7 +230,7 @@ native buckets of an empty histogram."""
 _pack_double = struct.Struct("<Bd").pack
 
 
-def is_preferred(accept: str) -> bool:
+def prefers_protobuf(accept: str) -> bool:
     """Return True if an HTTP header `Accept` prefers the protobuf format to all others."""
     offers = [(0.0, False)]
     for offer in accept.lower().split(","):
@@ -272,7 +272,7 @@ def _pack_labels(texts: Mapping[str, str]) -> bytes:
 
 def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Origin) -> bytes:
     buckets, count = [], 0
-    for bound, count, exemplar in buckets_of(metric, labels, of):
+    for bound, count, exemplar in iterate_buckets(metric, labels, of):
         packed = b"\x08" + encode_varint(count) + _pack_double(0x11, bound)
         if exemplar is not None:
             seconds, nanos = divmod(max(origin.realtime_of(exemplar.at_ns), 0), 10**9)

@@ -54,7 +54,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before the first retry of an upload, and the maximum number of seconds before a later retry."""
 
 
-def settings_from(document: Mapping[str, Any]) -> Parquet:
+def decode_dataset_settings(document: Mapping[str, Any]) -> Parquet:
     """Return the dataset settings that a process sent as JSON. Raises `ValueError` if they are malformed."""
     import msgspec
 
@@ -138,7 +138,7 @@ class DatasetExport:
         intervals_of = [member.intervals_of for member in members]
         try:
             rows = SettledRows(decisions, processes, intervals_of, self._remembered, now_ns)
-            self.put(rows.make_tables(np.array([member in self.members for member in members], np.bool_)))
+            self.buffer_rows(rows.make_tables(np.array([member in self.members for member in members], np.bool_)))
         except Exception as fault:  # what another process has recorded may be anything
             self._count_lost(1, f"{type(fault).__name__}: {fault}")
 
@@ -151,16 +151,16 @@ class DatasetExport:
         samples = [sample for sample in member.mapped.samples(since_ns) if since_ns < sample.at_ns <= facts.end_ns]
         window = replace(facts, start_ns=since_ns or facts.start_ns, losses=dict(losses - before), samples=samples)
         self._windows[member] = facts.end_ns, losses
-        self.put(make_window_tables([ProcessWindow(0, window, process.offset_ns)], [process]))
+        self.buffer_rows(make_window_tables([ProcessWindow(0, window, process.offset_ns)], [process]))
 
-    def forget(self, member: RecordingExport) -> None:
+    def finish_recording(self, member: RecordingExport) -> None:
         """Add the last window of a recording, and forget the recording."""
         if member.source is not None:
             self.put_window(member)
         self._windows.pop(member, None)
         self.members.discard(member)
 
-    def put(self, tables: Iterable[tuple[str, Any]]) -> None:
+    def buffer_rows(self, tables: Iterable[tuple[str, Any]]) -> None:
         """Add rows to tables, and write each table that has enough rows for a row group."""
         for name, rows in tables:
             if not self._rows:
@@ -197,7 +197,7 @@ class DatasetExport:
         """Write the journal: the names of unfinished files, and the number of their rows."""
         self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.rows)
         parts = [] if self._writer is None else self._writer.parts
-        with suppress(OSError), file_writing.replacing(self._spool / JOURNAL) as file:
+        with suppress(OSError), file_writing.open_replacement(self._spool / JOURNAL) as file:
             file.write(json.dumps({"rows": self._rows, "parts": parts, "windows": self._whole_windows}).encode())
 
     def take_lost(self) -> int:
@@ -427,5 +427,5 @@ class KeptFiles:
                 files.append((facts.st_mtime_ns, facts.st_size, path))
         over_bytes = sum(size for _, size, _ in files) + wanted_bytes - self._disk_bytes
         oldest = ((path, size) for _, size, path in sorted(files) if path != newest)
-        removed = file_writing.remove_first(oldest, over_bytes)
+        removed = file_writing.remove_until_freed(oldest, over_bytes)
         self._removed += sum(1 + self._removed_before.pop(path, 0) for path in removed)

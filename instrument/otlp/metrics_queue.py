@@ -113,7 +113,7 @@ class Metrics:
         """Continue from the state of another exporter. Raises one of `export_checkpoint.DAMAGED` if it is malformed."""
         values: dict[tuple[str, Labels], TimedValue] = {
             (str(name), labels_from_json(labels)): (
-                Distribution.of(value) if isinstance(value, list) else float(value),
+                Distribution.from_json(value) if isinstance(value, list) else float(value),
                 int(at_ns),
             )
             for name, labels, value, at_ns in state["values"]

@@ -7,7 +7,7 @@ an entry of its own.
 
     ids = SpanIds(trace, Ids())
     packer = SpanPacker(PROTOBUF, trace, ids, origin, threads)
-    for body, count in request_bodies(packer.pack(rows), pack_resource(attributes)):
+    for body, count in split_into_requests(packer.pack(rows), pack_resource(attributes)):
         send(body)  # an ExportTraceServiceRequest of `count` spans
 """
 
@@ -98,7 +98,7 @@ class SpanPacker:
 
     def _pack_block(self, rows: Int64s) -> PackedRows:
         trace, count = self._trace, len(rows)
-        ids, (number, sets) = self._ids.of(rows), trace.attributes.distinct_sets(rows)
+        ids, (number, sets) = self._ids.ids_of_rows(rows), trace.attributes.distinct_sets(rows)
         pieces, size = self._make_pieces_without_heads(rows, ids, number, sets)
         starts, ends = trace.start_ns[rows], trace.end_ns[rows]
         task, active = trace.task_id[rows], trace.active_ns[rows]
@@ -144,7 +144,7 @@ class SpanPacker:
                 for at in rare[firsts].tolist()
             ]
             for packed, column in (([part[0] for part in parts], 1), ([part[1] for part in parts], 3)):
-                values, lengths = _make_table(packed)
+                values, lengths = _measure_pieces(packed)
                 pieces[rare, column] = values[group]
                 size[rare] += lengths[group]
             size[rare] -= len(form.end)
@@ -153,10 +153,10 @@ class SpanPacker:
                 facts = self._pack_site(int(site[at]), int(is_server[at]), int(thread[at]), parts[hidden][2])
                 size[at] += len(facts) - len(pieces[at, 2])
                 pieces[at, 2] = facts
-        self._put_states(pieces, size, ids.remote)
+        self._add_tracestates(pieces, size, ids.remote)
         return pieces, size
 
-    def _put_states(self, pieces: Objects, size: Int64s, remote: Int64s) -> None:
+    def _add_tracestates(self, pieces: Objects, size: Int64s, remote: Int64s) -> None:
         """Add the `tracestate` of each tree to the last pieces of its entries."""
         stated = np.flatnonzero(self._ids.have_states[remote])
         if len(stated):
@@ -232,7 +232,7 @@ class SpanPacker:
         of_devices = RowIds(ids.high[of], ids.low[of], new_ids, ids.own[of], flags, ids.is_server[of], ids.remote[of])
         numbers = {"instrument.device.uncertainty_ns": (work.uncertainty_ns[at], None)}
         size += len(form.end)
-        self._put_states(pieces, size, of_devices.remote)
+        self._add_tracestates(pieces, size, of_devices.remote)
         sizes = self._put_heads(pieces, size, of_devices, work.start_ns[at], work.end_ns[at], numbers)
         return of, pieces, sizes
 
@@ -298,7 +298,7 @@ def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDA
     return table.view(f"V{len(shared)}").astype(object)
 
 
-def _make_table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
+def _measure_pieces(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
     pieces = np.empty(len(values), dtype=object)
     pieces[:] = values
     return pieces, np.array(list(map(len, values)), dtype=np.int64)
@@ -308,7 +308,7 @@ def _make_pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> t
     """Return the piece of each row, and its size. `make` is called once per distinct combination of the columns'
     values."""
     group, firsts = number_combinations(*columns)
-    pieces, lengths = _make_table(list(map(make, *(column[firsts].tolist() for column in columns))))
+    pieces, lengths = _measure_pieces(list(map(make, *(column[firsts].tolist() for column in columns))))
     return pieces[group], lengths[group]
 
 
@@ -351,7 +351,7 @@ class SpanIds:
         self._serving = np.array([remote.in_server_span for remote in self._remotes], dtype=np.bool_)
         self._local = np.array([remote.is_local for remote in self._remotes], dtype=np.bool_)
 
-    def of(self, rows: Int64s) -> RowIds:
+    def ids_of_rows(self, rows: Int64s) -> RowIds:
         trace = self._trace
         span, parent, root = trace.span_id[rows], trace.parent_id[rows], trace.root_id[rows]
         is_root = span == root
@@ -393,7 +393,7 @@ class SpanIds:
                 linked[at] = LinkedSpan(remote.trace_id, own_ids[at], remote.state)
         return linked
 
-    def links_of(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
+    def links_by_row(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
         """Return links by row: from a batch to the requests that it serves, from a nested request to the outer span."""
         trace, served = self._trace, joined.served
         pairs = {row: [began] for row, began in find_outer_spans(trace, joined).items()}

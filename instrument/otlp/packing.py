@@ -128,7 +128,7 @@ def make_own_attributes(
 def find_status(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
     """Return (True, reason) for a failed span, (False, "") for a successful one, None if unknown."""
     if error is not None:
-        return True, str(make_plain(attributes.get(STATUS_DESCRIPTION) or error))
+        return True, str(convert_to_plain(attributes.get(STATUS_DESCRIPTION) or error))
     return (False, "") if attributes.get(STATUS_CODE) == "OK" else None
 
 
@@ -146,7 +146,7 @@ def _rename_attributes(kind: str, attributes: Iterable[tuple[str, object]]) -> d
     return facts
 
 
-def make_plain(value: object) -> object:
+def convert_to_plain(value: object) -> object:
     """Return a value that OTLP can represent. Any other value, such as a tensor, is never read: its type's name
     replaces it."""
     if isinstance(value, str):
@@ -161,7 +161,7 @@ def make_plain(value: object) -> object:
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [make_plain(item) for item in value]
+        return [convert_to_plain(item) for item in value]
     return f"<{type(value).__name__}>"
 
 
@@ -261,7 +261,7 @@ def _pack_value(value: object) -> bytes:
         return _pack_double(0x21, value)
     if type(value) is list:
         return pack_field(b"\x2a", b"".join([pack_field(b"\x0a", _pack_value(item)) for item in value]))
-    return _pack_value(make_plain(value))
+    return _pack_value(convert_to_plain(value))
 
 
 def pack_text(tag: bytes, text: str) -> bytes:

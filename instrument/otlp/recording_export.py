@@ -147,13 +147,13 @@ class RecordingExport:
         facts = self._read_facts()
         if facts is None:
             return False
-        if self._reading is not None and self._exporter.waiting > WAITING_SPANS:
+        if self._reading is not None and self._exporter.pending_spans > WAITING_SPANS:
             self.is_behind = True
             return False
         self.is_behind = False
         reading = self._reading or self._begin_reading(facts)
-        reading.source.look_at_clock()
-        reading.derived.look_at_clock()
+        reading.source.update_origin()
+        reading.derived.update_origin()
         reading.times.note_count()
         ended = reading.reader.read()
         if self._is_superseded():
@@ -183,7 +183,7 @@ class RecordingExport:
             rows, hits = reading.interruptions.attach(trace)
             is_first = trace.are_of_kind("request") & (trace.span_id == trace.root_id)
             for request in spans_of(trace, rows[is_first[rows]]):
-                reading.metering.note_kept(request)
+                reading.metering.note_exemplar(request)
         with self._lock:
             intervals = 0 if trace is None else len(trace.device)
             reading.base["intervals"] += intervals
@@ -213,7 +213,9 @@ class RecordingExport:
 
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
         reading = self._reading
-        return DeviceIntervals.none() if reading is None else reading.times.intervals_of(span_id, asking, start_ns)
+        return (
+            DeviceIntervals.make_empty() if reading is None else reading.times.intervals_of(span_id, asking, start_ns)
+        )
 
     @property
     def ids(self) -> Ids | None:
@@ -236,7 +238,7 @@ class RecordingExport:
             return self._facts
         self._facts = facts
         if reading is not None:
-            reading.change(facts)
+            reading.apply_facts(facts)
         return facts
 
     def _begin_reading(self, facts: ExportFacts) -> _Reading:
@@ -278,7 +280,7 @@ class RecordingExport:
             fates["abandoned"] = base["abandoned"] + max(left_over, 0)
             fates["untimed"] = base["untimed"] + reading.times.untimed
             counts = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
-            fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.waiting, 0)
+            fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.undecided_count, 0)
             self.note_settled()
 
     def note_settled(self) -> None:
@@ -357,9 +359,9 @@ class RecordingExport:
         if self._reading is not None and self.is_ours:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
-    def metered(self) -> Metered | None:
+    def read_metrics_for_scrape(self) -> Metered | None:
         """Return the recording's metrics at the last read for a scrape, None if there are no metrics."""
-        return None if self._reading is None or not self.is_ours else self._reading.metering.metered()
+        return None if self._reading is None or not self.is_ours else self._reading.metering.read_totals_for_scrape()
 
     @property
     def source(self) -> Source | None:
@@ -368,7 +370,7 @@ class RecordingExport:
     def owns_source(self, source: Source) -> bool:
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
-    def is_settled(self) -> bool:
+    def settle_remaining(self) -> bool:
         """Send all due spans. Return True if no span waits for a decision or for an answer, and an ended process's
         metrics are sent."""
         reading = self._reading
@@ -393,8 +395,8 @@ class RecordingExport:
             reading, progress = self._reading, self._progress
             if reading is not None:
                 self.write_progress()
-                reading.base["abandoned"] += reading.reader.rows.waiting
-                progress.fates["abandoned"] += reading.reader.rows.waiting
+                reading.base["abandoned"] += reading.reader.rows.undecided_count
+                progress.fates["abandoned"] += reading.reader.rows.undecided_count
                 self.note_settled()
                 count_undecided_as_lost(progress.fates)
             fates = Counter(progress.unreported())
@@ -445,7 +447,7 @@ class _Reading:
         """The source of the spans of stages, which are made from this process's rows."""
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source, progress.fates, sends)
 
-    def change(self, facts: ExportFacts) -> None:
+    def apply_facts(self, facts: ExportFacts) -> None:
         self.facts = facts
         self.metering.change_facts(facts)
         self.reader.rows.spans_per_request = facts.spans_per_request

@@ -25,7 +25,7 @@ from instrument.recording.export_checkpoint import (
     MeterState,
     losses_by_name,
 )
-from instrument.recording.mapped import Mapped, numbers_in
+from instrument.recording.mapped import Mapped, read_own_metrics
 from instrument.recording.memory_layout import Row, is_request_root
 from instrument.recording.metric_definitions import (
     EXPORTED_SPANS,
@@ -128,7 +128,7 @@ class Metering:
         for rows in self._reader.reread(places):
             self._meter.count([row for row in rows if is_request_root(row)])
             if self._meter.watches:
-                self._meter.count_parts(rows, self._facts.metered.streams)
+                self._meter.count_items_and_batches(rows, self._facts.metered.streams)
 
     def change_facts(self, facts: ExportFacts) -> None:
         """Apply the newest facts of the process, and count the read rows of generators and batches."""
@@ -138,7 +138,7 @@ class Metering:
         self._meter.groups = GROUPS.setdefault((self._service, facts.metered.by), set())
         self._meter.watches = facts.metered.watches
         if rows := self._reader.take_watched_rows(goes_on=facts.metered.watches):
-            self._meter.count_parts(rows, facts.metered.streams)
+            self._meter.count_items_and_batches(rows, facts.metered.streams)
 
     # ---------------------------------------------------------------- counting
 
@@ -149,9 +149,9 @@ class Metering:
         self.unsaved += 1
         self._meter.count_served(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
 
-    def note_kept(self, request: Span) -> None:
+    def note_exemplar(self, request: Span) -> None:
         """Add an exemplar for a request that will be sent. `request` is the first span of its tree."""
-        self._meter.note_kept(request, *self._facts.ids.of(request))
+        self._meter.add_exemplar(request, *self._facts.ids.ids_of_root(request))
 
     def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
         """Note the requests that have ended, before the recording is read. The read then finds all of them."""
@@ -170,7 +170,7 @@ class Metering:
 
     def _settle_ended(self) -> None:
         if self._ended is not None and self._mapped.generation_now() == self._generation:
-            self._meter.settle(self._ended[1])
+            self._meter.count_lost_requests(self._ended[1])
         self._ended = None
 
     @property
@@ -211,7 +211,7 @@ class Metering:
         if (newest := decode_facts(self._mapped.header.facts.get("export"))) is not None:
             self.change_facts(newest)
         facts = self._facts.metered
-        numbers = tuple(metrics_of(numbers_in(self._mapped)[1]))
+        numbers = tuple(metrics_of(read_own_metrics(self._mapped)[1]))
         if not (facts.asks and self._has_recorded()):
             return Snapshot(facts.start_ns, time.monotonic_ns(), numbers) if numbers else None
         snapshot = self._meter.snapshot(
@@ -230,12 +230,12 @@ class Metering:
         fates, live = self._fates, 0 if self._meter.has_ended else len(self._mapped.open_spans())
         started = sum(self._mapped.read_heads().values()) + self._mapped.ended_rows + live
         processed, exported = (
-            self._meter.keep_rising(
+            self._meter.highest_values(
                 metric.name, {error: sum(map(fates.__getitem__, lost)) for error, lost in of.items()}
             )
             for metric, of in ((PROCESSED_SPANS, _PROCESSOR_ERRORS), (EXPORTED_SPANS, _EXPORT_ERRORS))
         )
-        exporter = self._exporter.component if self._sends else "instrument.file_span_exporter"
+        exporter = self._exporter.component_type if self._sends else "instrument.file_span_exporter"
         waiting = max(fates["kept"] - sum(fates[fate] for fate in ENDS), 0)
         return [
             LIVE_SPANS.metric({(): live}),
@@ -245,7 +245,7 @@ class Metering:
             EXPORTED_SPANS.metric(_label_errors(exporter, exported)),
         ]
 
-    def metered(self) -> Metered | None:
+    def read_totals_for_scrape(self) -> Metered | None:
         """Return the current metrics for a scrape."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's

@@ -14,7 +14,7 @@ from typing import Any
 
 from instrument.otlp.packing import find_version
 from instrument.recording.spans import Origin
-from instrument.recording.trace_context import RemoteParent, state_of
+from instrument.recording.trace_context import RemoteParent, sanitise_tracestate
 from instrument.runtime.environment import environment_attributes
 from instrument.runtime.faults import FAULTS
 
@@ -104,7 +104,7 @@ def current_parent() -> RemoteParent | None:
             in_server_span = is_local and _is_in_server_span(current)
             flags, state = int(context.trace_flags), ""
             if context.trace_state:
-                state = state_of(context.trace_state.to_header().encode("latin-1", "replace"))
+                state = sanitise_tracestate(context.trace_state.to_header().encode("latin-1", "replace"))
             return RemoteParent(context.trace_id, context.span_id, flags, is_local, in_server_span, state)
     except Exception as fault:  # another tracer's object; the request goes on without it
         FAULTS.note("read of the current OpenTelemetry span", fault)

@@ -23,9 +23,9 @@ from instrument.otlp.packing import (
     SCOPE,
     SERVER_KIND,
     Body,
+    convert_to_plain,
     encode_varint,
     find_version,
-    make_plain,
     pack_attributes,
     pack_field,
     pack_int_head,
@@ -148,7 +148,7 @@ REQUEST_SPANS = 4_000
 """The maximum number of spans of a request. Some receivers drop spans above 8,192."""
 
 
-def request_bodies(
+def split_into_requests(
     packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
 ) -> Iterator[Body]:
     """Yield OTLP requests with packed entries and a packed resource. Each has at most `most_bytes` and `most_spans`,
@@ -208,17 +208,17 @@ def _encode_attribute(key: str, value: object) -> msgspec.Raw:
         return _encode_text(key, value)
     if type(value) is int and -INT64 <= value < INT64:
         return msgspec.Raw(b'%b{"intValue":"%d"}}' % (_encode_key(key), value))
-    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode(_encode_value(make_plain(value)))))
+    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode(_encode_value(convert_to_plain(value)))))
 
 
 @lru_cache(maxsize=4096)
 def _encode_text(key: str, value: str) -> msgspec.Raw:
-    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode({"stringValue": make_plain(value)})))
+    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode({"stringValue": convert_to_plain(value)})))
 
 
 @lru_cache(maxsize=1024)
 def _encode_key(key: str) -> bytes:
-    return b'{"key":%b,"value":' % msgspec.json.encode(make_plain(key))
+    return b'{"key":%b,"value":' % msgspec.json.encode(convert_to_plain(key))
 
 
 def _encode_value(value: object) -> dict[str, Any]:
@@ -294,7 +294,11 @@ class JsonForm:
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
         kind = SERVER if is_server else INTERNAL
-        return b'%b],"name":%b,"kind":%d' % (self.attributes(attributes), msgspec.json.encode(make_plain(name)), kind)
+        return b'%b],"name":%b,"kind":%d' % (
+            self.attributes(attributes),
+            msgspec.json.encode(convert_to_plain(name)),
+            kind,
+        )
 
     def attributes(self, attributes: Mapping[str, object]) -> bytes:
         return b"".join([b",%b" % attribute for attribute in _encode_attributes(attributes)])
@@ -312,7 +316,7 @@ class JsonForm:
             ]
         if members.events:
             facts["events"] = [
-                {"timeUnixNano": str(time_ns), "name": make_plain(name), "attributes": _encode_attributes(values)}
+                {"timeUnixNano": str(time_ns), "name": convert_to_plain(name), "attributes": _encode_attributes(values)}
                 for time_ns, name, values in members.events
             ]
         if members.dropped:
@@ -323,7 +327,7 @@ class JsonForm:
         return _encode_members(facts) + b"}"
 
     def state(self, state: str) -> bytes:
-        return _encode_members({"traceState": make_plain(state)})
+        return _encode_members({"traceState": convert_to_plain(state)})
 
 
 def _encode_members(facts: Mapping[str, Any]) -> bytes:

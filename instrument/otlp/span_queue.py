@@ -59,7 +59,7 @@ class Source:
     looked_ns: int = field(default_factory=time.monotonic_ns)
     renewed_ns: int = field(default_factory=time.monotonic_ns)
 
-    def look_at_clock(self) -> None:
+    def update_origin(self) -> None:
         """Update `origin` if the wall clock has stepped or drifted."""
         monotonic_ns, realtime_ns = clock.read_clocks()
         since_ns, self.looked_ns = self.looked_ns, monotonic_ns
@@ -77,7 +77,7 @@ class Source:
         """Pack rows of a trace into OTLP export requests of at most `most_bytes`. `facts` are the arguments of
         `SpanPacker`."""
         from instrument.otlp.packed_spans import SpanIds, SpanPacker
-        from instrument.otlp.span_forms import PROTOBUF, request_bodies
+        from instrument.otlp.span_forms import PROTOBUF, split_into_requests
         from instrument.trace.indices import Groups, rank_distinct
 
         resource, threads, ids = pack_resource(self.resource()), self.threads(), ids or SpanIds(trace, self.ids)
@@ -85,11 +85,11 @@ class Source:
         if self.before is not None:
             stepped_ns, before = self.before
             roots, trees = rank_distinct(trace.root_id[rows])
-            is_before = Groups(trees, len(roots)).least(trace.start_ns[rows], 0)[trees] < stepped_ns
+            is_before = Groups(trees, len(roots)).min_by_group(trace.start_ns[rows], 0)[trees] < stepped_ns
             parts = [(before, rows[is_before]), (self.origin, rows[~is_before])]
         for origin, tree_rows in parts:
             packer = SpanPacker(PROTOBUF, trace, ids, origin, threads, **facts)
-            yield from request_bodies(packer.pack(tree_rows), resource, most_bytes)
+            yield from split_into_requests(packer.pack(tree_rows), resource, most_bytes)
 
 
 @dataclass(slots=True, eq=False)

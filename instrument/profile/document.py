@@ -173,7 +173,7 @@ class YamlNode:
         self.note(allowed, actual=actual, near=near)
         raise _Refused
 
-    def reads_without_faults(self, read: Read, instead: str) -> bool:
+    def is_readable(self, read: Read, instead: str) -> bool:
         """Return True if `read` finds no problem. Otherwise turn its problems into remarks that end with `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt(read)
@@ -219,7 +219,7 @@ def clip_text(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+def find_most_similar(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the name with the most similar spelling, "" if none is similar."""
     from difflib import get_close_matches
 
@@ -439,7 +439,7 @@ def string(node: YamlNode) -> str:
 @with_schema({"type": "boolean"})
 def flag(node: YamlNode) -> bool:
     if node.kind != "bool":
-        node.refuse("true, false", near=nearest(node.text, ("true", "false")))
+        node.refuse("true, false", near=find_most_similar(node.text, ("true", "false")))
     return node.text.lower() in ("true", "yes", "on")
 
 
@@ -448,7 +448,7 @@ def one_of(*words: str) -> Read:
     def read(node: YamlNode) -> str:
         text = "off" if node.is_off else node.text
         if node.kind not in ("text", "bool") or text not in words:
-            node.refuse(", ".join(words), near=nearest(node.text, words))
+            node.refuse(", ".join(words), near=find_most_similar(node.text, words))
         return text
 
     return read
@@ -501,7 +501,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
             return ""
         # A bare number that is large is one of bytes, a small one has the unit of the example.
         bare = "B" if "B" in units and parts[1].isdecimal() and int(parts[1]) >= SMALL else unit
-        near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else bare)
+        near = parts[1] + (find_most_similar(parts[2], units, 0.5) if parts[2] else bare)
         return near if near != text and max(floor, 1) <= (parse_amount(near, units) or 0) < 2**63 else ""
 
     def read(node: YamlNode) -> int:
@@ -528,7 +528,7 @@ def text_reader(syntax: str, allowed: str, suggest: Callable[[str], str] = lambd
     return read
 
 
-def or_off(read: Read) -> Read:
+def reader_or_off(read: Read) -> Read:
     """Return a reader that returns None for the word `off`, and otherwise calls `read`."""
 
     @with_schema({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
@@ -538,7 +538,7 @@ def or_off(read: Read) -> Read:
     return read_or_off
 
 
-def each(read_item: Read, allowed: str) -> Read:
+def list_reader(read_item: Read, allowed: str) -> Read:
     """Return a reader of a list whose items `read_item` reads. Messages describe the list as `allowed`."""
 
     @with_schema({"type": "array", "items": SHAPES[read_item]})
@@ -553,7 +553,7 @@ def each(read_item: Read, allowed: str) -> Read:
 
 def list_or_item(read_item: Read) -> Read:
     """Return a reader of one item or a list of items, without duplicates."""
-    read_list = each(read_item, "a list")
+    read_list = list_reader(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 
     @with_schema({"anyOf": [SHAPES[read_item], some]})

@@ -26,28 +26,28 @@ from instrument.profile.document import (
     Shape,
     YamlNode,
     clip_text,
-    each,
+    find_most_similar,
     flag,
     list_or_item,
-    nearest,
+    list_reader,
     one_of,
-    or_off,
     read_text,
+    reader_or_off,
     string,
     whole_number,
     with_schema,
 )
-from instrument.profile.presets import ENGINES, PRESETS, merge_preset, named_by, path_of
+from instrument.profile.presets import ENGINES, PRESETS, merge_preset, preset_of_file, preset_path
 from instrument.profile.values import (
     REQUEST_ATTRIBUTE_SYNTAX,
     VARIABLES,
+    drop_switched_off_exports,
     public_texts,
     split_patterns,
     traces_url,
-    without_off,
 )
 from instrument.runtime.cheap_start import dataclass, fields_of, replace
-from instrument.runtime.environment import settings
+from instrument.runtime.environment import user_settings
 
 
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> model.Profile:
@@ -62,7 +62,7 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
             [f"profile: found {argument!r:.60}; allowed: a Profile, or the path of a file as str or PathLike"]
         )
     name = os.fspath(path)
-    if preset := named_by(path):
+    if preset := preset_of_file(path):
         return loads(f"preset: {preset}", name=name, environ=environ)
     return loads(read_text(path), name=name, environ=environ)
 
@@ -70,7 +70,7 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
 def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | None = None) -> model.Profile:
     """Read a profile from text. `name` is the file in messages, and `environ` replaces `os.environ`. Raises
     `ProfileError` with every mistake."""
-    document = Document(text, name=name, environ=settings() if environ is None else environ)
+    document = Document(text, name=name, environ=user_settings() if environ is None else environ)
     preset_texts: dict[str, str] = {}
 
     def read(root: YamlNode) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
         raise ProfileError(document.problems)
     origins = {**document.origins, **dict.fromkeys(preset_texts, "preset")}
     profile = model.Profile(**values, source=name, origins=origins, shown={**document.shown, **preset_texts})
-    profile = without_off(profile, document)
+    profile = drop_switched_off_exports(profile, document)
     schedule = profile.schedule
     if schedule is None or schedule.step is None:
         return profile
@@ -100,7 +100,7 @@ REMOVED: Mapping[tuple[str, str], str] = {("frameworks", "nodes"): _NODES, ("con
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
     """Return a profile with the function and request rules of an engine's preset after its own."""
-    preset = load(path_of(ENGINES[package]))
+    preset = load(preset_path(ENGINES[package]))
     requests = profile.requests
     for more in preset.requests:
         requests = tuple(
@@ -127,11 +127,13 @@ def _read_fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]
             if (section, name) in REMOVED:
                 place.note(REMOVED[section, name], actual=f"the key {name!r}, which was removed")
             elif name not in keys:
-                place.note(", ".join(keys), actual=f"the unknown key {clip_text(name)!r}", near=nearest(name, keys))
+                place.note(
+                    ", ".join(keys), actual=f"the unknown key {clip_text(name)!r}", near=find_most_similar(name, keys)
+                )
         for name, key in keys.items():
             path, read, source = node.path_of_key(name), key.read, "profile"
             value = node.pairs[name][1] if name in node.pairs else None
-            if value and value.unset is not None and not value.reads_without_faults(read, "it counts as not set"):
+            if value and value.unset is not None and not value.is_readable(read, "it counts as not set"):
                 value = value.unset if value.unset.text else None
             if value and value.kind == "null" and key.blank:
                 value = replace(value, kind="mapping")
@@ -153,7 +155,7 @@ def _find_variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | Non
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
-            if value.reads_without_faults(read, _INSTEAD.get(path, "it is not followed")):
+            if value.is_readable(read, _INSTEAD.get(path, "it is not followed")):
                 return variable, read, value
     return "default", string, None
 
@@ -202,9 +204,9 @@ def _section_reader(section: str, build: Callable[..., Any] | None = None, also:
     return read
 
 
-def _export_part(way: str) -> Key:
+def _make_export_key(way: str) -> Key:
     """Return the key of an export. A profile with the value `off` removes its preset's export."""
-    return Key(way, or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
+    return Key(way, reader_or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
 
 
 @with_schema(section_shape("functions"))
@@ -295,8 +297,8 @@ def _frameworks(node: YamlNode) -> tuple[model.FrameworkRule, ...]:
     if node.is_off:
         return ()
     if node.kind != "list":
-        node.refuse(_FRAMEWORKS, near=nearest(node.text, ("auto", "off", *model.FRAMEWORKS)))
-    rules: tuple[model.FrameworkRule, ...] = each(_framework_rule, _FRAMEWORKS)(node)
+        node.refuse(_FRAMEWORKS, near=find_most_similar(node.text, ("auto", "off", *model.FRAMEWORKS)))
+    rules: tuple[model.FrameworkRule, ...] = list_reader(_framework_rule, _FRAMEWORKS)(node)
     first: dict[str, int] = {}
     with node.document.all_or_nothing():
         for rule, item in zip(rules, node.items, strict=True):
@@ -314,7 +316,8 @@ def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
         return ()
     if node.kind != "mapping":
         node.refuse(
-            f"auto, off, or a mapping of {', '.join(KEYS['requests'])}", near=nearest(node.text, ("auto", "off"))
+            f"auto, off, or a mapping of {', '.join(KEYS['requests'])}",
+            near=find_most_similar(node.text, ("auto", "off")),
         )
     rule = model.RequestsRule(**_read_fields(node, "requests"), line=node.line)
     if re.fullmatch(REQUEST_ATTRIBUTE_SYNTAX, rule.by) and rule.by not in rule.attributes:
@@ -326,7 +329,7 @@ def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
 def _schedule(node: YamlNode) -> model.Schedule:
     if node.kind != "list":
         return model.Schedule(**_read_fields(node, "schedule"))
-    steps = each(whole_number(0), "a list")(node)
+    steps = list_reader(whole_number(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
         shown = f"[{', '.join(item.public_text for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
         node.refuse("[start, end] with 0 <= start < end, or a mapping", actual=shown)
@@ -403,9 +406,9 @@ KEYS: Mapping[str, Keys] = {
         state=one_of(*model.STATES),
         clock=one_of(*model.CLOCKS),
         budget=readers.percent,
-        functions=each(_function_rule, _RULES),
-        layers=each(_layer_rule, _RULES),
-        copies=each(_copy_rule, _RULES),
+        functions=list_reader(_function_rule, _RULES),
+        layers=list_reader(_layer_rule, _RULES),
+        copies=list_reader(_copy_rule, _RULES),
         loaders=one_of("auto", "off"),
         phases=one_of("auto", "off"),
         comm=one_of("auto", "off"),
@@ -415,7 +418,7 @@ KEYS: Mapping[str, Keys] = {
         logs=one_of("auto", "off"),
         startup=one_of("auto", "off"),
         schedule=_schedule,
-        capture=_section_reader("capture", readers.capture),
+        capture=_section_reader("capture", readers.make_capture),
         limits=_section_reader("limits"),
         device=_section_reader("device"),
         agent=one_of("auto", "off"),
@@ -547,12 +550,12 @@ KEYS: Mapping[str, Keys] = {
     "control": Keys(model.Control, watch=flag),
     "export": Keys(
         model.Export,
-        recording=_export_part("recording"),
-        chrome=_export_part("chrome"),
+        recording=_make_export_key("recording"),
+        chrome=_make_export_key("chrome"),
         otlp=Key("otlp", _otlp, blank=True),
-        prometheus=_export_part("prometheus"),
-        parquet=_export_part("parquet"),
-        summary=_export_part("summary"),
+        prometheus=_make_export_key("prometheus"),
+        parquet=_make_export_key("parquet"),
+        summary=_make_export_key("summary"),
     ),
     "export.recording": Keys(model.Recordings, path=readers.recording_path),
     "export.chrome": Keys(model.Chrome, path=readers.chrome_path),
@@ -587,7 +590,7 @@ KEYS: Mapping[str, Keys] = {
 """All keys of `profile.yaml`, by section and name."""
 
 
-def setting(profile: model.Profile, path: str) -> Any:
+def get_setting(profile: model.Profile, path: str) -> Any:
     """Return a setting by its path in the file, such as `limits.ring`, None if its section is off."""
     value: Any = profile
     section = ""

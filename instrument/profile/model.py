@@ -524,15 +524,17 @@ class Profile:
         """Twelve hexadecimal digits that are the same for equal profiles, not counting headers of exports."""
         from hashlib import sha256  # it loads OpenSSL
 
-        return sha256(repr(_compared(self)).encode()).hexdigest()[:12]
+        return sha256(repr(_compared_fields(self)).encode()).hexdigest()[:12]
 
 
-def _compared(thing: Any) -> Any:
+def _compared_fields(thing: Any) -> Any:
     """Return a dataclass's fields as plain values, without those left out of comparisons or of `repr`."""
     if isinstance(thing, tuple):
-        return tuple(map(_compared, thing))
+        return tuple(map(_compared_fields, thing))
     shown = [name for name, member in fields_of(thing) if member.compare and member.repr]
-    return (type(thing).__name__, [(name, _compared(getattr(thing, name))) for name in shown]) if shown else thing
+    return (
+        (type(thing).__name__, [(name, _compared_fields(getattr(thing, name))) for name in shown]) if shown else thing
+    )
 
 
 EVERYTHING = Profile(

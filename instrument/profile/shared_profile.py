@@ -16,7 +16,7 @@ from instrument.profile import model
 from instrument.profile.model import Profile
 from instrument.runtime import file_writing
 from instrument.runtime.cheap_start import fields_of, replace
-from instrument.runtime.environment import settings
+from instrument.runtime.environment import user_settings
 
 NAME = "profile"
 """The name of the file with the parsed profile, in a run's folder."""
@@ -32,7 +32,7 @@ class Consulted(Mapping[str, str]):
     """The environment as a mapping. `names` collects the variables that are read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._environ = settings(environ)
+        self._environ = user_settings(environ)
         self.names: set[str] = set()
 
     def __getitem__(self, name: str) -> str:
@@ -51,7 +51,7 @@ def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> 
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
-    with suppress(OSError, ValueError), file_writing.replacing(path) as file:
+    with suppress(OSError, ValueError), file_writing.open_replacement(path) as file:
         names = sorted(consulted.names)
         facts = names, _environment_values(names, consulted), _state_of(profile.source), _to_plain(profile)
         file.write(json.dumps(facts).encode())
@@ -64,7 +64,7 @@ def read_shared_profile(path: Path | None, source: str) -> Profile | None:
         return None
     try:
         names, values, state, plain = json.loads(path.read_bytes())
-        if values != _environment_values(names, settings()) or state != [*_state_of(source)]:
+        if values != _environment_values(names, user_settings()) or state != [*_state_of(source)]:
             return None
         profile: Profile = _from_plain(plain)
     except (OSError, ValueError, TypeError, LookupError):

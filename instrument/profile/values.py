@@ -19,11 +19,11 @@ from instrument.profile.document import (
     Shape,
     YamlNode,
     clip_text,
+    find_most_similar,
     list_or_item,
-    nearest,
     one_of,
-    or_off,
     quantity,
+    reader_or_off,
     string,
     syntax_shape,
     text_reader,
@@ -137,7 +137,7 @@ def interval(node: YamlNode) -> int | None:
     return model.AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
 
 
-duration_or_off = or_off(with_schema(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))
+duration_or_off = reader_or_off(with_schema(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))
 
 
 def _as_rule_pattern(text: str) -> str:
@@ -147,8 +147,10 @@ def _as_rule_pattern(text: str) -> str:
     return ".".join(segments[:split]) + ":" + ".".join(segments[split:])
 
 
-def _with_fields(text: str) -> str:
-    return re.sub(r"\{(\w+)\}", lambda part: "{" + nearest(part[1], ("service", "run", "pid", "window")) + "}", text)
+def _correct_field_names(text: str) -> str:
+    return re.sub(
+        r"\{(\w+)\}", lambda part: "{" + find_most_similar(part[1], ("service", "run", "pid", "window")) + "}", text
+    )
 
 
 _WILDCARDS = "no empty segment; * matches any part of a segment, ** alone any number of segments"
@@ -170,11 +172,13 @@ keys_path = text_reader(
     KEYS_SYNTAX, "a parameter's name or return, or a path below it such as request.request_id or batch.requests[].id"
 )
 argument_path = text_reader(ARGUMENT_SYNTAX, "a parameter's name, or a dotted path below it such as request.prompt")
-chrome_path = text_reader(CHROME_SYNTAX, "a path, in braces only {service}, {run}, {pid} and {window}", _with_fields)
+chrome_path = text_reader(
+    CHROME_SYNTAX, "a path, in braces only {service}, {run}, {pid} and {window}", _correct_field_names
+)
 recording_path = text_reader(
     RECORDING_SYNTAX,
     "a path that ends in .npz, in braces only {service}, {run}, {pid} and {window}",
-    lambda text: f"{re.sub(r'(?:[.](?:json|gz|npz))*$', '', _with_fields(text))}.npz",
+    lambda text: f"{re.sub(r'(?:[.](?:json|gz|npz))*$', '', _correct_field_names(text))}.npz",
 )
 path_pattern = text_reader(
     PATH_SYNTAX, "a path such as /health, or /internal/* for all that begin so", lambda text: f"/{text}"
@@ -210,17 +214,17 @@ dataset_path = text_reader(
     "a folder, with a '/' in it, or a URL such as s3://bucket/traces; at most 1000 characters and no braces",
     lambda text: "s3://bucket/traces" if "://" in text else f"{text}/",
 )
-ring_folder_or_off = or_off(
+ring_folder_or_off = reader_or_off(
     text_reader(
         rf"off|{FOLDER_SYNTAX}",
         "off, or a folder, with a '/' in it, at most 1000 characters and no braces",
-        lambda text: nearest(text, ("off",)),
+        lambda text: find_most_similar(text, ("off",)),
     )
 )
 summary_target = text_reader(
     SUMMARY_SYNTAX,
     "stderr, stdout, or a path as for chrome, with a '/' or '.' in it",
-    lambda text: nearest(text, ("stderr", "stdout")),
+    lambda text: find_most_similar(text, ("stderr", "stdout")),
 )
 
 
@@ -251,7 +255,7 @@ def slow_limit(node: YamlNode) -> int | PercentileThreshold:
     return slow_ns
 
 
-def capture(**values: Any) -> Capture:
+def make_capture(**values: Any) -> Capture:
     slow = values.pop("slow", None)
     return Capture(**values, **{"slow_over" if isinstance(slow, PercentileThreshold) else "slow_ns": slow})
 
@@ -451,11 +455,11 @@ def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
     }
 
 
-def without_off(profile: Profile, document: Document) -> Profile:
+def drop_switched_off_exports(profile: Profile, document: Document) -> Profile:
     """Return a profile without the exports that variables switch off, and with remarks on variables."""
     remarks, environ = document.remarks, document.environ
     if profile.export.otlp is not None:
-        remarks = [*remarks, *_remarks_on(environ)]
+        remarks = [*remarks, *_describe_variables(environ)]
         off = _switched_off_signals(environ)
         if len(off) == len(_SWITCHES):
             profile = replace(profile, export=replace(profile.export, otlp=None))
@@ -464,7 +468,7 @@ def without_off(profile: Profile, document: Document) -> Profile:
     return replace(profile, remarks=tuple(dict.fromkeys(remarks)))
 
 
-def _remarks_on(environ: Mapping[str, str]) -> Iterator[str]:
+def _describe_variables(environ: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence per variable that changes the exported data or is ignored."""
     for signal, switch in _switched_off_signals(environ).items():
         yield f"no {signal} are sent to a collector: {switch}"

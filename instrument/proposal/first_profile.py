@@ -15,7 +15,7 @@ from instrument.instrumentors.argument_watch import ID, SeenPath
 from instrument.instrumentors.arguments import RETURN
 from instrument.instrumentors.known_packages import filter_by_role, presets_for
 from instrument.profile.keys import load
-from instrument.profile.presets import path_of
+from instrument.profile.presets import preset_path
 from instrument.proposal.function_choice import (
     OF_REQUESTS,
     OUTSIDE,
@@ -26,7 +26,7 @@ from instrument.proposal.function_choice import (
     choose_functions,
     count_text,
     group_by_label,
-    is_probe,
+    is_health_check_path,
     share_text,
     time_text,
 )
@@ -88,7 +88,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     least_ns = LEAST_BATCH * CallGroup(choice.units).total_ns
     batches = {
         label: candidate
-        for label, candidate in _choose_batches(many, singles, outside).items()
+        for label, candidate in _choose_batch_functions(many, singles, outside).items()
         if outside[label].total_ns >= least_ns
     }
     units = set(choice.units)
@@ -159,7 +159,7 @@ def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: M
     )[1]
 
 
-def _choose_batches(
+def _choose_batch_functions(
     paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, CallGroup]
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches, with the path of the batch. Callees replace a function if they
@@ -280,22 +280,22 @@ def wrap_comment(paragraph: str, indent: str = "") -> list[str]:
     )
 
 
-def list_text(items: Sequence[str]) -> str:
+def join_first_items(items: Sequence[str]) -> str:
     """Join the first `SHOWN` items by commas, and add how many more there are."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
 
 
-def command_of(words: Sequence[str]) -> str:
+def remove_secret_words(words: Sequence[str]) -> str:
     """Return a command without words that may be secret, such as a key or an address with a password."""
     shown = list(words[:2] if words[:1] == ["-m"] else words[:1])
     words_left = list(words[len(shown) :])
-    while words_left and _names_local_file(words_left[0]):
+    while words_left and _is_local_file_or_object(words_left[0]):
         shown.append(words_left.pop(0))
     return " ".join([*shown, "..."] if words_left else shown)
 
 
-def _names_local_file(word: str) -> bool:
+def _is_local_file_or_object(word: str) -> bool:
     """Return True for a file in the current folder, or an object of a module there, such as `app.main:app`."""
     reference = re.fullmatch(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*", word)
     try:
@@ -316,11 +316,11 @@ def _replace_unprintable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def first_profile_of(observation: Observation, words: Sequence[str], service: str, file: str) -> FirstProfile:
+def propose_first_profile(observation: Observation, words: Sequence[str], service: str, file: str) -> FirstProfile:
     """Propose a profile for an observed service. `words` are its command, and `file` is the profile's path."""
     choice = choose_functions(observation)
     choose_keys(observation, choice)
-    layers, command = choose_layers(observation), command_of(words)
+    layers, command = choose_layers(observation), remove_secret_words(words)
     count = sum(node.calls for node in choice.requests)
     processes = f"{observation.processes} process{'es' * (observation.processes != 1)}"
     requests_text = f"{count_text(count)} request{'s' * (count != 1)}" if count else "no requests"
@@ -361,8 +361,8 @@ def _comment_lines(paragraphs: Iterable[str]) -> list[str]:
 
 def _find_ignored_paths(observation: Observation, preset: str) -> list[str]:
     """Return the preset's ignored paths and those of observed probes. Return [] if the preset ignores all probes."""
-    ignored = [path for rule in load(path_of(preset)).requests for path in rule.ignore]
-    probes = {path for node in observation.nodes() if is_probe(path := _request_path(node))}
+    ignored = [path for rule in load(preset_path(preset)).requests for path in rule.ignore]
+    probes = {path for node in observation.nodes() if is_health_check_path(path := _request_path(node))}
     return [*ignored, *sorted(probes - set(ignored))] if preset == "serving" and probes - set(ignored) else []
 
 
@@ -387,7 +387,9 @@ def _describe_packages(observation: Observation) -> Iterator[str]:
 
 def _describe_requests(observation: Observation, choice: FunctionChoice, ignored: Sequence[str]) -> Iterator[str]:
     request_nodes = [node for node in observation.nodes() if node.callee.kind == "request"]
-    served = _list_call_sums(node for node in request_nodes if node.calls and not is_probe(_request_path(node)))
+    served = _list_call_sums(
+        node for node in request_nodes if node.calls and not is_health_check_path(_request_path(node))
+    )
     if served:
         yield f"Requests were met at the server, with no rule: {served}."
     if ignored:
@@ -423,20 +425,20 @@ def _list_call_sums(nodes: Iterable[ObservedNode]) -> str:
         sums[node.callee.name][0] += node.calls
         sums[node.callee.name][1] += node.total_ns
     by_time = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
-    return list_text([f"{name} {calls_text(calls, total_ns)}" for name, (calls, total_ns) in by_time])
+    return join_first_items([f"{name} {calls_text(calls, total_ns)}" for name, (calls, total_ns) in by_time])
 
 
 def _describe_left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
     labels = {rule.label for rule in choice.rules}
     hot = [f"{label}: {words}" for label, words in choice.hot.items() if label not in labels]
     if hot:
-        yield f"Left out, too short or too frequent to be worth a span each: {list_text(hot)}."
+        yield f"Left out, too short or too frequent to be worth a span each: {join_first_items(hot)}."
     small = len(choice.small - labels)
     if small:
         yield f"Left out, too little of the time: {small} function{'s' * (small != 1)} of your own that ran."
     if observation.unseen:
         unseen = [f"{label} ({why})" if why else label for label, why in sorted(observation.unseen.items())]
-        yield f"Not observed: {list_text(unseen)}."
+        yield f"Not observed: {join_first_items(unseen)}."
     if observation.silent:
         count = observation.silent
         yield (

@@ -176,7 +176,7 @@ def function_name(label: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def is_probe(path: str) -> bool:
+def is_health_check_path(path: str) -> bool:
     """Return True for the path of a health check, such as `/healthz`."""
     return path.startswith("/") and _PROBE.search(path) is not None
 
@@ -194,9 +194,11 @@ class _Chooser:
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
         served = [node for node in observation.nodes() if node.callee.kind == "request"]
-        self._requests = [node for node in served if not is_probe(node.callee.name.rpartition(" ")[2])] or served
+        self._requests = [
+            node for node in served if not is_health_check_path(node.callee.name.rpartition(" ")[2])
+        ] or served
         self._hot = self._find_hot_functions()
-        units = self._find_units()
+        units = self._find_work_units()
         self._named_requests: list[ObservedNode] = []
         if not self._requests:
             self._named_requests = self._choose_requests(units)
@@ -226,7 +228,7 @@ class _Chooser:
 
     # ---------------------------------------------------------------- kinds of work
 
-    def _find_units(self) -> list[ObservedNode]:
+    def _find_work_units(self) -> list[ObservedNode]:
         """Find the units of work: functions outside of requests that are called repeatedly."""
         units: list[ObservedNode] = []
 
@@ -259,7 +261,7 @@ class _Chooser:
 
     def _choose_requests(self, units: list[ObservedNode]) -> list[ObservedNode]:
         """Choose the units of work that are most likely requests, for a service without a known server."""
-        names = [(unit, function_name(unit.callee.label)) for unit in units if self._can_match(unit)]
+        names = [(unit, function_name(unit.callee.label)) for unit in units if self._may_get_rule(unit)]
         likely = [unit for unit, name in names if REQUEST.search(name) and not STEP.search(name)]
         largest = max(likely, key=lambda unit: (unit.total_ns, unit.callee.label), default=None)
         return [unit for unit in units if largest is not None and unit.callee.label == largest.callee.label]
@@ -277,7 +279,7 @@ class _Chooser:
                 hot[label] = calls_text(calls, total_ns)
         return hot
 
-    def _can_match(self, node: ObservedNode) -> bool:
+    def _may_get_rule(self, node: ObservedNode) -> bool:
         """Return True if the function of a call path may get a rule."""
         label = node.callee.label
         if not label or node.callee.kind in ("layer", "copy") or label in self._hot:
@@ -315,14 +317,14 @@ class _Chooser:
             label
             for label in large
             if self._spans_requests(by_label[label], tops, base_ns)
-            and (_MIDDLEWARE.search(label) or self._find_parts(by_label[label], large))
+            and (_MIDDLEWARE.search(label) or self._find_dividing_callees(by_label[label], large))
         }
         dividing = {
             label
             for label, paths in by_label.items()
             if label not in large
             and paths.total_ns >= LEAST_SPLIT * base_ns
-            and len(self._find_parts(paths, large)) >= 2
+            and len(self._find_dividing_callees(paths, large)) >= 2
             and not self._spans_requests(paths, tops, base_ns)
         }
         for label, paths in by_label.items():
@@ -337,7 +339,7 @@ class _Chooser:
         own_ns = node.self_ns
         for child in node.children.values():
             child_ns = self._add_functions_below(child, by_label)
-            if self._can_match(child):
+            if self._may_get_rule(child):
                 paths = by_label.setdefault(child.callee.label, CallGroup())
                 paths.nodes.append(child)
                 paths.own_ns += child_ns
@@ -345,7 +347,7 @@ class _Chooser:
                 own_ns += child_ns
         return own_ns
 
-    def _find_parts(self, paths: CallGroup, large: set[str]) -> set[str]:
+    def _find_dividing_callees(self, paths: CallGroup, large: set[str]) -> set[str]:
         """Return the functions in `large` nearest below a function, if they take a notable part of its time."""
         parts: dict[str, int] = defaultdict(int)
         nodes_left = [child for node in paths.nodes for child in node.children.values()]
@@ -396,7 +398,7 @@ class _Chooser:
     def _propose_top_units(self) -> Iterator[RuleProposal]:
         """Propose the units of work outside of requests, such as an engine's step."""
         base_ns = sum(unit.total_ns for unit in self._units)
-        for label, paths in group_by_label(filter(self._can_match, self._units)).items():
+        for label, paths in group_by_label(filter(self._may_get_rule, self._units)).items():
             share = paths.total_ns / base_ns if base_ns else 0.0
             if share < LEAST_OF_WORK:
                 self._small.add(label)
@@ -427,7 +429,7 @@ class _Chooser:
 
     def _propose_blocking(self, rules: Mapping[str, RuleProposal]) -> Iterator[RuleProposal]:
         """Propose each function that has blocked an event loop, even one with little time."""
-        by_label = group_by_label(filter(self._can_match, self._observation.nodes()))
+        by_label = group_by_label(filter(self._may_get_rule, self._observation.nodes()))
         for label, (stretches, longest_ns) in self._observation.blockers.items():
             if label not in by_label:
                 continue

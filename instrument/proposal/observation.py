@@ -254,7 +254,7 @@ def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapp
             sums.digests.update(values["digests"])
 
 
-def module_folders(words: Sequence[str], folder: Path) -> list[Path]:
+def find_module_folders(words: Sequence[str], folder: Path) -> list[Path]:
     """Return the folders that may contain a command's own modules: the current one, the script's, and `PYTHONPATH`."""
     folders = [folder]
     if words and not words[0].startswith("-"):
@@ -267,9 +267,9 @@ def module_folders(words: Sequence[str], folder: Path) -> list[Path]:
     return list(dict.fromkeys(existing_folders))
 
 
-def own_modules(words: Sequence[str], folder: Path) -> list[str]:
+def find_own_modules(words: Sequence[str], folder: Path) -> list[str]:
     """Return the names of a command's own top-level modules: those in its folders, and those that its words name."""
-    roots = module_folders(words, folder)
+    roots = find_module_folders(words, folder)
     names = {name for root in roots for name in _list_modules(root)}
     paths = [*map(str, roots), *sys.path]
     module_words = [word for before, word in zip(("", *words), words, strict=False) if before == "-m" or ":" in word]
@@ -281,7 +281,7 @@ def own_modules(words: Sequence[str], folder: Path) -> list[str]:
     return sorted(names)
 
 
-def all_patterns(names: Iterable[str]) -> list[str]:
+def patterns_of_all_functions(names: Iterable[str]) -> list[str]:
     """Return patterns of a profile that match every function of the modules and of the main program."""
     return [pattern for name in names for pattern in (f"{name}:**", f"{name}.**:**")] + ["__main__:**"]
 

@@ -35,10 +35,10 @@ MOST_NAMES_PER_SITE = 256
 """The maximum number of names that renaming gives to one site's spans. Further names are refused."""
 
 
-def rename(recorder: Any, frame: Any, name: object) -> None:
+def rename_span_of_frame(recorder: Any, frame: Any, name: object) -> None:
     """Rename a frame's span, or the innermost open span without a frame."""
     site = recorder.site_of_open(frame)
-    text = name_of(name)
+    text = checked_span_name(name)
     if site is None:
         return
     if text is None:
@@ -89,7 +89,7 @@ REFUSED = "attributes of a kind that no span has"
 """The name under which reports count refused values."""
 
 ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
-NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
+NO_WEIGHTS = "found values that are not finite 64-bit numbers of at least 0; all members get equal weights"
 
 CHECKSUM_CHARACTERS = 4096
 """The number of characters at each end of a long key from which its checksum is computed."""
@@ -162,7 +162,7 @@ def key_text(value: object) -> str:
         return str(whole) if whole.bit_length() <= 256 else ""
     text = _check_text(value)
     if text is not None:
-        return text if len(text) <= KEY_LIMIT else _shortened(text)
+        return text if len(text) <= KEY_LIMIT else _shorten_key(text)
     if kind is bytes:
         return key_text(_text_of_bytes(cast(bytes, value)[:CHECKSUM_CHARACTERS]))
     if kind.__module__ == "builtins":
@@ -173,10 +173,10 @@ def key_text(value: object) -> str:
         if issubclass(kind, numbers.Integral):
             return key_text(int(cast(Any, value)))
         if _is_array(kind):
-            return key_text(_only_number(value))
+            return key_text(_read_single_number(value))
     except Exception:  # of a number of the service's own
         return ""
-    if _is_value(kind):
+    if _is_value_class(kind):
         return ""
     return f"{kind.__name__[: KEY_LIMIT // 2]}-{os.getpid()}-{id(value):x}"
 
@@ -186,7 +186,7 @@ def _text_of_bytes(value: bytes) -> str:
     return text if text.isprintable() and text.isascii() else value.hex()
 
 
-def _shortened(key: str) -> str:
+def _shorten_key(key: str) -> str:
     """Shorten a long key to its first characters and a checksum. Keys that begin alike remain different."""
     parts = f"{len(key)} {key[:CHECKSUM_CHARACTERS]}{key[-CHECKSUM_CHARACTERS:]}"
     return f"{key[: KEY_LIMIT - 9]}~{crc32(parts.encode('utf-8', 'surrogatepass')):08x}"
@@ -215,12 +215,12 @@ def _is_on_host(array: Any) -> bool:
     return kind == ("numpy", "ndarray") or (kind == ("torch", "Tensor") and array.device.type == "cpu")
 
 
-def _only_number(array: Any) -> object:
+def _read_single_number(array: Any) -> object:
     """Return the number in a zero-dimensional array on the host, None for any other array."""
     return array.item() if _is_on_host(array) and array.ndim == 0 else None
 
 
-def items_of(values: Any, most: int) -> list[Any]:
+def take_items(values: Any, most: int) -> list[Any]:
     """Return the first items of an iterable. Raises `UnreadError` for tensors that cannot be read."""
     kind: Any = type(values)
     if not _is_array(kind, on_device=True):
@@ -239,7 +239,7 @@ _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozen
 
 
 @lru_cache(maxsize=256)
-def _is_value(kind: Any) -> bool:
+def _is_value_class(kind: Any) -> bool:
     """Return True for a class of values or containers, such as dates. An object of such a class identifies no
     request."""
     return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
@@ -255,7 +255,7 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
     return next(map(_class_name, refused), "")
 
 
-def are_amounts(values: Sequence[object]) -> bool:
+def contain_number(values: Sequence[object]) -> bool:
     """Return True if a mapping's values are weights, that is if one of them is a number."""
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
@@ -286,7 +286,7 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
         return attributes
     try:
         is_one = issubclass(type(batch), (str, bytes))
-        keys = [batch] if is_one else items_of(batch, BATCH_LIMIT + 1)
+        keys = [batch] if is_one else take_items(batch, BATCH_LIMIT + 1)
         is_mapping = issubclass(type(batch), Mapping)
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
@@ -301,12 +301,12 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
         complain(REFUSED, f"{refused} cannot be a key of a batch; {ALLOWED_KEYS}")
     if weights is not None and len(weights) == len(keys) and (amounts := weights_of(weights)) is not None:
         attributes[BATCH_WEIGHTS] = amounts
-    elif weights is not None and are_amounts(weights):
+    elif weights is not None and contain_number(weights):
         complain(REFUSED, f"{len(keys)} keys need as many weights, {NO_WEIGHTS}")
     return attributes
 
 
-def name_of(name: object) -> str | None:
+def checked_span_name(name: object) -> str | None:
     """Return text as a span's name, cut if it is long, None for any other value."""
     text = _check_text(name)
     return _cut(text) if text else None
@@ -368,7 +368,7 @@ def _check_scalar(value: object) -> str | bool | int | float | None:
             return float(number)
         if (kind.__module__, kind.__name__) in _BOOLS:
             return bool(number)
-        item = _only_number(number) if _is_array(kind) else None
+        item = _read_single_number(number) if _is_array(kind) else None
         return _check_scalar(item) if type(item) in _ITEMS else None
     except Exception:  # of a number of the service's own
         return None

@@ -119,7 +119,7 @@ class SiteCore(Core):
             functions = self._mutable[site] = weakref.WeakSet()
         functions.add(function)
         if site in self.passes:
-            wrapping.set_switch(function, self.passes[site])
+            wrapping.set_call_switch(function, self.passes[site])
 
     @property
     def muted(self) -> set[Site]:
@@ -146,13 +146,13 @@ class SiteCore(Core):
     def _set_passing(self, site: Site, passing: Any) -> None:
         """Make a site's functions count their calls by `passing` without a span, or record again if it is None."""
         for function in list(self._mutable.get(site) or ()):
-            wrapping.set_switch(function, passing or self)
+            wrapping.set_call_switch(function, passing or self)
 
     def muted_calls(self) -> dict[Site, int]:
         """Return the number of calls without a span, by site."""
         return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
 
-    def cut_spans(self) -> dict[Site, int]:
+    def spans_cut_by_muting(self) -> dict[Site, int]:
         """Return the number of generators' spans that ended early by muting, by site."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
@@ -165,7 +165,7 @@ class SiteCore(Core):
     def complain(self, event: str, words: str, kind: str = "") -> None:
         """Count a refused attribute, name or status. The first refusal of each kind is logged."""
         self.count(event)
-        FAULTS.note_of_rule("annotate", words, kind)
+        FAULTS.note_unreadable_value("annotate", words, kind)
 
 
 class Readback(SiteCore):
@@ -217,10 +217,10 @@ class Readback(SiteCore):
 
     def counts(self) -> Mapping[str, int]:
         """Return the number of irregular events, such as a scope that was ended twice, by name."""
-        reasons = zip(REASONS, self._head("reasons"), strict=False)
+        reasons = zip(REASONS, self._read_header_field("reasons"), strict=False)
         return {**self.irregular, **{reason: count for reason, count in reasons if count}}
 
-    def _head(self, field: str) -> tuple[int, ...]:
+    def _read_header_field(self, field: str) -> tuple[int, ...]:
         """Return the numbers in a field of the recording's header, () without a recording."""
         offset, code = HEADER.fields[field]
         return () if self.memory is None else unpack_from(f"<{code}", self.memory, offset)
@@ -228,7 +228,7 @@ class Readback(SiteCore):
     @property
     def ended_rows(self) -> int:
         """The number of rows of ended threads whose rings other threads reused."""
-        return sum(self._head("ended_rows"))
+        return sum(self._read_header_field("ended_rows"))
 
     @property
     def calls(self) -> int:
@@ -238,7 +238,7 @@ class Readback(SiteCore):
 
     @property
     def _too_short(self) -> int:
-        total: int = sum(ring.too_short for ring in self.rings()) + sum(self._head("ended_too_short"))
+        total: int = sum(ring.too_short for ring in self.rings()) + sum(self._read_header_field("ended_too_short"))
         return total
 
 

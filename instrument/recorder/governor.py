@@ -144,7 +144,7 @@ class Governor:
         for thread in threads:
             self._mute(threads, thread, spent_ns, allowed_ns, now_ns)
         self._detach_costly(calls, spent_ns, allowed_ns, now_ns)
-        counting_ns = self._counting_ns(calls)
+        counting_ns = self._cost_of_counting_ns(calls)
         for thread in threads:
             left_ns = max(allowed_ns - counting_ns.get(thread, 0.0), REMAINING_SHARE * allowed_ns)
             self._mute(threads, thread, spent_ns, left_ns, now_ns)
@@ -154,10 +154,10 @@ class Governor:
                         self._kept_ns[site] = self._kept_ns.get(site, 0.0) + self._cost_ns(site, use)
         self._passed = passed
         if now_ns - self._looked_ns >= STEP_NS:
-            self._review(passed, spent_ns, elapsed_ns, now_ns)
+            self._unmute_fitting(passed, spent_ns, elapsed_ns, now_ns)
         self._retry_detached(now_ns)
 
-    def may_be_over(self, now_ns: int) -> bool:
+    def may_exceed_budget(self, now_ns: int) -> bool:
         """Return True if the calls since the last step may exceed the budget. Cheap."""
         return (self._recorder.calls - self._calls) * self._least_ns > self._budget * (now_ns - self._at_ns)
 
@@ -205,7 +205,7 @@ class Governor:
         """Detach the probes of muted sites whose counting alone costs a thread too much."""
         own_ns = {site: count * self.muted[site].counted_ns for site, count in calls.items()}
         for site in sorted(own_ns, key=own_ns.__getitem__, reverse=True):
-            counting_ns = self._counting_ns(calls)
+            counting_ns = self._cost_of_counting_ns(calls)
             is_over = any(
                 spent_ns.get(thread, 0.0) + counting_ns[thread] > allowed_ns for thread in self.muted[site].shares
             )
@@ -230,7 +230,7 @@ class Governor:
         self.is_busy = True
         return True
 
-    def _counting_ns(self, calls: Mapping[Site, int]) -> dict[int, float]:
+    def _cost_of_counting_ns(self, calls: Mapping[Site, int]) -> dict[int, float]:
         """Return the ns that counting muted sites' calls costs, by thread."""
         costs_ns: dict[int, float] = {}
         for site, count in calls.items():
@@ -241,7 +241,9 @@ class Governor:
 
     # ---------------------------------------------------------------- what there is room for
 
-    def _review(self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int) -> None:
+    def _unmute_fitting(
+        self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int
+    ) -> None:
         """Once a second, store the cost of counting calls, and unmute sites that fit into the budget again."""
         window_ns = now_ns - self._looked_ns
         calls = {site: passed.get(site, 0) - self._looked.get(site, 0) for site in self.muted}
@@ -257,7 +259,7 @@ class Governor:
             is_whole = off is None or now_ns - off.off_ns > window_ns
             if share > DETACH_SHARE * self._budget and is_whole:
                 self._counting_shares[site] = max(share, self._counting_shares.get(site, 0.0))
-        counting_ns = self._counting_ns(calls)
+        counting_ns = self._cost_of_counting_ns(calls)
         room = {
             thread: UNMUTE_SHARE * self._budget
             - spent_ns.get(thread, 0.0) / elapsed_ns
@@ -342,13 +344,13 @@ class Governor:
             + ("" if site in self.muted else "; it is recorded again")
             for site, calls in self._recorder.muted_calls().items()
             if calls and site not in self._off
-        ] + self.notes_off()
+        ] + self.describe_exceptions()
 
     @property
     def _limit(self) -> str:
         return f"the budget of {100 * self._budget:.3g} % of each thread's time"
 
-    def notes_off(self) -> list[str]:
+    def describe_exceptions(self) -> list[str]:
         """Return sentences on detached probes, spans that ended early, and sites that still exceed the budget."""
         return [
             *(
@@ -359,11 +361,11 @@ class Governor:
             ),
             *(
                 f"{_describe_site(site)}: {count} generators went on without their span, to stay within {self._limit}"
-                for site, count in self._recorder.cut_spans().items()
+                for site, count in self._recorder.spans_cut_by_muting().items()
             ),
             *(
                 f"{_describe_site(site)}: to count its calls alone cost {100 * share:.2g} % of a thread's time, of "
-                f"{self._limit}; {self._why_fixed(site)}"
+                f"{self._limit}; {self._explain_undetachable(site)}"
                 for site, share in list(self._counting_shares.items())
                 if share > REMAINING_SHARE * self._budget
             ),
@@ -374,7 +376,7 @@ class Governor:
             ),
         ]
 
-    def _why_fixed(self, site: Site) -> str:
+    def _explain_undetachable(self, site: Site) -> str:
         if site in self._off:
             return "its probe is off, but some references still call it, such as a local variable of a loop"
         if self._recorder.shapes.get(site) == "scope":
@@ -437,7 +439,9 @@ class Budget:
         if governor is None:
             return
         since_ns = now_ns - self._stepped_ns
-        if since_ns >= STEP_NS or (since_ns >= BUSY_STEP_NS and (governor.is_busy or governor.may_be_over(now_ns))):
+        if since_ns >= STEP_NS or (
+            since_ns >= BUSY_STEP_NS and (governor.is_busy or governor.may_exceed_budget(now_ns))
+        ):
             self._stepped_ns = now_ns
             governor.step(now_ns)
 
@@ -449,4 +453,4 @@ class Budget:
         """Return a sentence for each site whose probe was detached. `with_muted` adds one for each muted site."""
         if self._governor is None:
             return []
-        return self._governor.notes() if with_muted else self._governor.notes_off()
+        return self._governor.notes() if with_muted else self._governor.describe_exceptions()

@@ -38,7 +38,7 @@ class OwnRecording(Mapped):
             return np.zeros(0, kind)
         return np.frombuffer(memory, kind, min(part.used, part.slots), part.offset)
 
-    def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
+    def _copy_slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
         """Return copies of several parts' slots at one moment. `bytes.join` keeps the GIL, so no thread writes
         meanwhile."""
         memory = memoryview(b"") if self._memory is None else self._memory

@@ -27,7 +27,7 @@ from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING, STREAM
 from instrument.recording.paths import OVERFLOW, CallTree
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
-from instrument.recording.trace_context import REMOTE, encode_remote, header_of, link_of, remote_of
+from instrument.recording.trace_context import REMOTE, encode_remote, find_trace_headers, link_of, remote_of
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import own_thread_name
@@ -162,7 +162,7 @@ class Recorder(Readback):
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)
-        wrapping.set_switch(function, False)
+        wrapping.set_call_switch(function, False)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
         """Return the site for a scope's name. The first use makes it, with the place of the caller in the code."""
@@ -171,7 +171,7 @@ class Recorder(Readback):
             if len(self._scope_sites) >= self.scope_name_limit:
                 self.count("scope names beyond the limit, counted together")
                 return OVERFLOW
-            module, qualname, file, line = _caller()
+            module, qualname, file, line = _find_caller_outside()
             # setdefault, because two threads may be first: one site for each name, or the tally would split.
             declared = (("phase", phase),) if phase else ()
             site = self._scope_sites.setdefault(
@@ -229,7 +229,7 @@ class Recorder(Readback):
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
             keys = {KEY: key} if is_plain else attribute_checks.key_attributes(key, batch, self.complain)
             values = {**values, **keys} if values else keys
-        if carrier is not None and (caller := encode_remote(remote_of(header_of(carrier)))) is not None:
+        if carrier is not None and (caller := encode_remote(remote_of(find_trace_headers(carrier)))) is not None:
             values = {**(values or {}), REMOTE: caller}
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), values)
 
@@ -330,11 +330,11 @@ class Recorder(Readback):
     def switch(self, *, on: bool) -> None:
         self.on, self._is_off = on, not on
         if self.memory is not None:
-            memory.write_switched(self.memory, on=on)
+            memory.write_switch_state(self.memory, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
         """Return the memory of a part that Python code writes, None if the recording is private."""
-        return None if self.memory is None else SlotRoom.of(self.memory, name)
+        return None if self.memory is None else SlotRoom.from_part(self.memory, name)
 
     def write_goodbye(self) -> None:
         """Write that the session has ended in order, and remove the recording's file."""
@@ -382,7 +382,7 @@ class Scope(core.Scope):
     def rename(self, name: str) -> None:
         """Rename the span of this scope. Use few different names; see `instrument.rename_span`."""
         if self._frame is not None:
-            attribute_checks.rename(self._recorder, self._frame, name)
+            attribute_checks.rename_span_of_frame(self._recorder, self._frame, name)
 
     def set_status(self, code: str, description: str | None = None, *, error_type: str | None = None) -> None:
         """Set the status of the span; see `instrument.set_status`."""
@@ -424,7 +424,7 @@ def stream_handle(stream: Any) -> int:
     )
 
 
-def _caller() -> tuple[str, str, str, int]:
+def _find_caller_outside() -> tuple[str, str, str, int]:
     """Return module, qualified name, file and line of the nearest caller outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "instrument":
@@ -452,18 +452,18 @@ class Ticks:
     def start(self, now_ns: int) -> str:
         """Time spans by the counter. Return the reason for a failure, "" on success. `Recorder.stop_ticks` undoes
         it."""
-        unsound = _unsound_ticks() or ("" if self._recorder.start_ticks() else "the processor has none")
+        unsound = _explain_unreliable_counter() or ("" if self._recorder.start_ticks() else "the processor has none")
         self._checked_ns = None if unsound else now_ns
         return unsound
 
     @property
-    def are_used(self) -> bool:
+    def is_counter_used(self) -> bool:
         """True while spans are timed by the counter, and `check` is needed."""
         return self._checked_ns is not None
 
     @property
     def clock(self) -> str:
-        return "time stamp counter" if self.are_used else "CLOCK_MONOTONIC"
+        return "time stamp counter" if self.is_counter_used else "CLOCK_MONOTONIC"
 
     def check(self, now_ns: int) -> None:
         """Compare the counter with the monotonic clock every `CHECK_NS`. If it deviates, use that clock again."""
@@ -472,7 +472,7 @@ class Ticks:
         self._checked_ns = None if self._recorder.check_ticks(MOST_DEVIATION_NS) is None else now_ns
 
 
-def _unsound_ticks() -> str:
+def _explain_unreliable_counter() -> str:
     """Return the reason why the time stamp counter is unreliable here, "" if processor and kernel report it as
     reliable."""
     try:

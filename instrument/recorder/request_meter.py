@@ -52,7 +52,7 @@ from instrument.recording.metric_definitions import (
     MetricDefinition,
     generation_facts,
     generation_labels,
-    is_among,
+    matches_route,
     token_times,
 )
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, TIME_IN_QUEUE, Site, Span
@@ -111,7 +111,7 @@ class Meter:
         site_of = self._recorder.site_of
         for row in ended:
             site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
-            endpoint = endpoint_of(site)
+            endpoint = endpoint_labels(site)
             if isinstance(queued_s := attributes.get(TIME_IN_QUEUE), float):
                 labels = (*_call_labels(site), *_outcome_labels(attributes, row[ERROR]), *self._group(attributes))
                 self._histograms.add(QUEUE_TIME.name, labels, round(queued_s * 1e9))
@@ -119,27 +119,27 @@ class Meter:
                 continue
             duration_ns = row[END_NS] - row[START_NS]
             group = self._group(attributes)
-            labels = (*_labels(endpoint, attributes, row[ERROR]), *group)
-            self._histograms.add(_duration_of(endpoint).name, labels, duration_ns)
+            labels = (*_request_labels(endpoint, attributes, row[ERROR]), *group)
+            self._histograms.add(_duration_metric(endpoint).name, labels, duration_ns)
             if self._is_generation(endpoint):
                 labels = (*_generation_labels(site), *group)
                 self._count_generation(labels, attributes, duration_ns, row[ERROR])
             self._endpoints[endpoint] = None
             self._met.setdefault(site.name, Counter())[bucket_of(duration_ns)] += 1
 
-    def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
+    def add_exemplar(self, request: Span, trace_id: int, span_id: int) -> None:
         """Add a sampled request as an exemplar to its series, with its ids at the collector."""
-        endpoint = endpoint_of(request.site)
+        endpoint = endpoint_labels(request.site)
         group = self._group(request.attributes)
-        labels = (*_labels(endpoint, request.attributes, request.error), *group)
+        labels = (*_request_labels(endpoint, request.attributes, request.error), *group)
         exemplar = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
-        is_counted = bool(endpoint) and self._histograms.note(_duration_of(endpoint).name, labels, exemplar)
+        is_counted = bool(endpoint) and self._histograms.add_exemplar(_duration_metric(endpoint).name, labels, exemplar)
         if is_counted and self._is_generation(endpoint):
             labels = (*_generation_labels(request.site), *group)
             for name, of_generation, value_ns in _generation_values(
                 labels, request.attributes, request.total_ns, request.error
             ):
-                self._histograms.note(name, of_generation, replace(exemplar, value_ns=value_ns))
+                self._histograms.add_exemplar(name, of_generation, replace(exemplar, value_ns=value_ns))
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
         """Return a request's group as a label: one of the first `at_most` values of the attribute `by`, or `OTHER`."""
@@ -161,7 +161,7 @@ class Meter:
         With `sampled_ids`, its trace id and span id, the request becomes an exemplar.
         """
         site, attributes, error = request.site, request.attributes, request.error
-        endpoint = endpoint_of(site)
+        endpoint = endpoint_labels(site)
         labels = _generation_labels(site) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, attributes) if is_generation else (*labels, *generation_facts(attributes))
@@ -171,15 +171,15 @@ class Meter:
             self._histograms.add(definition.name, labels, value)
             if sampled_ids is not None:
                 exemplar = Exemplar(value, request.end_ns, time.monotonic_ns(), *sampled_ids)
-                self._histograms.note(definition.name, labels, exemplar)
+                self._histograms.add_exemplar(definition.name, labels, exemplar)
 
     def _is_generation(self, endpoint: Labels) -> bool:
-        return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
+        return matches_route(str(dict(endpoint).get("http.route", "")), self.generations)
 
-    def count_parts(self, rows: Sequence[Row], marks: Collection[str]) -> None:
+    def count_items_and_batches(self, rows: Sequence[Row], marks: Collection[str]) -> None:
         """Count the sizes of batches in rows, and the items of generators whose site has one of the `marks`."""
         streams = [row for row in rows if FIRST_ITEM in (row[ROW_ATTRIBUTES] or ())]
-        counts = {site: mark_of(site) in marks for site in map(self._recorder.site_of, streams)}
+        counts = {site: site_mark(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
             site = self._recorder.site_of(row)
             if counts[site]:
@@ -200,7 +200,9 @@ class Meter:
         """Return the number of ended requests from the tally. It may be ahead of the rows that were read."""
         totals = self._totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
-        endpoints = totals.tree.map_sites(lambda site: (site.name, *labels) if (labels := endpoint_of(site)) else ())
+        endpoints = totals.tree.map_sites(
+            lambda site: (site.name, *labels) if (labels := endpoint_labels(site)) else ()
+        )
         for (name, *endpoint), lines in totals.lines_by_key(endpoints).items():
             buckets = ended.setdefault(name, (tuple(endpoint), Counter()))[1]
             buckets.update(totals.histogram(totals.nodes_of_lines(lines)))
@@ -208,26 +210,26 @@ class Meter:
 
     def _totals(self, marks: Collection[str]) -> Tally:
         def are_metered(tree: CallTree) -> Sequence[bool]:
-            endpoints = tree.map_sites(endpoint_of)
-            site_marks = tree.map_sites(mark_of) if marks else endpoints
+            endpoints = tree.map_sites(endpoint_labels)
+            site_marks = tree.map_sites(site_mark) if marks else endpoints
             return [bool(endpoint) or mark in marks for endpoint, mark in zip(endpoints, site_marks, strict=True)]
 
         return self._recorder.totals(merged=True, is_counted=are_metered)
 
-    def settle(self, ended: Ended) -> None:
+    def count_lost_requests(self, ended: Ended) -> None:
         """Count the ended requests in the tally whose rows were lost."""
         for name, (endpoint, buckets) in ended.items():
             counter = self._met.setdefault(name, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
             if missed:
                 self._endpoints[endpoint] = None
-                self._histograms.of(_duration_of(endpoint).name, endpoint).add_buckets(missed)
+                self._histograms.distribution_of(_duration_metric(endpoint).name, endpoint).add_buckets(missed)
                 counter.update(missed)
 
     def _active_requests(self) -> Metric:
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, filterfalse(_is_rpc, self._endpoints)), 0))
         for _, row in () if self.has_ended else self._recorder.open_rows():
-            labels = endpoint_of(self._recorder.site_of(row))
+            labels = endpoint_labels(self._recorder.site_of(row))
             if labels and not _is_rpc(labels) and row[SPAN_ID] == row[ROOT_ID]:
                 now[_without_route(labels)] += 1
         self._active = dict.fromkeys(self._active, 0)
@@ -256,13 +258,13 @@ class Meter:
             return
         totals = self._totals(self._asked_for)
         asked_for, tree = self._asked_for, totals.tree
-        of_sites = zip(tree.map_sites(_call_labels), tree.map_sites(mark_of), strict=True)
+        of_sites = zip(tree.map_sites(_call_labels), tree.map_sites(site_mark), strict=True)
         of_labels = totals.lines_by_key([labels if mark in asked_for else () for labels, mark in of_sites])
         lines_by_place: dict[Labels, list[int]] = {}
         for labels, lines in of_labels.items():
             lines_by_place.setdefault(self._histograms.place(CALL_DURATION.name, labels), []).extend(lines)
         for place, lines in lines_by_place.items():
-            self._histograms.of(CALL_DURATION.name, place).add_growth(_calls_of(totals, lines))
+            self._histograms.distribution_of(CALL_DURATION.name, place).add_growth(_calls_of(totals, lines))
 
     # ---------------------------------------------------------------- who goes on
 
@@ -326,11 +328,11 @@ class Meter:
     def _make_counter(self, definition: MetricDefinition, label: str, values: Mapping[str, float]) -> Metric:
         """Return a counter that never falls, even if a value is now lower."""
         series: dict[Labels, float] = {
-            ((label, key),): value for key, value in self.keep_rising(definition.name, values).items()
+            ((label, key),): value for key, value in self.highest_values(definition.name, values).items()
         }
         return definition.metric(series)
 
-    def keep_rising(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
+    def highest_values(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
         """Return the largest value so far for each key of a counter."""
         for key, value in values.items():
             self._counters[name, key] = max(value, self._counters.get((name, key), 0))
@@ -366,7 +368,7 @@ _POOL_NUMBER = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
 """A pattern of the number that follows the pool's name in a pool thread's name."""
 
 
-def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:
+def _request_labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:
     if isinstance(scheme := attributes.get(SCHEME), str):
         endpoint += ((SCHEME, scheme),)
     if isinstance(status := attributes.get(STATUS), int) and 100 <= status < 1000:
@@ -402,7 +404,7 @@ def _generation_labels(site: Site) -> Labels:
     return tuple((name, value) for name in names if isinstance(value := facts.get(name), str))
 
 
-def endpoint_of(site: Site) -> Labels:
+def endpoint_labels(site: Site) -> Labels:
     """Return the labels for a site's HTTP or RPC requests, () for any other site."""
     if site.kind != "request":
         return ()
@@ -420,7 +422,7 @@ def _is_rpc(endpoint: Labels) -> bool:
     return any(name == RPC_METHOD for name, _ in endpoint)
 
 
-def _duration_of(endpoint: Labels) -> MetricDefinition:
+def _duration_metric(endpoint: Labels) -> MetricDefinition:
     return RPC_DURATION if _is_rpc(endpoint) else HTTP_DURATION
 
 
@@ -428,7 +430,7 @@ def _without_route(endpoint: Labels) -> Labels:
     return tuple(label for label in endpoint if label[0] != "http.route")
 
 
-def mark_of(site: Site) -> str:
+def site_mark(site: Site) -> str:
     """Return a short id of a site, the same in all processes and for all its names."""
     return blake2b(repr(site.key[1:]).encode("utf-8", "replace"), digest_size=6).hexdigest()
 

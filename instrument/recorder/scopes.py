@@ -76,7 +76,7 @@ def rename_span(name: str) -> None:
     Spans below it that are open or begin later move with it. Ended spans remain below the old name. A site has up to
     256 names, and further ones count as its own name. Without an open span nothing happens. Never raises.
     """
-    attribute_checks.rename(RECORDER, None, name)
+    attribute_checks.rename_span_of_frame(RECORDER, None, name)
 
 
 def set_status(code: str, description: str | None = None, *, error_type: str | None = None) -> None:

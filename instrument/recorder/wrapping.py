@@ -138,7 +138,7 @@ def _code_flags(function: Any) -> int | None:
     return code.co_flags if isinstance(code, CodeType) else None
 
 
-def set_switch(wrapper: Any, switch: Any) -> None:
+def set_call_switch(wrapper: Any, switch: Any) -> None:
     """Set a wrapper's treatment of calls. `switch` is the recorder, or the `Pass` of a muted site.
 
     A `Pass` counts each call without a span. Running calls end as they began.

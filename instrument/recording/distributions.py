@@ -152,7 +152,7 @@ class Distribution:
         return [self.count, self.sum_ns, self.least_ns, self.most_ns, *pairs]
 
     @classmethod
-    def of(cls, stored: Sequence[Any]) -> Distribution:
+    def from_json(cls, stored: Sequence[Any]) -> Distribution:
         """Return a distribution from the JSON of `as_json`. Raises `TypeError` or `ValueError` for anything else."""
         count, sum_ns, least_ns, most_ns, *pairs = map(int, stored)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
@@ -249,11 +249,11 @@ class Metric:
         return [self.name, self.unit, self.kind, self.description, series]
 
     @classmethod
-    def of(cls, stored: Sequence[Any]) -> Metric:
+    def from_json(cls, stored: Sequence[Any]) -> Metric:
         """Return a metric from the JSON of `as_json`. Raises `TypeError` or `ValueError` for anything else."""
         name, unit, kind, description, series = stored
         values = {
-            labels_from_json(labels): Distribution.of(value) if isinstance(value, list) else float(value)
+            labels_from_json(labels): Distribution.from_json(value) if isinstance(value, list) else float(value)
             for labels, value in series
         }
         return cls(str(name), str(unit), str(kind), str(description), values)
@@ -308,16 +308,16 @@ class Histograms:
         series.setdefault(labels, Distribution())
         return labels
 
-    def of(self, name: str, labels: Labels) -> Distribution:
+    def distribution_of(self, name: str, labels: Labels) -> Distribution:
         """Return the distribution in which a value with these labels counts."""
         place = self.place(name, labels)
         return self._series[name][place]
 
     def add(self, name: str, labels: Labels, value: int) -> None:
         """Count one value: a time in ns, or another number in units of 1e-9."""
-        self.of(name, labels).add(max(value, 0))
+        self.distribution_of(name, labels).add(max(value, 0))
 
-    def note(self, name: str, labels: Labels, exemplar: Exemplar) -> bool:
+    def add_exemplar(self, name: str, labels: Labels, exemplar: Exemplar) -> bool:
         """Add an exemplar for a value. Return False if no value with these labels has been counted yet."""
         is_counted = labels in self.series(name)
         if is_counted:
@@ -343,7 +343,9 @@ class Histograms:
         """Return the distributions from the values of `state`. Raises `TypeError` or `ValueError` for anything else."""
         histograms = cls()
         histograms._series = {
-            str(name): {labels_from_json(labels): Distribution.of(distribution) for labels, distribution in series}
+            str(name): {
+                labels_from_json(labels): Distribution.from_json(distribution) for labels, distribution in series
+            }
             for name, series in state.items()
         }
         return histograms

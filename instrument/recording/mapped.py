@@ -31,7 +31,7 @@ from instrument.recording.mapped_facts import (
     RingRows,
     facts_in,
     iterate_records,
-    label_of,
+    parse_thread_name,
     site_of,
     sound_attributes,
 )
@@ -41,7 +41,7 @@ from instrument.recording.numbers import Cell
 from instrument.recording.paths import CallTree
 from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, typed_reading
 from instrument.recording.spans import HOST, Sample, Site
-from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, buckets_of
+from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, make_buckets
 from instrument.runtime.cheap_start import NamedTuple
 
 LARGEST_BYTES = 1 << 40
@@ -303,7 +303,7 @@ class Mapped:
             ring_by_number[int(ring["number"])] = _Ring(
                 slot, int(ring["number"]), rows[slot] if has_rows else -1, capacity if has_rows else 0,
                 min(int(ring["head"]), 1 << 62), int(ring["too_short"]), int(ring["thread_id"]),
-                label_of(ring["label"]) if ring["thread_id"] else "(ended threads)", bool(ring["ended"]),
+                parse_thread_name(ring["label"]) if ring["thread_id"] else "(ended threads)", bool(ring["ended"]),
             )  # fmt: skip
         return [ring_by_number[number] for number in sorted(ring_by_number)]
 
@@ -332,7 +332,7 @@ class Mapped:
         rows = range(max(ring.head - ring.capacity, 0), ring.head)
         return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
 
-    def overwritten_since(self, since_ns: int) -> tuple[set[int], set[int]]:
+    def find_threads_with_losses(self, since_ns: int) -> tuple[set[int], set[int]]:
         """Return the threads that may have lost rows which ended after `since_ns`: running threads whose rings have
         wrapped, and ended threads."""
         rings = [ring for ring in self._read_rings() if ring.thread_id]
@@ -369,7 +369,7 @@ class Mapped:
             most -= len(rows)
         node_count = len(self.tree())  # every row's node is known, for a call path is written before its rows
         return [
-            RingRows(ring.number, ring.thread_id, rows[_is_row(rows, node_count)], first, end, first - begin)
+            RingRows(ring.number, ring.thread_id, rows[_are_valid_rows(rows, node_count)], first, end, first - begin)
             for _, ring, begin, first, end, rows in sorted(copied, key=lambda copy: copy[0])
         ]
 
@@ -502,7 +502,7 @@ class Mapped:
             for row in table[sound]
             if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]
-        values = own_numbers.samples_of(*numbers_in(self), since_ns=since_ns)
+        values = own_numbers.samples_of(*read_own_metrics(self), since_ns=since_ns)
         return sorted([*samples, *values], key=attrgetter("at_ns")) if values else samples
 
     def _read_newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
@@ -540,7 +540,7 @@ class Mapped:
             return {bucket: int(times[bucket]) for bucket in np.flatnonzero(times).tolist()}
 
         return Tally.of_nodes(
-            tree, *_convert_totals(threads, totals, buckets_of(*[np.zeros(0, np.int64)] * 3)), histogram
+            tree, *_convert_totals(threads, totals, make_buckets(*[np.zeros(0, np.int64)] * 3)), histogram
         )
 
     def first_calls(self) -> dict[int, tuple[int, int]]:
@@ -557,7 +557,7 @@ class Mapped:
         for _ in range(MOST_TOTALS_READS):
             moving = int(self._read_head()["moving"])
             tree, rings = self.tree(), self._read_rings()
-            totals, chunks, highs = self._slots_at_once(("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
+            totals, chunks, highs = self._copy_slots_at_once(("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
             if moving % 2 == 0 and int(self._read_head()["moving"]) == moving:
                 break
         threads = {ring.number: ring for ring in sorted(rings, key=lambda ring: (ring.thread_id == 0, ring.number))}
@@ -568,7 +568,7 @@ class Mapped:
             is_counted[is_counted] = of_node[totals["node"][is_counted]]
         return tree, threads, totals[is_counted], chunks, highs
 
-    def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
+    def _copy_slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
         """Return the slots of several parts. The recorded process may write between these reads."""
         return [self._read_slots(name, kind) for name, kind in parts]
 
@@ -583,11 +583,11 @@ class Mapped:
         has_more = np.flatnonzero((chunks["high"][slots] != 0) & (above >= 0) & (above < len(highs)))
         times[has_more] += highs["high"][above[has_more]] << np.uint64(16)
         at, bucket = np.nonzero(times)
-        counted = buckets_of(row[at], place[at] * 64 + bucket, times[at, bucket])
+        counted = make_buckets(row[at], place[at] * 64 + bucket, times[at, bucket])
         # Buckets of calls that are not added yet, one entry per call.
         waits = np.arange(totals["waiting"].shape[1]) >= totals["waiting_room"][:, None]
         of, slot = np.nonzero(waits)
-        every = np.concatenate([counted, buckets_of(of, totals["waiting"][of, slot], np.ones(len(of), np.int64))])
+        every = np.concatenate([counted, make_buckets(of, totals["waiting"][of, slot], np.ones(len(of), np.int64))])
         return np.asarray(every[every["bucket"] <= LAST_BUCKET])
 
     def losses(self) -> dict[str, int]:
@@ -614,7 +614,7 @@ def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
     }
 
 
-def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
+def _are_valid_rows(rows: Records, nodes: int) -> NDArray[np.bool_]:
     sound = (rows["span_id"] != 0) & (rows["node"] < nodes) & (rows["start_ns"] >= -FARTHEST_NS)
     for name in ("span_id", "parent_id", "root_id"):
         sound &= rows[name] >> np.uint64(63) == 0
@@ -638,7 +638,7 @@ def _convert_totals(
     return lines, buckets, names
 
 
-def numbers_in(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
+def read_own_metrics(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
     """Return the former values of the service's own metrics (`Gauge`, `Counter`), and the newest value of each
     metric."""
     mapped._read_head()

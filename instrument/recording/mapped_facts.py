@@ -165,7 +165,7 @@ def detail_of(active_ns: int, facts: Mapping[str, Any]) -> tuple[int, str | None
     return active_ns, error if isinstance(error, str) else None, sound_attributes(facts.get("attributes"))
 
 
-def label_of(label: bytes) -> str:
+def parse_thread_name(label: bytes) -> str:
     """Return a thread's name from its JSON, which has no closing quote if the name was too long."""
     for text in (label, label + b'"'):
         try:

@@ -60,7 +60,7 @@ def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30)
         for abandoned in abandoned_recordings(Path(directory)):
             with contextlib.suppress(OSError):
                 sizes.append((abandoned, abandoned.stat().st_size))
-        file_writing.remove_first(sizes, sum(size for _, size in sizes) - (disk_bytes - size_bytes))
+        file_writing.remove_until_freed(sizes, sum(size for _, size in sizes) - (disk_bytes - size_bytes))
         path = str(Path(directory) / f"{os.getpid()}-{clock.start_ticks(clock.STAT)}{SUFFIX}")
         with contextlib.suppress(OSError):
             Path(path).unlink()  # an earlier session's, whose file may still be mapped
@@ -167,7 +167,7 @@ def write_state(view: memoryview, state: int) -> None:
     struct.pack_into("<I", view, layout.HEADER.fields["state"][0], state)
 
 
-def write_switched(view: memoryview, *, on: bool) -> None:
+def write_switch_state(view: memoryview, *, on: bool) -> None:
     """Write to a recording whether its session is switched on or off. Do nothing if no session runs."""
     (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
     if state in (layout.RUNNING, layout.OFF):

@@ -134,7 +134,7 @@ class RecordingHead:
 
     def find_part(self, name: str) -> Part:
         """Return the place of a part in the recording. Raises `OSError` if the place is invalid."""
-        part = Part(*struct.unpack_from("<5Q", self._data, part_at(name)))
+        part = Part(*struct.unpack_from("<5Q", self._data, part_header_offset(name)))
         if part.stride != STRIDES[name] or part.offset + part.slots * part.stride > 1 << 62:
             raise OSError(errno.EINVAL, f"the part {name} is damaged")
         return part
@@ -324,7 +324,7 @@ class Part(NamedTuple):
     unseen: int = 0
 
 
-def part_at(name: str) -> int:
+def part_header_offset(name: str) -> int:
     """Return the offset in the header at which the place of a part is stored."""
     return HEADER.fields["parts"][0] + PARTS.index(name) * PART.size
 

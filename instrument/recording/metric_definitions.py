@@ -158,12 +158,12 @@ def _metric(name: str, unit: str, kind: str = GAUGE, **facts: Any) -> tuple[Metr
     return (MetricDefinition(name, unit, kind, **facts),)
 
 
-def _percent(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
+def _make_percent_metric(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
     """Return the metric of a gauge whose unit is percent. The unit of the metric is 1."""
     return _metric(name, "1", scale=0.01, **facts)
 
 
-def _transfer(name: str, direction: str) -> tuple[MetricDefinition, ...]:
+def _make_transfer_metric(name: str, direction: str) -> tuple[MetricDefinition, ...]:
     return _metric(name, "By/s", attributes=(("network.io.direction", direction),))
 
 
@@ -171,21 +171,21 @@ GAUGES: dict[str, Gauge] = {
     "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups",
                    _metric("instrument.process.cpu.limit", "{cpu}")),
     "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before",
-                         _percent("process.cpu.utilization", per="cores")),
+                         _make_percent_metric("process.cpu.utilization", per="cores")),
     "process_memory": Gauge("bytes", "resident memory of the process", _metric("process.memory.usage", "By", UPDOWN)),
     "process_memory_peak": Gauge("bytes", "most resident memory that the process ever had, as the system counts it",
                                  _metric("instrument.process.memory.peak", "By")),
     "cpu_wait": Gauge("%", "of one thread's time since the reading before, by all threads that waited for a processor",
-                      _percent("instrument.process.cpu.wait")),
+                      _make_percent_metric("instrument.process.cpu.wait")),
     "memory_pressure": Gauge(
         "%", "of the time since the reading before, in which a thread of the group waited for memory",
-        _percent("instrument.process.memory.pressure")),
+        _make_percent_metric("instrument.process.memory.pressure")),
     "system_cpu": Gauge("%", "of all cores of the machine, by all that runs on it since the reading before",
-                        _percent("system.cpu.utilization")),
+                        _make_percent_metric("system.cpu.utilization")),
     "utilization": Gauge("%", "of NVML's last sample period (1/6 s to 1 s), in which any kernel ran",
-                         _percent("hw.gpu.utilization", attributes=(("hw.gpu.task", "general"),))),
+                         _make_percent_metric("hw.gpu.utilization", attributes=(("hw.gpu.task", "general"),))),
     "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written",
-                           _percent("instrument.gpu.memory.active")),
+                           _make_percent_metric("instrument.gpu.memory.active")),
     "memory_used": Gauge("bytes", "of device memory, by all processes",
                          _metric("hw.gpu.memory.usage", "By", UPDOWN)
                          + _metric("hw.gpu.memory.utilization", "1", per="memory_total")),
@@ -207,21 +207,21 @@ GAUGES: dict[str, Gauge] = {
     "sm_clock": Gauge("MHz", "of the streaming multiprocessors", _metric("instrument.gpu.sm.clock", "Hz", scale=1e6)),
     "memory_clock": Gauge("MHz", "of device memory", _metric("instrument.gpu.memory.clock", "Hz", scale=1e6)),
     "sm_active": Gauge("%", "of the streaming multiprocessors, busy on average since the reading before",
-                       _percent("instrument.gpu.sm.active")),
+                       _make_percent_metric("instrument.gpu.sm.active")),
     "sm_occupancy": Gauge("%", "of the warps that the device has room for, on average since the reading before",
-                          _percent("instrument.gpu.sm.occupancy")),
+                          _make_percent_metric("instrument.gpu.sm.occupancy")),
     "tensor_active": Gauge("%", "of the time since the reading before, in which tensor cores worked",
-                           _percent("instrument.gpu.tensor.active")),
+                           _make_percent_metric("instrument.gpu.tensor.active")),
     "dram_active": Gauge("%", "of the bandwidth of device memory, used since the reading before",
-                         _percent("instrument.gpu.dram.active")),
+                         _make_percent_metric("instrument.gpu.dram.active")),
     "pcie_sent": Gauge("bytes/s", "over PCIe from the device, mean since the reading before",
-                       _transfer("instrument.gpu.pcie.io", "transmit")),
+                       _make_transfer_metric("instrument.gpu.pcie.io", "transmit")),
     "pcie_received": Gauge("bytes/s", "over PCIe to the device, mean since the reading before",
-                           _transfer("instrument.gpu.pcie.io", "receive")),
+                           _make_transfer_metric("instrument.gpu.pcie.io", "receive")),
     "nvlink_sent": Gauge("bytes/s", "over all NVLinks from the device, mean since the reading before",
-                         _transfer("instrument.gpu.nvlink.io", "transmit")),
+                         _make_transfer_metric("instrument.gpu.nvlink.io", "transmit")),
     "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before",
-                             _transfer("instrument.gpu.nvlink.io", "receive")),
+                             _make_transfer_metric("instrument.gpu.nvlink.io", "receive")),
 }  # fmt: skip
 """All known gauges by name: those of host and GPUs, and the service's own metrics in recordings that were read."""
 
@@ -245,7 +245,7 @@ def operation_of(route: str) -> str:
     return "chat" if route.endswith("/chat/completions") else "text_completion"
 
 
-def is_among(route: str, patterns: Sequence[str]) -> bool:
+def matches_route(route: str, patterns: Sequence[str]) -> bool:
     """Return True if an HTTP route matches one of the patterns, which are exact or end in `*`."""
     return any(route.startswith(pattern[:-1]) if pattern.endswith("*") else route == pattern for pattern in patterns)
 

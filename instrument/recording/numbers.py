@@ -39,7 +39,7 @@ def cell_name(name: str, unit: str, kind: str) -> bytes:
     return f"{name}\n{unit}\n{kind}".encode()
 
 
-def fits(name: str, unit: str) -> bool:
+def is_valid_cell_name(name: str, unit: str) -> bool:
     """Return True if the name and unit of a metric are valid and fit into a cell."""
     is_text = bool(name) and name.isprintable() and unit.isprintable()
     return is_text and len(cell_name(name, unit, str(ZERO))) < NAME_BYTES
@@ -70,18 +70,18 @@ def samples_of(
         if cell.kind not in (GAUGE, COUNTER, SUM) or not since_ns <= cell.at_ns < until_ns:
             continue
         name = f"{cell.name}.sum" if cell.kind == SUM else cell.name
-        if note_gauge(name, cell.unit, grows=cell.kind != GAUGE):
+        if add_service_gauge(name, cell.unit, grows=cell.kind != GAUGE):
             samples.append(Sample(name, HOST, cell.at_ns, cell.value))
     return list(dict.fromkeys(samples))
 
 
-def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
+def add_service_gauge(name: str, unit: str, *, grows: bool) -> bool:
     """Add a metric of the service to `GAUGES`. Return False if a gauge of the host or a GPU has that name, or if there
     are too many names."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         metrics = () if grows else (MetricDefinition(name, unit),)  # counters and sums are in snapshots
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
-    return is_own(name)
+    return is_service_metric(name)
 
 
 ABOUT, GROWS = "a number of the service's own", "a number of the service's own, which grows"
@@ -93,10 +93,10 @@ def learn_gauges(gauges: Mapping[object, object]) -> None:
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):
-                note_gauge(name, text.removesuffix(f" {about}"), grows=about == GROWS)
+                add_service_gauge(name, text.removesuffix(f" {about}"), grows=about == GROWS)
 
 
-def is_own(name: str) -> bool:
+def is_service_metric(name: str) -> bool:
     return name in GAUGES and GAUGES[name].is_own
 
 

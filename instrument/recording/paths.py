@@ -79,7 +79,7 @@ class CallTree:
     def merge_equal_paths(self) -> Located:
         nodes, located = self._nodes, self._located
         if len(located.places) < len(nodes) // 2:
-            located = self._located = Located.of(nodes[::2], nodes[1::2], self.first_site_by_key())
+            located = self._located = Located.merge_nodes(nodes[::2], nodes[1::2], self.first_site_by_key())
         return located
 
     def merged_nodes(self, places: Iterable[int]) -> array[int]:
@@ -131,7 +131,7 @@ class Located(NamedTuple):
     shared: array[int]
 
     @classmethod
-    def of(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
+    def merge_nodes(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
         """Merge nodes with equal paths, from their sites, their parents and the keys of sites."""
         above, places, shared = array("i"), array("i"), array("i")
         place_by_key: dict[int, int] = {}  # by numbers: a pair would be a thing more for the collector to look at

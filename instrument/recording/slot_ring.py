@@ -27,8 +27,8 @@ class SlotRoom(NamedTuple):
     part: memoryview
 
     @classmethod
-    def of(cls, memory: memoryview, name: str) -> SlotRoom:
-        part = layout.Part(*layout.PART.packer().unpack_from(memory, layout.part_at(name)))
+    def from_part(cls, memory: memoryview, name: str) -> SlotRoom:
+        part = layout.Part(*layout.PART.packer().unpack_from(memory, layout.part_header_offset(name)))
         return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride])
 
     def count_used(self) -> int:
@@ -37,7 +37,7 @@ class SlotRoom(NamedTuple):
 
     def offset_of_used(self) -> int:
         """Return the offset of the field in the header that counts the part's written slots."""
-        return layout.part_at(self.name) + layout.PART.fields["used"][0]
+        return layout.part_header_offset(self.name) + layout.PART.fields["used"][0]
 
     def set_field(self, field: str, value: int) -> None:
         _U64.pack_into(self.head, layout.HEADER.fields[field][0], value)
@@ -168,7 +168,7 @@ class IntervalRing(SlotRing):
         """Publish the time up to which ended spans have all their intervals."""
         self.set_field("settled_ns", until_ns)
 
-    def packed(self) -> bytes:
+    def copy_intervals(self) -> bytes:
         """Return all intervals in the ring as bytes, the oldest first. A label is an index in `LABELS`."""
         return self.slots_since(0)
 
@@ -259,5 +259,5 @@ class GaugePlace(Claim):
         for sample in samples:
             os.pwrite(fd, _SAMPLE.pack(*_cells_of(sample)), part.offset + used % part.slots * part.stride)
             used += 1
-        os.pwrite(fd, _U64.pack(used), layout.part_at("samples") + layout.PART.fields["used"][0])
+        os.pwrite(fd, _U64.pack(used), layout.part_header_offset("samples") + layout.PART.fields["used"][0])
         return True

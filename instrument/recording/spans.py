@@ -392,7 +392,7 @@ FIRSTS: Mapping[str, str] = {
     "": "It is the request that began first.",
     "named": "A rule of the profile names it, with first_request: true.",
     "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
-    "count: a rule with first_request: true would say better.",
+    "count: a rule with `first_request: true` can name the right one.",
 }
 """The sentences of reports that say why a request counts as the first one, by `Startup.why`."""
 

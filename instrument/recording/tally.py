@@ -175,7 +175,7 @@ class Tally:
             buckets.append(counted)
         return cls.of_paths(paths, np.concatenate(lines), np.concatenate(buckets), names)
 
-    def with_paths(
+    def change_paths(
         self,
         path_of: Callable[[CallPath], CallPath | None] | None = None,
         thread_of: Callable[[int], int | None] | None = None,
@@ -219,7 +219,7 @@ class Tally:
 
     # ---------------------------------------------------------------- sums
 
-    def of(self, thread: int | None) -> Records:
+    def lines_of_thread(self, thread: int | None) -> Records:
         if thread is None:
             return self.lines
         begin, end = self._ranges.get(thread, (0, 0))
@@ -237,7 +237,7 @@ class Tally:
     def sum_by_group(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
         """Return the sum of each group's lines, on one thread or on all for None. `groups` has the group of each node:
         a number below `count`, or a negative number to leave it out."""
-        lines = self.of(thread)
+        lines = self.lines_of_thread(thread)
         return sum_lines(lines, np.asarray(groups)[lines["node"]], count)
 
     def sum_by_site(self) -> Records:
@@ -280,7 +280,7 @@ class Tally:
         order = np.argsort(nodes, kind="stable")
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
-    def device_below(self, thread: int | None) -> Mapping[int, int]:
+    def device_times_below(self, thread: int | None) -> Mapping[int, int]:
         """Return, for each node, the device time of the nodes below it that its own device time does not include.
 
         A node's own device time includes that of nodes below it on the same stream. `thread` is None for all threads.
@@ -341,7 +341,7 @@ class Tally:
     def correct_self_times(self) -> Tally:
         """Return a copy in which each self time is reduced by the cost of the children's probes, at most to 0."""
         lines, above = self.lines.copy(), self.parents[self.lines["node"]].astype(np.int64)
-        key, parent_key = _keys(lines["node"], lines["thread_id"], above)
+        key, parent_key = _number_node_thread_pairs(lines["node"], lines["thread_id"], above)
         order = np.argsort(key, kind="stable")
         at = np.searchsorted(key, parent_key, sorter=order).clip(max=max(len(key) - 1, 0))
         has_line = (above != NOT_BELOW) & (key[order[at]] == parent_key) if len(key) else np.zeros(0, np.bool_)
@@ -352,11 +352,11 @@ class Tally:
         return Tally(self.tree, lines, self.buckets, self.threads, self._make_histogram)
 
 
-def numbers_of(lines: Records) -> Int64s:
+def view_as_numbers(lines: Records) -> Int64s:
     return lines.view(np.int64).reshape(-1, WIDTH)
 
 
-def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) -> Records:
+def make_buckets(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) -> Records:
     buckets = np.zeros(len(line), BUCKETS)
     buckets["line"], buckets["bucket"], buckets["times"] = line, bucket, np.minimum(times, LARGEST)
     return buckets
@@ -365,7 +365,7 @@ def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) ->
 def sum_lines(lines: Records, groups: NDArray[Any], count: int) -> Records:
     """Return the sums of lines by group, for groups below `count`. Negative groups, and lines without calls, are left
     out."""
-    sums, table = np.zeros(count, TOTALS), numbers_of(lines)
+    sums, table = np.zeros(count, TOTALS), view_as_numbers(lines)
     is_counted = (groups >= 0) & (lines["calls"] != 0)
     if not is_counted.all():
         table, groups = table[is_counted], groups[is_counted]
@@ -378,7 +378,7 @@ def sum_lines(lines: Records, groups: NDArray[Any], count: int) -> Records:
     totals = np.add.reduceat(table, firsts)
     for field, choose in _EXTREMES.items():
         totals[:, field] = choose.reduceat(table[:, field], firsts)
-    numbers_of(sums)[groups[firsts]] = totals
+    view_as_numbers(sums)[groups[firsts]] = totals
     for name in ("node", "thread_id"):
         sums[name] = 0
     return sums
@@ -391,14 +391,14 @@ def sum_all_lines(lines: Records) -> Totals:
 
 def _cut_lines(lines: Records) -> Records:
     lines = np.ascontiguousarray(lines)
-    table = numbers_of(lines)[:, : CORE_WIDTH - 1]
+    table = view_as_numbers(lines)[:, : CORE_WIDTH - 1]
     if max(int(table.max(initial=0)), -int(table.min(initial=0))) * len(lines) < LARGEST:
         return lines
-    table = numbers_of(lines)[:, _ADDED]
+    table = view_as_numbers(lines)[:, _ADDED]
     if np.abs(table, dtype=np.float64).sum(axis=0).max() >= LARGEST:
         most = LARGEST // len(lines)
         lines = lines.copy()
-        numbers_of(lines)[:, _ADDED] = table.clip(-most, most)
+        view_as_numbers(lines)[:, _ADDED] = table.clip(-most, most)
     return lines
 
 
@@ -407,7 +407,7 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
     places = {thread_id: place for place, thread_id in enumerate(threads)}
     ids, of_line = np.unique(lines["thread_id"], return_inverse=True)
     rank = np.array([places.get(thread_id, len(places)) for thread_id in ids.tolist()], np.int64)[of_line]
-    key, _ = _keys(lines["node"], rank, lines["node"])
+    key, _ = _number_node_thread_pairs(lines["node"], rank, lines["node"])
     _, firsts, group = np.unique(key, return_index=True, return_inverse=True)
     order = np.lexsort((firsts, rank[firsts]))
     order = order[lines["node"][firsts[order]] != NOT_BELOW]
@@ -422,7 +422,7 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
     return sums, _summed_buckets(buckets)
 
 
-def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
+def _number_node_thread_pairs(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
     """Return a number for each pair of `nodes` and `threads`, and for each pair of `other_nodes` and `threads`. Equal
     pairs have equal numbers."""
     _, numbers = np.unique(threads, return_inverse=True)
@@ -437,7 +437,7 @@ def _summed_buckets(buckets: Records) -> Records:
     np.add.at(times, group, buckets["times"])
     line, bucket = np.divmod(key, LAST_BUCKET + 1)
     is_counted = (line >= 0) & (times > 0)
-    return buckets_of(line[is_counted], bucket[is_counted], times[is_counted])
+    return make_buckets(line[is_counted], bucket[is_counted], times[is_counted])
 
 
 def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:

@@ -47,7 +47,7 @@ _ENTRY = r"[ \t]*(?:[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~
 _TRACESTATE = late_pattern(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
-def state_of(header: bytes | str) -> str:
+def sanitise_tracestate(header: bytes | str) -> str:
     """Return a `tracestate` that may be passed on, cut to `STATE_LIMIT`, "" if it is invalid."""
     header = header[: STATE_LIMIT + 1]
     text = header if isinstance(header, str) else header.decode("latin-1")
@@ -82,11 +82,11 @@ def remote_of(context: object) -> RemoteParent | None:
         int(flags, 16),
         is_local,
         in_server_span,
-        state_of(state) if isinstance(state, str | bytes) else "",
+        sanitise_tracestate(state) if isinstance(state, str | bytes) else "",
     )
 
 
-def header_of(carrier: Mapping[str, object]) -> tuple[object, object]:
+def find_trace_headers(carrier: Mapping[str, object]) -> tuple[object, object]:
     """Return the `traceparent` and the `tracestate` of headers, whose names may be in any case."""
     headers = {name.lower(): value for name, value in carrier.items() if isinstance(name, str)}
     return headers.get("traceparent"), headers.get("tracestate", "")
@@ -163,7 +163,7 @@ def is_sampled(trace_id: int, sample: float) -> bool:
     return trace_id & (1 << RANDOM_BITS) - 1 >= threshold_of(sample)
 
 
-def state_of_share(sample: float) -> str:
+def tracestate_of_share(sample: float) -> str:
     """Return the `tracestate` that names the sampled share of traces, "" for a share of 0 or 1."""
     if not 0 < sample < 1:
         return ""

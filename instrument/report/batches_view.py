@@ -24,14 +24,22 @@ from instrument.report.request_groups import (
     complete_requests,
     group_shares,
     joined_requests,
+    make_shares_table,
     request_device_ledger,
     request_groups,
     request_ledger,
     request_turns,
-    shares_section,
 )
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import bound_rows, in_unit, row_adder, safe, share, shorten, wrap_text
+from instrument.report.table import (
+    bound_rows,
+    format_time,
+    make_row_summer,
+    printable,
+    share,
+    shorten,
+    wrap_text,
+)
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account, Engine, Replay
 from instrument.trace.columns import Int64s
@@ -118,7 +126,7 @@ class BatchTimes(View):
                     "of each batch's device time what was padding, if the engine pads to the heaviest item.",
                 ),
             ),
-            shares_section(self.shares, self._options),
+            make_shares_table(self.shares, self._options),
         ]  # fmt: skip
 
     def header_lines(self) -> list[str]:
@@ -147,18 +155,18 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
 
 
 def _sum_batches(recording: Recording, name: str, rows: Int64s, remaining: int = 0) -> NamedBatches:
-    trace, served = recording.columns, recording.once(joined_requests).served
+    trace, served = recording.columns, recording.compute_once(joined_requests).served
     has_weights = bool(np.isin(rows, trace.attributes.having(BATCH_WEIGHTS)).all())
     places = np.searchsorted(rows, served.batch).clip(max=len(rows) - 1)
     pairs = np.flatnonzero(rows[places] == served.batch)
     groups, weights = Groups(places[pairs], len(rows)), served.weight[pairs]
-    sizes, sums, heaviest = groups.count_members(), groups.sum_by_group(weights), groups.most(weights, 0)
+    sizes, sums, heaviest = groups.count_members(), groups.sum_by_group(weights), groups.max_by_group(weights, 0)
     times = sorted(trace.total_ns[rows].tolist())
     summed_ns, items = sum(times), len(pairs)
     room, on_device_ns = heaviest * sizes, np.zeros(len(rows), dtype=np.int64)
     padded = int(room.sum())
     if len(trace.device):
-        on_device_ns = recording.once(request_device_ledger).batch_ns[rows]
+        on_device_ns = recording.compute_once(request_device_ledger).batch_ns[rows]
     uneven_ns = on_device_ns * ((room - sums) / np.maximum(room, 1))
     p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
     largest = int(sizes.max())
@@ -288,9 +296,9 @@ class NeighbourBill(View):
         delay = next((row for row in self.delays if row.cause not in (row.name, NOBODY) and row.mean_ns), None)
         if delay is None:
             return ""
-        name, cause = (shorten(safe(text) or "(no name)", 40) for text in (delay.name, delay.cause))
+        name, cause = (shorten(printable(text) or "(no name)", 40) for text in (delay.name, delay.cause))
         unit = self._options.unit
-        return f"Requests of {name} waited {in_unit(delay.mean_ns, unit)} {unit} each for requests of {cause}."
+        return f"Requests of {name} waited {format_time(delay.mean_ns, unit)} {unit} each for requests of {cause}."
 
     def header_lines(self) -> list[str]:
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *wrap_text(self.sentence())]
@@ -301,11 +309,13 @@ class NeighbourBill(View):
     def footnotes(self) -> list[str]:
         unit = self._options.unit
         suffered, inflicted, nobody = (
-            f"{in_unit(time_ns, unit)} {unit}" for time_ns in (self.suffered_ns, self.inflicted_ns, self.nobody_ns)
+            f"{format_time(time_ns, unit)} {unit}" for time_ns in (self.suffered_ns, self.inflicted_ns, self.nobody_ns)
         )
         lines = [f"Suffered {suffered} = inflicted {inflicted} + by nobody {nobody}"]
         if self.replayed_ns is not None and not self.predictions:
-            replayed, recorded = (f"{in_unit(time_ns, unit)} {unit}" for time_ns in (self.replayed_ns, self.queue_ns))
+            replayed, recorded = (
+                f"{format_time(time_ns, unit)} {unit}" for time_ns in (self.replayed_ns, self.queue_ns)
+            )
             lines += wrap_text(
                 f"Not predicted: a replay of all requests has a mean queue time of {replayed}, and recorded were "
                 f"{recorded}. The engine works otherwise than the replay."
@@ -315,13 +325,13 @@ class NeighbourBill(View):
 
 def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     """Return the view of the kept spans. The option `requests_by` groups the requests, by default by endpoint."""
-    trace, joined = recording.columns, recording.once(joined_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
     grouped = request_groups(recording, options)
     names, group = grouped.names, grouped.group
     is_charged = np.zeros(len(joined.rows), dtype=np.bool_)
-    is_charged[joined.of[recording.once(complete_requests)[0]]] = True
-    account = Account(trace, joined, recording.once(request_turns), group, len(names), is_charged)
-    bill = account.compute_bill(recording.once(request_ledger))
+    is_charged[joined.of[recording.compute_once(complete_requests)[0]]] = True
+    account = Account(trace, joined, recording.compute_once(request_turns), group, len(names), is_charged)
+    bill = account.compute_bill(recording.compute_once(request_ledger))
     sums = bill.charged_ns.sum(axis=0)
     requests = Groups(group[is_charged], len(names)).count_members().tolist()
     inflicted = sums.sum(axis=0).tolist()
@@ -343,20 +353,20 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     ]  # fmt: skip
     delays.sort(key=lambda row: (-row.summed_ns, row.name, row.cause))
     on_others = np.array(inflicted[:-1], dtype=np.int64) - np.diagonal(sums)
-    every, predictions = _predict_absence(recording, account, group, on_others, names)
+    every, predictions = _predict_queues_without_groups(recording, account, group, on_others, names)
     return NeighbourBill(
         coverage=Coverage.of_recording(recording),
         groups=bound_rows(
             [row for row in groups if row.requests],
             options,
             lambda row: row.suffered_ns,
-            row_adder("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns"),
+            make_row_summer("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns"),
         ),
         delays=bound_rows(
             delays,
             options,
             lambda row: row.summed_ns,
-            row_adder("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"),
+            make_row_summer("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"),
         ),
         predictions=predictions,
         suffered_ns=sum(bill.suffered_ns.tolist()),
@@ -368,15 +378,15 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     )
 
 
-def _predict_absence(
+def _predict_queues_without_groups(
     recording: Recording, account: Account, group: Int64s, on_others: Int64s, names: Sequence[str]
 ) -> tuple[Replay | None, tuple[Without, ...]]:
     """Return a replay of all requests, and one prediction for each group that delayed others most."""
-    joined = recording.once(joined_requests)
+    joined = recording.compute_once(joined_requests)
     causes = [place for place in np.argsort(-on_others, kind="stable").tolist() if on_others[place]][:REPLAYED]
     if not causes:
         return None, ()
-    engine = Engine(recording.columns, joined, recording.once(request_turns), account.lanes)
+    engine = Engine(recording.columns, joined, recording.compute_once(request_turns), account.lanes)
     every = engine.replay(np.ones(len(joined.rows), dtype=np.bool_))
     if not every.is_sound:
         return every if len(every.place) else None, ()

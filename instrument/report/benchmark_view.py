@@ -25,7 +25,7 @@ import numpy as np
 from instrument.recording.distributions import Distribution, percentiles
 from instrument.recording.spans import AttributeValue, Interval, Site
 from instrument.report.section import Coverage, Section, View, explain_empty, field_value
-from instrument.report.table import MISSING, number_text, tenths
+from instrument.report.table import MISSING, number_text, percent_text
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import (
@@ -63,13 +63,13 @@ def step_number(value: AttributeValue | None) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def merge_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
+def merge_loader_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
     """Return the waits for loaders on each track, with overlapping waits merged. Waits of length 0 are kept."""
     unions = union_by_group(lines, 2 * starts, 2 * ends + 1)
     return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
 
 
-def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
+def start_steps_at_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
     """Return the start time of each step, including a wait for input right before it on the same track. Steps are
     sorted by track and start time."""
     lines, starts, ends = steps
@@ -118,11 +118,13 @@ def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
     lines = np.arange(len(requests))
     line_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
     line_of[requests] = lines
-    clipped_units, is_whole = _cut_units(trace, requests, lines, trace.start_ns[requests], interval)
+    clipped_units, is_whole = _clip_units(trace, requests, lines, trace.start_ns[requests], interval)
     return Units("request", clipped_units, is_whole, line_of[rows_of(trace.span_id, trace.root_id)], is_aside)
 
 
-def _cut_units(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
+def _clip_units(
+    trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval
+) -> tuple[Unions, Bools]:
     """Return the units clipped to an interval, and a mask of the unchanged units."""
     first, last = interval
     ends = trace.end_ns[rows]
@@ -141,9 +143,9 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
         rows = _drop_inner_steps(trace, rows, line, of_thread[thread])
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     loaders = np.flatnonzero(trace.are_of_kind(LOADER))
-    waits = merge_waits(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
+    waits = merge_loader_waits(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
     is_profilers = trace.are_of_sites([site.function == PROFILERS for site in trace.sites])[rows]
-    begins = include_waits(steps, is_profilers, waits)
+    begins = start_steps_at_waits(steps, is_profilers, waits)
     numbers = [step_number(value) for value in trace.attributes.values("step", rows)]
     skipped = np.zeros(len(rows), dtype=np.bool_)
     if skip_first:
@@ -151,7 +153,7 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
         np.minimum.at(first_of, line[step_rows], step_rows)
         skipped = _mark_first_steps(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
     remaining = np.flatnonzero(~skipped)
-    units, is_whole = _cut_units(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
+    units, is_whole = _clip_units(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
     has_steps = mask_of(steps.groups, len(firsts) + 1)
     line_of = np.where(has_steps[line], line, NONE)
     is_aside = ~has_steps[line]
@@ -290,7 +292,7 @@ class Benchmark:
             benchmark.add(*first)
         return benchmark
 
-    def loop_times(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
+    def measure_loop_times(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
         """Return the times so far. `lasted_ns` is the elapsed time of the loop, by default the sum of its steps."""
         batch, steps = self.batch, self.batch.count
         lasted_ns = lasted_ns or batch.sum_ns
@@ -361,13 +363,13 @@ class Loops(View):
 
 
 def show_benchmark(steps: Benchmark, options: Options) -> Loops:
-    loop = steps.loop_times()
+    loop = steps.measure_loop_times()
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
 
 def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
     """Return the mean costs in seconds and the mean rate as one line. `unit` is the name of the samples."""
-    loop = steps.loop_times()
+    loop = steps.measure_loop_times()
     of = "steps" if loop.samples is None else unit or "samples"
     reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
     batch = MISSING if loop.batch is None else f"{loop.batch.mean / SECOND_NS:.5f}"
@@ -402,7 +404,7 @@ def _count_lines(loop: LoopTimes) -> list[str]:
     if loop.samples is not None:
         lines.append(f"Samples: {number_text(loop.samples)}")
     if loop.reader_ratio is not None:
-        lines.append(f"Reader: {tenths(loop.reader_ratio, 1)} of batch_cost")
+        lines.append(f"Reader: {percent_text(loop.reader_ratio, 1)} of batch_cost")
     return [*lines, ""]
 
 
@@ -414,7 +416,7 @@ def running_steps(recording: Recording) -> Benchmark | None:
 def benchmark(recording: Recording, options: Options) -> Loops:
     """Return the view of a running `Profiler`'s steps or, without one, of the kept spans. `skip_first` leaves out the
     first steps of each loop, except for a running `Profiler`."""
-    if (steps := recording.once(running_steps)) is not None:
+    if (steps := recording.compute_once(running_steps)) is not None:
         return show_benchmark(steps, options)
     loops = _measure_loops(recording.columns, recording.trace.coverage, options.skip_first)
     return Loops(Coverage.of_recording(recording), loops, options)
@@ -453,11 +455,11 @@ def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
     of_tasks = loaders[trace.task_id[loaders] != 0]
     of_waits = np.concatenate([loaders, of_tasks])
     lines = np.concatenate([len(firsts) + thread[loaders], line[of_tasks]])
-    waits = merge_waits(lines, trace.start_ns[of_waits], trace.end_ns[of_waits])
+    waits = merge_loader_waits(lines, trace.start_ns[of_waits], trace.end_ns[of_waits])
     rows = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], line[rows]))]
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     is_profilers = trace.are_of_sites([site.function == PROFILERS for site in trace.sites])
-    begins = include_waits(steps, is_profilers[rows], waits)
+    begins = start_steps_at_waits(steps, is_profilers[rows], waits)
     is_cut = trace.clipped[rows] | (begins < interval[0]) | (steps.ends > interval[1])
     return _Steps(rows, begins, steps.ends, waits.length_within(steps.groups, begins, steps.ends), is_cut)
 
@@ -478,4 +480,4 @@ def _measure_loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTi
             is_count = isinstance(samples, (int, float)) and not isinstance(samples, bool) and samples >= 0
             counts.add(batch_ns, reader_ns, samples if is_count else None)
             timed.append(place)
-    return counts.loop_times(name, union(steps.start_ns[timed], steps.end_ns[timed]).length_ns())
+    return counts.measure_loop_times(name, union(steps.start_ns[timed], steps.end_ns[timed]).length_ns())

@@ -16,20 +16,20 @@ from instrument.report.benchmark_view import Loops, benchmark
 from instrument.report.device_view import DeviceView, device
 from instrument.report.headlines import Headline, find_headlines
 from instrument.report.phases_view import PhasesView, phases
-from instrument.report.requests_view import RequestTimes, list_parts, requests
+from instrument.report.requests_view import RequestTimes, list_parts_with_unknown, requests
 from instrument.report.section import BLANK, Section, View
 from instrument.report.self_times_view import NO_CALL, FunctionTimes, ops
 from instrument.report.table import (
     LINE,
     column_width,
-    in_unit,
+    format_time,
     number_text,
+    percent_text,
+    printable,
     rough_percent,
     row_name,
-    safe,
     share,
     shorten,
-    tenths,
     title,
     wrap_text,
 )
@@ -83,7 +83,7 @@ class Brief(View):
             columns = f"name=Request, and its parts|count=Count|errors=Errors|{times}|ratio=Of wall"
             served.append(Section("", _request_rows(self.requests), columns))
             if self.requests.groups:
-                columns = f"name=By {safe(self._options.requests_by or '')}|requests=Count|errors=Errors|{times}"
+                columns = f"name=By {printable(self._options.requests_by or '')}|requests=Count|errors=Errors|{times}"
                 served.append(Section("", self.requests.groups, columns))
         elif self.steps is not None and self.steps.loops:
             columns = f"name=Step, and its phases|count=Count|{times}|rate=A second|ratio=Of steps"
@@ -103,16 +103,16 @@ class Brief(View):
         unit = self._options.unit
         why = next((note for note in self.notes if note.startswith(NO_DEVICE_TIME)), "")
         other_notes = [note for note in self.notes if note != why]
-        service = shorten(safe(self.service), LINE // 2)
+        service = shorten(printable(self.service), LINE // 2)
         lines = title(f"Summary of {service}" if service else "Summary")
-        lines += [line for headline in self.headlines for line in _limit_to_two(headline.text)]
+        lines += [line for headline in self.headlines for line in _limit_to_two_lines(headline.text)]
         lines += [*[""] * bool(self.headlines), *self._window_lines(), ""]
         *served, places = self.sections()
         lines += [line for section in served for line in section.table(unit)]
         if self.requests.requests:
             lines += [*_slowest_line(self.requests, unit), *_blocked_line(self.requests, unit)]
         elif served and self.steps is not None:
-            lines += _more_line(len(self.steps.loops), "loops: --view benchmark")
+            lines += _remaining_line(len(self.steps.loops), "loops: --view benchmark")
         lines += [""] * bool(served)
         lines += [*(places.table(unit) if places.rows else [NO_CALL]), ""]
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
@@ -219,7 +219,7 @@ def _request_rows(times: RequestTimes) -> list[WorkRow]:
         if room < 0:
             room = 0
             continue
-        *phases, unknown = list_parts(endpoint)
+        *phases, unknown = list_parts_with_unknown(endpoint)
         parts = [(row_name(phase), phase.requests, phase) for phase in phases]
         rows += [
             WorkRow(name, count, mean_ns=part.mean_ns, ratio=part.ratio, depth=1)
@@ -230,22 +230,24 @@ def _request_rows(times: RequestTimes) -> list[WorkRow]:
 
 def _slowest_line(times: RequestTimes, unit: str) -> list[str]:
     request = times.slowest[0]
-    name = shorten(safe(request.name) or "(no name)", LINE // 4)
+    name = shorten(printable(request.name) or "(no name)", LINE // 4)
     at = f"began {request.began}" if request.began else f"began {number_text(request.begin_ns / 1e9)} s after the start"
     identity = f", trace {request.trace_id}" if request.trace_id else f", span {request.span_id}"
-    return wrap_text(f"Slowest: {name}, {in_unit(request.wall_ns, unit)} {unit}, {at}{identity}")[:2]
+    return wrap_text(f"Slowest: {name}, {format_time(request.wall_ns, unit)} {unit}, {at}{identity}")[:2]
 
 
 def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
     blocked = times.blocked
     if blocked is None:
         return []
-    summed, longest = (f"{in_unit(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
+    summed, longest = (f"{format_time(ns, unit)} {unit}" for ns in (blocked.summed_ns, blocked.longest_ns))
     counted = f"Loop blocked: {blocked.stretches} times, {summed} in all, at most {longest}"
     most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
     if most.remaining:
         return [counted]
-    return wrap_text(f"{counted}, mostly by {safe(most.name)}{f', at {safe(most.at)}' if most.at else ''}")[:2]
+    return wrap_text(f"{counted}, mostly by {printable(most.name)}{f', at {printable(most.at)}' if most.at else ''}")[
+        :2
+    ]
 
 
 def _step_rows(steps: Loops, of_steps: PhasesView | None) -> list[WorkRow]:
@@ -262,7 +264,7 @@ def _step_rows(steps: Loops, of_steps: PhasesView | None) -> list[WorkRow]:
     return rows
 
 
-def _more_line(count: int, noun: str) -> list[str]:
+def _remaining_line(count: int, noun: str) -> list[str]:
     return [f"... ({count - DEVICES} more {noun})"] if count > DEVICES else []
 
 
@@ -270,17 +272,21 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
     """Return a line for each device. Without a device, return the reason, and [] if nothing uses a GPU."""
     if not view.devices:
         has_gpu = view.gauges is not None and bool(view.gauges.gpus)
-        return wrap_text(f"Device: {safe(why) or view.why_none()}")[:2] if why or view.asked or has_gpu else []
+        return (
+            wrap_text(f"Device: {printable(why) or view.explain_no_device_time()}")[:2]
+            if why or view.asked or has_gpu
+            else []
+        )
     lines = []
     for use in view.devices[:DEVICES]:
         lines.append(
-            f"Device {use.device}: busy {tenths(use.busy_ratio, 1)} of the window, idle while a request was in flight "
-            f"{tenths(use.starved_ratio, 1)}, idle without {tenths(use.unasked_ratio, 1)}"
+            f"Device {use.device}: busy {percent_text(use.busy_ratio, 1)} of the window, idle while a request was in "
+            f"flight {percent_text(use.starved_ratio, 1)}, idle without {percent_text(use.unasked_ratio, 1)}"
         )
         if (use.launch_bound_ratio or 0.0) >= LAUNCH_BOUND_FROM:
-            launching = tenths(use.launch_bound_ratio, 1)
+            launching = percent_text(use.launch_bound_ratio, 1)
             lines.append(f"  Of its busy time {launching} is launch-bound: it may have waited for the host to launch")
-    return [*lines, *_more_line(len(view.devices), "devices: --view device")]
+    return [*lines, *_remaining_line(len(view.devices), "devices: --view device")]
 
 
 def _process_line(view: DeviceView) -> list[str]:
@@ -302,19 +308,19 @@ def _cost_lines(view: Brief) -> list[str]:
     if cost.most_ns > cost.total_ns:
         most = f", up to {rough_percent(view.most_cost_ratio)} with cold caches"
     threads = f", {number_text(float(f'{cost.thread_ns / 1e9:.3g}'))} s on threads of its own" if cost.thread_ns else ""
-    by = f", {safe(view.recorder)} recorder" if view.recorder else ""
+    by = f", {printable(view.recorder)} recorder" if view.recorder else ""
     return wrap_text(f"Cost: {rough_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
 
 
 def _loss_lines(losses: Mapping[str, int]) -> list[str]:
     most_first = sorted(losses.items(), key=lambda loss: -loss[1])
-    lines = [shorten(f"Not kept: {count} ({safe(reason)})", LINE) for reason, count in most_first]
+    lines = [shorten(f"Not kept: {count} ({printable(reason)})", LINE) for reason, count in most_first]
     return lines or ["Not kept: nothing was lost."]
 
 
 def _note_lines(notes: Sequence[str], most_lines: int) -> Sequence[str]:
     """Return the complete notes if they fit, else the first line of each."""
-    blocks = [wrap_text(f"Not observed: {safe(note)}") for note in notes]
+    blocks = [wrap_text(f"Not observed: {printable(note)}") for note in notes]
     if sum(map(len, blocks)) <= most_lines:
         return [line for block in blocks for line in block]
     lines = [block[0] if len(block) == 1 else _cut_line(block[0]) for block in blocks]
@@ -328,7 +334,7 @@ def _limit_lines(heading: str, lines: Sequence[str], most: int) -> Sequence[str]
     return [*lines[: most - 1], f"{heading}: ... ({len(lines) - most + 1} more: --view cost)"]
 
 
-def _limit_to_two(text: str) -> list[str]:
+def _limit_to_two_lines(text: str) -> list[str]:
     first, *more = wrap_text(text)
     return [first, *more] if len(more) < 2 else [first, _cut_line(more[0])]
 

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, Site, is_blocked_loop, is_collection
-from instrument.report.request_groups import joined_requests, request_turns, size_names, size_numbers
+from instrument.report.request_groups import joined_requests, read_sizes, request_turns, size_names
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
 from instrument.trace.blame import Floats, StepCosts, compute_step_costs, name_request, select_loads
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import NONE, Members, mask_of, nearest, number_combinations
+from instrument.trace.indices import NONE, Members, mask_of, nearest_at_or_above, number_combinations
 from instrument.trace.intervals import union, union_by_group
 from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, phase_of, waits_for_lock
@@ -90,10 +90,10 @@ class CauseTimes:
     """The time that each cause took in requests of a recording. `places` are the indices of the requests."""
 
     def __init__(self, recording: Recording, places: Int64s) -> None:
-        self.trace, self.joined = trace, joined = recording.columns, recording.once(joined_requests)
+        self.trace, self.joined = trace, joined = recording.columns, recording.compute_once(joined_requests)
         self.facts = recording.trace
-        self.costs = recording.once(_recorded_step_costs)
-        part_names, *columns = recording.once(request_turns)
+        self.costs = recording.compute_once(_recorded_step_costs)
+        part_names, *columns = recording.compute_once(request_turns)
         self.names, all_turns = (*part_names, UNKNOWN_REST), np.array(columns)
         self._turns = {place: self._fill_gaps(all_turns, place) for place in places.tolist()}
         self._process_of = {
@@ -101,7 +101,7 @@ class CauseTimes:
         }
         rows = self.collections = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
         self._collected = union_by_group(self._processes_of_rows(rows), trace.start_ns[rows], trace.end_ns[rows])
-        rows = self.blocks = self._find_blocks()
+        rows = self.blocks = self._find_blocked_loops()
         self._blocked = union_by_group(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
         self._names_of_sites = [name_of_site(site) for site in trace.sites]
         self._is_lock = trace.are_of_sites(list(map(waits_for_lock, trace.sites)))
@@ -116,7 +116,7 @@ class CauseTimes:
         if self.knows_first_calls:
             order = np.argsort(trace.start_ns, kind="stable")
             self._is_first_call[order[number_combinations(trace.site[order])[1]]] = True
-        self._separate_causes()
+        self._subtract_separate_causes()
         self._own_rows = Members(self._requests_of_own_work(), len(joined.rows))
 
     def _number_processes(self, threads: Int64s) -> Int64s:
@@ -139,7 +139,7 @@ class CauseTimes:
         columns = np.concatenate([columns, gaps], axis=1)
         return Turns(self.names, *columns[:, np.argsort(columns[4], kind="stable")])
 
-    def _find_blocks(self) -> Int64s:
+    def _find_blocked_loops(self) -> Int64s:
         """Return the rows of blocked event loops, except those that an engine step blocked."""
         trace, costs = self.trace, self.costs
         rows = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
@@ -149,22 +149,22 @@ class CauseTimes:
         served_ns = steps.length_within(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
-    def _separate_causes(self) -> None:
+    def _subtract_separate_causes(self) -> None:
         """Subtract the other causes from the excess of engine steps: garbage collections, first calls, and device work
         for other spans."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
         collected = self._collected.length_within(self._processes_of_rows(costs.rows), costs.start_ns, costs.end_ns)
-        excess_ns = _subtract_amounts(excess_ns, collected.astype(np.float64))[0]
+        excess_ns = _subtract_from_largest_excess(excess_ns, collected.astype(np.float64))[0]
         self.first_ns = np.zeros(len(costs.rows))
         if self.knows_first_calls:
             is_moved = costs.is_first & (excess_ns > 0)
             self.first_ns = np.where(is_moved, excess_ns, 0).sum(axis=1)
             excess_ns = np.where(is_moved, 0.0, excess_ns)
         self.device_ns = np.zeros(len(costs.rows))
-        timed = np.flatnonzero(trace.device.timed)
+        timed = np.flatnonzero(trace.device.is_measured)
         if len(timed) and len(costs.rows):
-            excess_ns, self.device_ns = _subtract_amounts(excess_ns, self._measure_other_device_work(timed))
+            excess_ns, self.device_ns = _subtract_from_largest_excess(excess_ns, self._measure_other_device_work(timed))
         self.excess_ns = excess_ns
 
     def _measure_other_device_work(self, timed: Int64s) -> Floats:
@@ -188,7 +188,7 @@ class CauseTimes:
         is_phase = trace.are_of_sites([phase_of(site) is not None for site in trace.sites])
         is_phase[joined.rows] = False
         is_own = (self.costs.step_of[:-1] == NONE) & ~trace.are_of_kind("request")
-        return np.where(is_own & (nearest(trace.parent, is_phase) == NONE), joined.of, NONE)
+        return np.where(is_own & (nearest_at_or_above(trace.parent, is_phase) == NONE), joined.of, NONE)
 
     def engine_thread(self, place: int) -> int | None:
         """Return the thread whose engine steps serve a request, None if no step does."""
@@ -238,7 +238,7 @@ class CauseTimes:
         ends = turns.start_ns + turns.length_ns
         threads = self._threads_of_turns(place, turns)
         collected = self._collected.length_within(self._number_processes(threads), turns.start_ns, ends)
-        blocked = self._measure_blocked(root, turns, turns.length_ns - collected)
+        blocked = self._measure_blocked_time(root, turns, turns.length_ns - collected)
         times[COLLECTED, ""] = int(collected.sum())
         times[BLOCKED, ""] = int(blocked.sum())
         remaining = (turns.length_ns - collected - blocked).astype(np.float64)
@@ -275,7 +275,7 @@ class CauseTimes:
         threads = np.where(turns.row == NONE, root_thread, self.trace.thread_id[turns.row])
         return threads if engine is None else np.where(self._wait_for_engine(turns), engine, threads)
 
-    def _measure_blocked(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
+    def _measure_blocked_time(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
         """Return, for each turn, the time for which a blocked event loop delayed the request, at most `most_ns`."""
         trace = self.trace
         suspends = trace.are_of_sites([site.suspends for site in trace.sites])
@@ -332,7 +332,7 @@ class CauseTimes:
         ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
         return rows, ran_ns * min(1.0, most_ns / max(float(ran_ns.sum()), 1.0))
 
-    def proofs(self, place: int, cause: str, path: str) -> list[Proof]:
+    def find_proofs(self, place: int, cause: str, path: str) -> list[Proof]:
         """Return the spans of a request in which a cause took the most time, up to `MOST_PROOFS` spans."""
         trace, turns, root, note = self.trace, self._turns[place], int(self.joined.rows[place]), ""
         own_rows = turns.row[(turns.row != NONE) & (turns.pair == NONE)]
@@ -424,7 +424,7 @@ class CauseTimes:
         return f"{holder} (span {span}) had one of this name for {had_ns[longest] / 1e6:.4g} ms of it"
 
 
-def _subtract_amounts(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
+def _subtract_from_largest_excess(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
     """Subtract each step's amount from its largest excess, at most down to 0. Return the remaining excesses and the
     subtracted amounts in ns."""
     if not len(excess_ns):
@@ -438,15 +438,15 @@ def _subtract_amounts(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Fl
 
 
 def _recorded_step_costs(recording: Recording) -> StepCosts:
-    joined = recording.once(joined_requests)
-    served = replace(joined.served, weight=recording.once(weights_of_pairs))
+    joined = recording.compute_once(joined_requests)
+    served = replace(joined.served, weight=recording.compute_once(weights_of_pairs))
     return compute_step_costs(recording.columns, served, len(joined.rows))
 
 
 def weights_of_pairs(recording: Recording) -> Int64s:
     """Return the weight of each pair of a batch and a request. Without recorded weights, batches of one request have
     the size of its input as weight."""
-    trace, joined = recording.columns, recording.once(joined_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
     served = joined.served
     names = sorted(filter(INPUT.search, size_names(trace)))
     if not len(served.batch) or np.ptp(served.weight) or not names:
@@ -454,7 +454,7 @@ def weights_of_pairs(recording: Recording) -> Int64s:
     site, members = trace.site[served.batch], np.bincount(served.batch, minlength=len(trace))
     most_members = np.zeros(len(trace.sites), dtype=np.int64)
     np.maximum.at(most_members, site, members[served.batch])
-    sizes = np.append(size_numbers(trace, names[0])[joined.rows], 0.0)[served.request]
+    sizes = np.append(read_sizes(trace, names[0])[joined.rows], 0.0)[served.request]
     is_sized = (most_members[site] == 1) & (sizes > 0)
     return np.where(is_sized, (np.minimum(sizes, 1e9) * THOUSANDTHS).astype(np.int64), served.weight)
 

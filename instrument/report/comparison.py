@@ -30,18 +30,25 @@ from instrument.report.endpoint_statistics import EndpointTimes
 from instrument.report.request_groups import (
     complete_requests,
     joined_requests,
+    read_sizes,
     request_groups,
     size_names,
-    size_numbers,
 )
 from instrument.report.requests_view import request_table
 from instrument.report.section import Section, View
-from instrument.report.table import bound_rows, in_unit, name_of_site, remaining_row, safe, wrap_text
+from instrument.report.table import (
+    bound_rows,
+    format_time,
+    name_of_site,
+    printable,
+    remaining_row,
+    wrap_text,
+)
 from instrument.report.view import Options, Recording
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import paths_of_rows
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import NONE, Groups, Members, find_distinct, nearest
+from instrument.trace.indices import NONE, Groups, Members, find_distinct, nearest_at_or_above
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
@@ -298,8 +305,8 @@ class Comparison(View):
                     "370 requests there is no upper limit. Not matched by work: the load may be the cause.",
                 ),
                 {
-                    "limits_before_ns": lambda row, unit: _join_limits(row.limits_before_ns, unit),
-                    "limits_after_ns": lambda row, unit: _join_limits(row.limits_after_ns, unit),
+                    "limits_before_ns": lambda row, unit: _format_limits_ns(row.limits_before_ns, unit),
+                    "limits_after_ns": lambda row, unit: _format_limits_ns(row.limits_after_ns, unit),
                 },
             ),
         ]  # fmt: skip
@@ -351,8 +358,8 @@ def _compare_path(path: tuple[str, ...], sides: tuple[_Side, _Side], level: floa
     work = measure_effect(samples[0], samples[1])
     if work is None:
         return change
-    low, high = work.interval(level)
-    detectable = work.detectable(level)
+    low, high = work.confidence_limits(level)
+    detectable = work.smallest_detectable_change(level)
     unchanged = SAME if detectable <= CLEAR else INCONCLUSIVE
     each_ns = float(samples[1].values_ns.sum()) / (sides[1].requests or calls[1])
     return replace(
@@ -371,7 +378,7 @@ def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
     parts: dict[tuple[str, ...], list[CallSample]] = defaultdict(list)
     request_count = 0
     for run, recording in enumerate(runs):
-        trace, joined = recording.columns, recording.once(joined_requests)
+        trace, joined = recording.columns, recording.compute_once(joined_requests)
         request_count += len(joined.rows)
         if not len(trace):
             continue
@@ -408,20 +415,20 @@ def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) ->
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))
     weights = np.bincount(served.batch, served.weight / THOUSANDTHS, minlength=len(trace))
-    batch = nearest(trace.parent, sizes > 0)
+    batch = nearest_at_or_above(trace.parent, sizes > 0)
     outside = np.flatnonzero(batch == NONE)  # load acts on a batch by what is in it
     starts = trace.start_ns[outside]
     in_flight = np.zeros(len(trace))
     in_flight[outside] = np.log1p(np.searchsorted(begins, starts, "right") - np.searchsorted(ends, starts, "right"))
     columns = [in_flight, *(np.append(np.log1p(column), 0)[batch] for column in (sizes, weights))]
     for name in names:
-        numbers = np.log1p(np.maximum(size_numbers(trace, name), 0))
+        numbers = np.log1p(np.maximum(read_sizes(trace, name), 0))
         columns.append(np.where(numbers > 0, numbers, np.append(numbers, 0)[joined.owner]))
     return np.array(columns)
 
 
 def _mean_batch_size(runs: Sequence[Recording]) -> float | None:
-    served = [recording.once(joined_requests).served for recording in runs]
+    served = [recording.compute_once(joined_requests).served for recording in runs]
     batches = sum(len(find_distinct(pairs.batch)) for pairs in served)
     return sum(len(pairs.batch) for pairs in served) / batches if batches else None
 
@@ -439,7 +446,7 @@ def _load_changes(before: Sequence[Recording], after: Sequence[Recording], optio
         counts = [sum(times.requests for times in runs) for runs in runs_of[name]]
         rates = [count / max(length, 1e-9) for count, length in zip(counts, seconds, strict=True)]
         for part in ("", *PARTS_OF_LOAD):
-            times = [_sum_and_p99(runs, part) for runs in runs_of[name]]
+            times = [_sum_part_with_p99(runs, part) for runs in runs_of[name]]
             if not any(summed_ns for summed_ns, _ in times):
                 continue
             means = [summed_ns / max(count, 1) for (summed_ns, _), count in zip(times, counts, strict=True)]
@@ -448,8 +455,8 @@ def _load_changes(before: Sequence[Recording], after: Sequence[Recording], optio
     return rows
 
 
-def _join_limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
-    return " to ".join(in_unit(limit_ns, unit) for limit_ns in limits_ns)
+def _format_limits_ns(limits_ns: tuple[int | None, int | None], unit: str) -> str:
+    return " to ".join(format_time(limit_ns, unit) for limit_ns in limits_ns)
 
 
 def _slowest_requests(
@@ -458,8 +465,11 @@ def _slowest_requests(
     """Return the 99th percentiles of the groups that exist before and after, the largest group first."""
     sides: list[dict[str, list[Int64s]]] = [defaultdict(list), defaultdict(list)]
     for side, recording in ((side, run) for side, runs in zip(sides, (before, after), strict=True) for run in runs):
-        (rows, _), grouped = recording.once(complete_requests), request_groups(recording, options)
-        of_rows, walls = grouped.group[recording.once(joined_requests).of[rows]], recording.columns.total_ns[rows]
+        (rows, _), grouped = recording.compute_once(complete_requests), request_groups(recording, options)
+        of_rows, walls = (
+            grouped.group[recording.compute_once(joined_requests).of[rows]],
+            recording.columns.total_ns[rows],
+        )
         for members in Groups(of_rows, len(grouped.names)).members():
             side[grouped.names[of_rows[members[0]]]].append(walls[members])
     rows_by_count = []
@@ -475,13 +485,13 @@ def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, li
     by_name: dict[str, list[EndpointTimes]] = defaultdict(list)
     all_rows = replace(options, rows=None, most=None)
     for recording in runs:
-        table = recording.once(request_table)
-        for times in table.times_of_groups(recording.columns, all_rows) or table.times_of_endpoints(all_rows, {}):
+        table = recording.compute_once(request_table)
+        for times in table.times_by_attribute(recording.columns, all_rows) or table.times_of_endpoints(all_rows, {}):
             by_name[times.name].append(times)
     return by_name
 
 
-def _sum_and_p99(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
+def _sum_part_with_p99(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
     """Return the sum of an endpoint's wall times or of one part, and the 99th percentile (None for several runs)."""
     phases = [(phase.summed_ns, phase.p99_ns) for times in runs for phase in times.phases if phase.name == part]
     sums = phases if part else [(times.wall_ns, times.p99_ns) for times in runs]
@@ -505,7 +515,7 @@ def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
     """Write the page to a file, which is replaced only when the page is complete."""
     whole = sum(change.share_ratio for change in comparison.changes)
     target, icicle = Path(path), "".join(_chart_html(comparison.changes, 0, whole))
-    with file_writing.replacing(target) as file:
+    with file_writing.open_replacement(target) as file:
         file.write(
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Comparison</title><style>{STYLE}</style>'
             f"{comparison._repr_html_()}<h4>Call paths after, by their time</h4>{icicle}".encode("utf-8", "replace")
@@ -525,7 +535,7 @@ def _chart_html(changes: Sequence[Change], level: int, whole: float) -> Iterator
         own = [change for change in boxes[name] if level + 1 == min(len(change.path), MOST_LEVELS)]
         colour = COLOURS.get(own[-1].verdict, OTHER_COLOUR) if own else OTHER_COLOUR
         text = f": {own[-1].verdict}, {own[-1].change_text()} ({own[-1].limits_text()})" if own else ""
-        label = escape(safe(f"{name}{text}"))
+        label = escape(printable(f"{name}{text}"))
         yield f'<div class="box" style="width:{100 * widths[name] / max(whole, 1e-9):.3f}%">'
         yield f'<div class="label" style="background:{colour}" title="{label}">{label}</div>'
         yield from _chart_html(boxes[name], level + 1, widths[name]) if len(boxes[name]) > len(own) else ()

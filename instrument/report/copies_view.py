@@ -16,7 +16,7 @@ from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.request_groups import read_numbers
 from instrument.report.section import Coverage, Section, Text, View
-from instrument.report.table import MISSING, bound_rows, in_unit, remaining_row, row_adder
+from instrument.report.table import MISSING, bound_rows, format_time, make_row_summer, remaining_row
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import Groups, number_by_first_sight
@@ -132,7 +132,7 @@ class CopiesView(View):
     def sections(self) -> list[Section]:
         sums = "calls=Calls|moved_mb=MB|device_ns=Device|host_ns=Host|rate_gb_s=GB/s|base=Over|"
         texts: dict[str, Text] = {
-            "device_ns": lambda use, unit: in_unit(use.device_ns, unit) if use.timed else MISSING,
+            "device_ns": lambda use, unit: format_time(use.device_ns, unit) if use.timed else MISSING,
             "base": lambda use, unit: "part" if use.device_ns and use.timed < use.calls else use.base or MISSING,
         }
         return [
@@ -176,7 +176,7 @@ def copies(recording: Recording, options: Options) -> CopiesView:
     time."""
     uses = sum_copies(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
-    shown = bound_rows(heaviest, options, lambda use: use.device_ns or use.host_ns, row_adder(*SUMS))
+    shown = bound_rows(heaviest, options, lambda use: use.device_ns or use.host_ns, make_row_summer(*SUMS))
     return CopiesView(
         coverage=Coverage.of_recording(recording),
         directions=tuple(sum_by_direction(uses)),

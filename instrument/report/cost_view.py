@@ -17,15 +17,15 @@ from instrument.report.table import (
     MISSING,
     Ratio,
     bound_rows,
+    code_location_of,
     number_text,
+    percent_text,
+    printable,
     remaining_row,
-    safe,
     share,
-    tenths,
-    where_of,
     wrap_text,
 )
-from instrument.report.utilisation import count_reasons, find_unanswered
+from instrument.report.utilisation import count_missing_time_reasons, find_spans_without_device_time
 from instrument.report.view import InstrumentationStats, Options, Recording
 
 MEBIBYTE = 1 << 20
@@ -115,13 +115,13 @@ class InstrumentationCost(View):
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def header_lines(self) -> list[str]:
-        by = f"Recorder: {safe(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
+        by = f"Recorder: {printable(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
         return [*wrap_text(by), f"Time unit: {self._options.unit}"]
 
     def sections(self) -> list[Section]:
         note_on_each = "" if self.is_each_known else ". Each: the mean of all sites, as a saved trace has no other"
         whole = [] if self.cost is None else [CostPart("in all", self.cost.total_ns, self.ratio)]
-        missed = [part for note in self.notes for part in wrap_text(f"- {safe(note)}")]
+        missed = [part for note in self.notes for part in wrap_text(f"- {printable(note)}")]
         return [
             Section(
                 "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window", self._per_call_lines(),
@@ -157,7 +157,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     expensive ones."""
     spent, stats = recording.cost, recording.stats
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
-    device_asked, untimed = find_unanswered(recording.columns)
+    device_asked, untimed = find_spans_without_device_time(recording.columns)
     return InstrumentationCost(
         recorder=recording.recorder,
         clock="" if stats is None else stats.clock,
@@ -173,7 +173,9 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         coverage=Coverage.of_recording(recording),
         device_asked=device_asked,
         device_missing=dict(
-            sorted(count_reasons(untimed).items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0]))
+            sorted(
+                count_missing_time_reasons(untimed).items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0])
+            )
         ),
         _options=options,
     )
@@ -220,7 +222,7 @@ def _name_with_place(row: SiteCost | MutedSite, unit: str) -> str:
 
 
 def _place_of_site(site: Site) -> str:
-    return site.instance or where_of(site)
+    return site.instance or code_location_of(site)
 
 
 def _muted_sites(stats: InstrumentationStats) -> tuple[MutedSite, ...]:
@@ -237,11 +239,11 @@ def _kept_lines(view: InstrumentationCost) -> list[str]:
     if view.rings is not None:
         rings = view.rings
         lines.append(
-            f"Rings: {rings.held_rows} of {rings.rows} rows are taken ({tenths(rings.ratio, 1)}), "
+            f"Rings: {rings.held_rows} of {rings.rows} rows are taken ({percent_text(rings.ratio, 1)}), "
             f"of {number_text(rings.memory_bytes / MEBIBYTE)} MiB at most"
         )
     if view.device_asked:
-        missing = ", ".join(f"{count} {safe(reason)}" for reason, count in view.device_missing.items())
+        missing = ", ".join(f"{count} {printable(reason)}" for reason, count in view.device_missing.items())
         got = view.device_asked - sum(view.device_missing.values())
         lines += wrap_text(
             f"Device times: {got} of {view.device_asked} spans that asked for one have it"

@@ -17,20 +17,26 @@ from typing import NamedTuple
 
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, UNTIMED, Gpu, Sample
-from instrument.report.request_groups import GroupShare, group_shares, shares_section
+from instrument.report.request_groups import GroupShare, group_shares, make_shares_table
 from instrument.report.section import Coverage, Section, View, explain_empty
 from instrument.report.table import (
     GAP,
     LINE,
     bound_rows,
-    in_unit,
+    format_time,
+    make_row_summer,
     number_text,
-    row_adder,
-    safe,
+    printable,
     shorten,
     wrap_text,
 )
-from instrument.report.utilisation import DeviceUse, EndpointUse, Unanswered, count_reasons, measure_utilisation
+from instrument.report.utilisation import (
+    DeviceUse,
+    EndpointUse,
+    Unanswered,
+    count_missing_time_reasons,
+    measure_utilisation,
+)
 from instrument.report.view import Options, Recording
 
 NOT_REPORTED = "n/a"
@@ -108,23 +114,26 @@ class DeviceSummary:
 
     def section(self) -> Section:
         unit = self._options.unit
-        every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
+        every = "" if self.interval_ns is None else f", every {format_time(self.interval_ns, unit)} {unit}"
         names = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
         return Section(
             "Device Summary", [row.in_printed_unit() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
             [line for name in names for line in wrap_text(f"{name}: {printed_unit(name)[0]} {GAUGES[name].about}")],
             {
-                "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
+                "gauge": lambda row, unit: shorten(printable(row.gauge), NAME_WIDTH),
                 "unit": lambda row, unit: row.unit(),
                 **{name: partial(_gauge_cell, name) for name in ("mean", "least", "most")},
                 "total": lambda row, unit: number_text(row.total),
             },
             widths=WIDTHS,
             lead=[
-                f"Read from first to last: {in_unit(self.read_ns, unit)} {unit}{every}",
+                f"Read from first to last: {format_time(self.read_ns, unit)} {unit}{every}",
                 f"Mean, Min., Max.: of the samples; Sum: growth; {NOT_REPORTED}: the device does not report it",
-                *(shorten(f"GPU {gpu.device}: {safe(gpu.model)}, {safe(gpu.uuid)}", LINE) for gpu in self.gpus),
+                *(
+                    shorten(f"GPU {gpu.device}: {printable(gpu.model)}, {printable(gpu.uuid)}", LINE)
+                    for gpu in self.gpus
+                ),
                 "",
             ],
             empty=["No gauges were read."],
@@ -135,14 +144,14 @@ def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Op
     """Return the summary of gauge readings, which must be sorted by time."""
     return DeviceSummary(
         read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
-        interval_ns=_interval_ns(samples),
+        interval_ns=_median_reading_interval_ns(samples),
         gpus=tuple(gpus),
         rows=tuple(device_rows(samples)),
         _options=options,
     )
 
 
-def _interval_ns(samples: Sequence[Sample]) -> int | None:
+def _median_reading_interval_ns(samples: Sequence[Sample]) -> int | None:
     """Return the median time between two readings of a gauge, None without a second reading."""
     times_by_gauge = defaultdict[tuple[str, int], list[int]](list)
     for sample in samples:
@@ -193,7 +202,7 @@ class DeviceView(View):
     def sections(self) -> list[Section]:
         gauges = [] if self.gauges is None else [self.gauges.section()]
         of_each = [section for device in self.devices for section in _device_sections(device, self)]
-        shares = [shares_section(self.shares, self._options)] if self.shares else []
+        shares = [make_shares_table(self.shares, self._options)] if self.shares else []
         return [*gauges, *of_each, *shares, *self._untimed_section()]
 
     def footnotes(self) -> list[str]:
@@ -201,7 +210,7 @@ class DeviceView(View):
 
     def _no_device_time(self) -> list[str]:
         complete = self.coverage.complete or self.asked > 0 or not self.is_ours
-        return explain_empty("span with device time", self.why_none(), complete=complete)
+        return explain_empty("span with device time", self.explain_no_device_time(), complete=complete)
 
     def _untimed_section(self) -> list[Section]:
         """Return the table of spans without device time, [] if neither a device nor a reason is known."""
@@ -214,10 +223,10 @@ class DeviceView(View):
             Section("Device time asked for", self.unanswered, columns, widths=COLUMN_WIDTH, lead=lead, empty=lead[:1])
         ]
 
-    def why_none(self) -> str:
+    def explain_no_device_time(self) -> str:
         why = "no span asked for it; give its rule `device: true` in the profile"
         if self.asked:
-            parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
+            parts = ", ".join(f"{spans} {printable(reason)}" for reason, spans in self.reasons.items())
             why = f"{self.asked} span{'s' * (self.asked > 1)} asked for it and got none ({parts})"
         elif not self.is_ours:
             why = "kernels in a trace of another profiler are spans of their own, as in the events view"
@@ -228,21 +237,21 @@ def device(recording: Recording, options: Options) -> DeviceView:
     """Return the view of the kept spans. `rows` limits each table to its largest rows, and `least_ns` the table of
     device times by name."""
     facts = recording.trace
-    use = recording.once(measure_utilisation)
+    use = recording.compute_once(measure_utilisation)
     return DeviceView(
         coverage=Coverage.of_recording(recording),
         gauges=summarise_gauges(facts.samples, facts.gpus, options) if facts.samples else None,
         devices=tuple(
             replace(
                 row,
-                names=bound_rows(row.names, options, attrgetter("summed_ns"), row_adder("calls", "summed_ns")),
-                endpoints=bound_endpoints(row.endpoints, options),
+                names=bound_rows(row.names, options, attrgetter("summed_ns"), make_row_summer("calls", "summed_ns")),
+                endpoints=limit_endpoints(row.endpoints, options),
             )
             for row in use.devices
         ),
         asked=use.asking,
-        unanswered=bound_rows(use.unanswered, replace(options, least_ns=0), lambda _: 0, row_adder("spans")),
-        reasons=dict(count_reasons(use.unanswered).most_common()),
+        unanswered=bound_rows(use.unanswered, replace(options, least_ns=0), lambda _: 0, make_row_summer("spans")),
+        reasons=dict(count_missing_time_reasons(use.unanswered).most_common()),
         in_flight_ns=use.in_flight_ns,
         requests_cut=use.requests_cut,
         requests_without=use.requests_without,
@@ -252,8 +261,8 @@ def device(recording: Recording, options: Options) -> DeviceView:
     )
 
 
-def bound_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
-    make_rest = row_adder("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
+def limit_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
+    make_rest = make_row_summer("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
     return bound_rows(uses, options, attrgetter("wall_ns"), make_rest)
 
 

@@ -75,13 +75,13 @@ class Effect:
     def ratio(self) -> float:
         return math.expm1(self.difference)
 
-    def interval(self, level: float) -> tuple[float, float]:
+    def confidence_limits(self, level: float) -> tuple[float, float]:
         """Return the limits of the change. The true change is outside of them with the probability `level` (Welch's
         t-test)."""
         width = -self.error * float(scipy_special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
-    def detectable(self, level: float) -> float:
+    def smallest_detectable_change(self, level: float) -> float:
         """Return the smallest change that the test detects with the probability `POWER`."""
         width = -self.error * float(sum(scipy_special().stdtrit(self.freedom, [level / 2, 1 - POWER])))
         return math.expm1(min(width, MOST_LOGARITHM))
@@ -143,7 +143,7 @@ class _LikeCalls:
     def subtract_means(self, values: Floats) -> Floats:
         return np.asarray(values - self.stratum_means(values).ravel()[self.cells])
 
-    def without_slopes(self, values: Floats) -> Floats:
+    def subtract_covariate_effects(self, values: Floats) -> Floats:
         """Return the values without their linear dependence on the covariates within each stratum."""
         centered = np.array([self.subtract_means(column) for column in self.covariates])
         squares = centered @ centered.T if len(centered) else centered
@@ -171,7 +171,7 @@ def measure_effect(before: CallSample, after: CallSample) -> Effect | None:
     if not weight.any():
         return None
     weight /= weight.sum()
-    values = like.without_slopes(np.log1p(like.values))
+    values = like.subtract_covariate_effects(np.log1p(like.values))
     means = like.stratum_means(values)
     influence = (weight / like.sizes).ravel()[like.cells] * like.subtract_means(values)
     variances, freedoms = zip(

@@ -29,7 +29,7 @@ from instrument.recording.spans import (
     is_blocked_loop,
 )
 from instrument.report.request_groups import ENDPOINT, attribute_values, group_values, read_numbers
-from instrument.report.table import bound_rows, remaining_row, row_adder, row_name, share
+from instrument.report.table import bound_rows, make_row_summer, remaining_row, row_name, share
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Members, index_rows
@@ -136,7 +136,7 @@ class Answers(NamedTuple):
         counts = np.bincount(self.status.clip(0, 600) // 100, minlength=7)[1:6].tolist()
         return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
-    def measure_streams(self) -> StreamedAnswers | None:
+    def summarise_streamed_answers(self) -> StreamedAnswers | None:
         """Return the statistics of streamed answers, None without any."""
         streamed = self.select_answers(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
         if not len(streamed.items):
@@ -266,7 +266,7 @@ class CompleteRequests:
         rows = self._times_of_groups(self.endpoint, self.names, options)
         return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
 
-    def times_of_groups(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
+    def times_by_attribute(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
         """Return a row for each value of the attribute `requests_by`. One row sums up all small groups."""
         if options.requests_by in ("", ENDPOINT):
             return ()
@@ -314,7 +314,7 @@ class CompleteRequests:
                     unknown_p99_ns=unknown_p99_ns,
                     unknown_ratio=share(unknown_ns, wall_ns),
                     statuses=answers.count_statuses(),
-                    streams=answers.measure_streams(),
+                    streams=answers.summarise_streamed_answers(),
                     remaining=remaining,
                     cancelled=int(self.broken_off[places].sum()),
                 )
@@ -424,7 +424,7 @@ def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Optio
             PhaseTime(name, len(times_ns), sum(times_ns), sum(times_ns) / len(times_ns), p50_ns, p99_ns, None)
         )
     phases.sort(key=lambda phase: (-phase.summed_ns, phase.name))
-    shown = bound_rows(phases, options, attrgetter("summed_ns"), row_adder("summed_ns"))
+    shown = bound_rows(phases, options, attrgetter("summed_ns"), make_row_summer("summed_ns"))
     with_ratios = [replace(phase, ratio=share(phase.summed_ns, wall_ns)) for phase in shown]
     return tuple(sorted(with_ratios, key=_rank_in_order))
 

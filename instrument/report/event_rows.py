@@ -19,10 +19,10 @@ from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND, NAME
 from instrument.recording.spans import Site, is_interruption
 from instrument.recording.tally import Records, Tally, Totals, sum_all_lines, sum_lines
-from instrument.report.table import Ratio, share, where_of
+from instrument.report.table import Ratio, code_location_of, share
 from instrument.report.view import Options, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.indices import NONE, Members, least_number_below, nearest_above
+from instrument.trace.indices import NONE, Members, find_least_at_or_below, nearest_above
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
@@ -76,7 +76,7 @@ class NameTree:
     def __len__(self) -> int:
         return len(self.parents)
 
-    def sums(self, thread: int | None) -> tuple[Records, set[int]]:
+    def sum_with_device_time_below(self, thread: int | None) -> tuple[Records, set[int]]:
         """Return the sums of a thread, or of all threads (None), by entry. Also return the entries whose device time
         includes calls below."""
         sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
@@ -85,7 +85,7 @@ class NameTree:
             sums = sum_lines(np.concatenate([sums, sums[self._instances]]), entries, len(self))
         self._add_hidden_phases(sums, thread)
         below = set[int]()
-        for node, more_ns in self._tally.device_below(thread).items():
+        for node, more_ns in self._tally.device_times_below(thread).items():
             entry = int(self._entry_of[node]) if self._visible[node] else NONE
             while entry != NONE:
                 sums["device_ns"][entry] += more_ns
@@ -95,7 +95,7 @@ class NameTree:
 
     def _add_hidden_phases(self, sums: Records, thread: int | None) -> None:
         """Return the sums by entry. An instance also counts in the row of its type."""
-        lines = self._tally.of(thread)
+        lines = self._tally.lines_of_thread(thread)
         lines = lines[~self._visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._entry_of[lines["node"]]
         for name in ("self_ns", "waiting_ns"):
@@ -104,7 +104,7 @@ class NameTree:
             if not sums["calls"][entry]:
                 sums["first_ns"][entry] = min(sums["first_ns"][entry] or first_ns, first_ns)
 
-    def sort_values(
+    def compute_sort_values(
         self, sums: Records, field: str, *, per_call: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
         """Return the value of a field for each entry, or the value per call, and a mask of entries with calls at or
@@ -144,7 +144,7 @@ class NameTree:
         if self._role(entry) != INSTANCE:
             return ""
         site = self.site(entry)
-        return site.instance or where_of(site)
+        return site.instance or code_location_of(site)
 
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
         if len(self._instances):
@@ -162,7 +162,7 @@ class NameTree:
         total_ns: int = getattr(sum_all_lines(sums[topmost]), TIMES[state])
         return total_ns
 
-    def total_below_ns(self, sums: Records, state: str) -> int:
+    def sum_topmost_calls_ns(self, sums: Records, state: str) -> int:
         """Return the sum of the topmost calls, which may be below rows without calls."""
         total_ns, pending = 0, [ROOT]
         while pending:
@@ -178,7 +178,7 @@ class NameTree:
     @cached_property
     def _instance_numbers(self) -> dict[int, int]:
         """The number of each instance among its siblings, from 0 in the order of first calls on any thread."""
-        first_ns, _ = self.sort_values(self.sums(None)[0], "first_ns", least=True)
+        first_ns, _ = self.compute_sort_values(self.sum_with_device_time_below(None)[0], "first_ns", least=True)
         above = self.parents[self._instances]
         order = np.lexsort((first_ns[self._instances], above))
         numbers = np.arange(len(order)) - np.searchsorted(above[order], above[order])
@@ -193,9 +193,9 @@ def order_entries(tree: NameTree, sums: Records, options: Options) -> Callable[[
     key, part = SortKey.of(options), options.sorted_by.rpartition("_")[0]
     of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
     field = {"calls": "calls", "max": "max_ns", "min": "min_ns"}.get(key.column, of_part)
-    weight, is_known = tree.sort_values(sums, field, per_call=key.column == "ave", least=key.ascending)
+    weight, is_known = tree.compute_sort_values(sums, field, per_call=key.column == "ave", least=key.ascending)
     weight = -weight if key.ascending else weight
-    first_ns, _ = tree.sort_values(sums, "first_ns", least=True)
+    first_ns, _ = tree.compute_sort_values(sums, "first_ns", least=True)
     is_kept = _find_kept(tree, weight, is_known, _find_large(tree, sums, options), options.row_limit)
 
     def order_children(entry: int) -> tuple[list[int], list[int]]:
@@ -243,7 +243,7 @@ def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
     """Return the number of the first tally line at or below each node, or the number of all lines if there is none."""
     first_line = np.full(len(parents), len(nodes), dtype=np.int64)
     first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
-    return np.array(least_number_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
+    return np.array(find_least_at_or_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
 
 
 def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
@@ -324,7 +324,9 @@ class EventsBlock:
 
 def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
     """Return a block of all threads merged, if the options want it, and a block for each thread, the newest first."""
-    by_thread: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
+    by_thread: list[int | None] = [
+        thread for thread in reversed(tally.threads) if tally.lines_of_thread(thread)["calls"].any()
+    ]
     shown: list[int | None] = []
     if options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1):
         shown = [None] if by_thread else []
@@ -337,11 +339,11 @@ def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
     numbers = {thread: number for number, thread in enumerate(tally.threads)}
     blocks = []
     for thread in shown:
-        sums, with_calls_below = tree.sums(thread)
+        sums, with_calls_below = tree.sum_with_device_time_below(thread)
         total_ns = tree.total_ns(sums, options.state)
         if total_ns is None:
             full = full or NameTree(tally, "OpDetail")
-            total_ns = full.total_below_ns(full.sums(thread)[0], options.state)
+            total_ns = full.sum_topmost_calls_ns(full.sum_with_device_time_below(thread)[0], options.state)
         number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
         rows = _event_rows(tree, thread, sums, with_calls_below, total_ns, options)
         blocks.append(EventsBlock(thread, number, name, total_ns, tuple(rows)))
@@ -418,5 +420,5 @@ def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, 
 def sum_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
     groups = np.where(mask_topmost(tally, say), 0, NONE)
     totals = Totals._make(tally.sum_by_group(groups, 1)[0].tolist())
-    below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)
+    below_ns = sum(more_ns for node, more_ns in tally.device_times_below(None).items() if groups[node] == 0)
     return totals._replace(device_ns=totals.device_ns + below_ns)

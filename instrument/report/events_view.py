@@ -36,12 +36,12 @@ from instrument.report.table import (
     Ratio,
     column_width,
     compact_number,
-    in_unit,
-    safe,
+    format_six_digits,
+    format_time,
+    printable,
     section_title,
     share,
     shorten,
-    six_digits,
     table,
     title,
 )
@@ -197,7 +197,7 @@ class Events(View):
     _options: Options
     _columns: int = LINE
 
-    def widened(self) -> Events:
+    def with_wide_lines(self) -> Events:
         """Return the view with lines as wide as fluid's, so that fewer names are shortened."""
         return replace(self, _columns=WIDE)
 
@@ -238,12 +238,12 @@ class Events(View):
         by_thread = [block for block in self.blocks if block.thread is not None]
         for report in (merged, by_thread):
             if report:
-                lines += _heading_lines(self, report)
+                lines += _list_heading_lines(self, report)
                 lines += _summary_lines(self) if report[0] is self.blocks[0] else []
                 lines += _event_lines(self, report)
         if nothing:
             lines += [*title("Profiling Report"), *nothing, ""]
-        return [*lines, *_reading_notes(self)]
+        return [*lines, *_explain_special_cells(self)]
 
     def reasons_if_empty(self) -> list[str]:
         return [] if self.blocks else ["No calls were recorded."]
@@ -267,14 +267,14 @@ def events(recording: Recording, options: Options) -> Events:
         window_ns=recording.window_ns,
         blocks=blocks,
         overhead=split_overhead(tally, total_ns, options.state) if of_all else None,
-        copies=copy_sums(tally, total_ns, options.state) if of_all else (),
+        copies=sum_copies_by_synchronicity(tally, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
         has_device_time=tally.has_values("device_ns"),
         _options=options,
     )
 
 
-def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
+def sum_copies_by_synchronicity(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """Return the sum of all copies except those within the host, then those of asynchronous and synchronous copies."""
     by_site = tally.sum_by_site()
     columns = (by_site[name].tolist() for name in ("calls", TIMES[state]))
@@ -295,7 +295,7 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
 # The text.
 
 
-def _heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
+def _list_heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
     lines = [
@@ -304,12 +304,12 @@ def _heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
         f"Place: {PLACES[options.state]}",
         f"Time unit: {options.unit}",
         f"Sorted by {_describe_order(options)}{'' if merged else ' in the same thread'}",
-        *([] if view.window_ns is None else [f"Window: {in_unit(view.window_ns, options.unit)}"]),
+        *([] if view.window_ns is None else [f"Window: {format_time(view.window_ns, options.unit)}"]),
         f"Ratio: of {base}, the sum of the top rows; work at the same time is",
         "  summed, so it may be longer than the window",
     ]
     if view.probes_ns is not None:
-        cost_text = f"less what their probes cost ({in_unit(view.probes_ns, options.unit)} in all)"
+        cost_text = f"less what their probes cost ({format_time(view.probes_ns, options.unit)} in all)"
         unknown = "what the probes cost is not known"
         lines.append(
             "Self: host time outside of the row's children" + (f", {cost_text}" if view.probes_ns else f"; {unknown}")
@@ -332,7 +332,7 @@ def _summary_lines(view: Events) -> list[str]:
         return []
     lines = [
         *section_title("Overhead Summary"),
-        f"Total time: {six_digits(split.total_ns, unit)}",
+        f"Total time: {format_six_digits(split.total_ns, unit)}",
         _summary_line("  Computation time", split.total_ns, split.computation_ns, unit),
         *([] if split.waiting_ns is None else [_summary_line("  Waiting", split.total_ns, split.waiting_ns, unit)]),
         _summary_line("  Framework overhead", split.total_ns, split.framework_ns, unit),
@@ -353,7 +353,7 @@ def _summary_lines(view: Events) -> list[str]:
 def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, calls: int | None = None) -> str:
     counted = "" if calls is None else f"Calls: {calls:<{NUMBER_WIDTH}}"
     ratio = MISSING if part_ns is None or not base_ns else f"{100 * (part_ns / base_ns):g}%"
-    return f"{label:<{LABEL_WIDTH}}{counted}Total: {six_digits(part_ns, unit):<{NUMBER_WIDTH}}Ratio: {ratio}"
+    return f"{label:<{LABEL_WIDTH}}{counted}Total: {format_six_digits(part_ns, unit):<{NUMBER_WIDTH}}Ratio: {ratio}"
 
 
 def _event_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
@@ -362,9 +362,9 @@ def _event_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     legend = []
     for block in blocks:
         if block.number is not None:
-            facts = f" (id {block.thread}), Total time: {six_digits(block.total_ns, unit)}"
+            facts = f" (id {block.thread}), Total time: {format_six_digits(block.total_ns, unit)}"
             tag = f"thread{block.number}: "
-            legend.append(tag + shorten(safe(block.name), LINE - len(tag) - len(facts)) + facts)
+            legend.append(tag + shorten(printable(block.name), LINE - len(tag) - len(facts)) + facts)
     rows = [(block, row) for block in blocks for row in block.rows]
     lines = [*legend, *([""] if legend else []), *_tree_table(rows, view._times_section, unit, view._columns), ""]
     timed = _select_device_rows(rows)
@@ -443,14 +443,14 @@ def _name_cell(row: EventRow, tag: str, room: int) -> str:
     levels = min(INDENT_LIMIT, room // 4)
     before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
     before += tag if row.depth == 0 else ""
-    name = safe(row.name) or "(no name)"
+    name = printable(row.name) or "(no name)"
     spare = room - column_width(before) - column_width(name) - len(" []")
     if row.instance and spare >= DETAIL_LEAST:
-        return f"{before}{name} [{shorten(safe(row.instance), spare)}]"
+        return f"{before}{name} [{shorten(printable(row.instance), spare)}]"
     return before + shorten(name, room - len(before))
 
 
-def _reading_notes(view: Events) -> list[str]:
+def _explain_special_cells(view: Events) -> list[str]:
     lines = []
     if any(not row.calls for block in view.blocks for row in block.rows):
         lines.append("Calls 0: the span had not ended, or it ended on another thread.")

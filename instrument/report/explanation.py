@@ -30,16 +30,16 @@ from instrument.report.request_groups import (
     POOL,
     attribute_values,
     choose_evenly,
+    choose_median_requests,
+    estimate_slow_threshold_ns,
     joined_requests,
-    mask_endpoint,
-    median_requests,
+    mask_known_endpoint,
     similar_requests,
-    slow_from_ns,
 )
-from instrument.report.request_life import find_request
+from instrument.report.request_life import find_requests_by_key
 from instrument.report.requests_view import A_REQUEST
 from instrument.report.section import Section, View
-from instrument.report.table import in_unit, safe, share, shorten, tenths, wrap_text
+from instrument.report.table import format_time, percent_text, printable, share, shorten, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
@@ -152,43 +152,45 @@ class Explanation(View):
 
     def label(self) -> str:
         """Return the name of the endpoint with the request's key, or with the number of requests."""
-        name = shorten(safe(self.name) or "(no name)", KEY_LENGTH)
+        name = shorten(printable(self.name) or "(no name)", KEY_LENGTH)
         if self.requests != 1:
             return f"{name} in this time (mean of {self.requests} requests)"
-        return f"{name} {shorten(safe(self.keys[0]), KEY_LENGTH)}" if self.keys else f"{name} (span {self.span_id})"
+        return (
+            f"{name} {shorten(printable(self.keys[0]), KEY_LENGTH)}" if self.keys else f"{name} (span {self.span_id})"
+        )
 
     def sentence(self) -> str:
         """Return the verdict in one or two sentences."""
         unit = self._options.unit
-        took = f"{self.label()} took {in_unit(self.wall_ns, unit)} {unit}"
+        took = f"{self.label()} took {format_time(self.wall_ns, unit)} {unit}"
         if not self.alike:
             return f"{took}. Inconclusive: {self.doubt}."
         kind = "like it" if self.is_like else "of its endpoint"
-        typical = f"{took} where {in_unit(self.typical_ns, unit)} is typical of {self.alike} {kind}"
+        typical = f"{took} where {format_time(self.typical_ns, unit)} is typical of {self.alike} {kind}"
         lead = self.causes[0] if self.causes else None
         if self.verdict == TYPICAL:
             work = f", for its work ({lead.path})" if lead is not None and lead.path.startswith(MORE_STEPS) else ""
-            most = in_unit(self.usual_most_ns, unit)
+            most = format_time(self.usual_most_ns, unit)
             usual = f"{typical}: within the usual spread, which reaches {most} {unit}{work}."
             is_near = self.excess_ns <= LEAST_SHARE * self.typical_ns
             if work or is_near or lead is None or (lead.ratio or 0.0) < MOSTLY:
                 return usual
-            return f"{usual} Most of its excess is {safe(lead.title())} ({tenths(lead.ratio, 1)})."
+            return f"{usual} Most of its excess is {printable(lead.title())} ({percent_text(lead.ratio, 1)})."
         part = max(self.parts, key=lambda part: part.excess_ns, default=None)
-        more = f": {in_unit(part.excess_ns, unit)} {unit} more in {safe(part.name)}" if part else ""
+        more = f": {format_time(part.excess_ns, unit)} {unit} more in {printable(part.name)}" if part else ""
         doubt, because = f" Inconclusive: {self.doubt}." * (self.verdict == INCONCLUSIVE), ""
         if lead is not None:
-            path = f" ({safe(lead.path)})" if lead.path else ""
-            accounted = f"{in_unit(lead.accounted_ns, unit)} {unit}, {tenths(lead.ratio, 1)}"
+            path = f" ({printable(lead.path)})" if lead.path else ""
+            accounted = f"{format_time(lead.accounted_ns, unit)} {unit}, {percent_text(lead.ratio, 1)}"
             because = f" {lead.name.capitalize()}{path} accounts for {accounted}: {lead.note}."
         return f"{typical}{more}.{doubt}{because}"
 
     def headline(self) -> str:
         """Return the explanation in one sentence. The verdict must be `explained`."""
         unit, lead = self._options.unit, self.causes[0]
-        took, typical, accounted = (in_unit(ns, unit) for ns in (self.wall_ns, self.typical_ns, lead.accounted_ns))
+        took, typical, accounted = (format_time(ns, unit) for ns in (self.wall_ns, self.typical_ns, lead.accounted_ns))
         return (
-            f"{self.label()} took {took} {unit} where {typical} is typical: {safe(lead.title())} accounts for "
+            f"{self.label()} took {took} {unit} where {typical} is typical: {printable(lead.title())} accounts for "
             f"{accounted} of it; see `instrument explain`."
         )
 
@@ -225,14 +227,14 @@ class Explanation(View):
 
 def explain(recording: Recording, choice: RequestChoice, options: Options) -> list[Explanation]:
     """Return an explanation for each chosen request, or one for a window. Raises `TraceError` if no request matches."""
-    trace, joined = recording.columns, recording.once(joined_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
     if choice.request is not None:
-        return [explain_request(recording, find_request(trace, joined, choice.request)[0], options)]
+        return [explain_request(recording, find_requests_by_key(trace, joined, choice.request)[0], options)]
     begins_ns = trace.start_ns[joined.rows] - recording.trace.start_ns
     since_ns, until_ns = choice.since_ns or 0, math.inf if choice.until_ns is None else choice.until_ns
     is_within = ~trace.clipped[joined.rows] & (begins_ns >= since_ns) & (begins_ns < until_ns)
     if choice.endpoint:
-        is_within &= mask_endpoint(recording, choice.endpoint)
+        is_within &= mask_known_endpoint(recording, choice.endpoint)
     places = np.flatnonzero(is_within)
     if not len(joined.rows):
         raise TraceError(f"found no request. {A_REQUEST}")
@@ -248,7 +250,7 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
 
 def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
     """Return the explanation of one request. `place` is its index among the joined requests."""
-    trace, joined = recording.columns, recording.once(joined_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
     places, is_like = similar_requests(recording, place)
     begin_ns, wall_ns = int(trace.start_ns[joined.rows[place]]), int(trace.total_ns[joined.rows[place]])
     walls = trace.total_ns[joined.rows[places]]
@@ -259,12 +261,14 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
     if len(places) < ENOUGH:
         doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
         return evidence.describe_requests(1, doubt)
-    return evidence.explain(evidence.describe_requests(1), len(places), slow_from_ns(walls, len(joined.rows)))
+    return evidence.explain(
+        evidence.describe_requests(1), len(places), estimate_slow_threshold_ns(walls, len(joined.rows))
+    )
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
     """Return the explanation of a window's requests. Only the endpoint with the most time is explained."""
-    trace, joined = recording.columns, recording.once(joined_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
     walls = trace.total_ns[joined.rows]
     names, of_site = trace.numbered_sites(lambda site: site.name)
     name_of = of_site[trace.site[joined.rows]]
@@ -273,7 +277,7 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     places = places[is_same[places]]
     outside = np.setdiff1d(np.flatnonzero(is_same & ~trace.clipped[joined.rows]), places)
     targets = choose_evenly(places, NEAREST)
-    typical = median_requests(recording, targets, choose_evenly(outside, POOL))
+    typical = choose_median_requests(recording, targets, choose_evenly(outside, POOL))
     begins, ends = trace.start_ns[joined.rows[places]], trace.end_ns[joined.rows[places]]
     window = int(begins.min()), int(ends.max())
     evidence = _Evidence(recording, targets, typical, window, options, is_like=True)
@@ -305,7 +309,7 @@ class _Evidence:
         self._of_requests, self._usual = (
             _mean_times([times.times_by_cause(place) for place in side.tolist()]) for side in (places, typical)
         )
-        trace, joined = recording.columns, recording.once(joined_requests)
+        trace, joined = recording.columns, recording.compute_once(joined_requests)
         rows, walls = joined.rows, trace.total_ns[joined.rows]
         self._slowest = int(places[np.argmax(walls[places])])
         begin_ns, end_ns = int(trace.start_ns[rows[places]].min()), int(trace.end_ns[rows[places]].max())
@@ -323,7 +327,7 @@ class _Evidence:
 
     def describe_requests(self, requests: int, doubt: str = "") -> Explanation:
         """Return an explanation with the measured times of the requests and without causes."""
-        trace, joined = self._recording.columns, self._recording.once(joined_requests)
+        trace, joined = self._recording.columns, self._recording.compute_once(joined_requests)
         row = int(joined.rows[self._places[0]])
         wall_ns = round(float(trace.total_ns[joined.rows[self._places]].mean()))
         return Explanation(
@@ -343,7 +347,7 @@ class _Evidence:
     def explain(self, explanation: Explanation, alike: int, most_ns: float) -> Explanation:
         """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual. An explanation
         with a doubt remains inconclusive."""
-        trace, joined = self._recording.columns, self._recording.once(joined_requests)
+        trace, joined = self._recording.columns, self._recording.compute_once(joined_requests)
         typical_ns = float(trace.total_ns[joined.rows[self._typical]].mean())
         excess_ns = explanation.wall_ns - typical_ns
         claims, more_work_ns, doubts = self._examine_causes()
@@ -454,12 +458,12 @@ class _Evidence:
 
     def _add_proofs(self, share: CauseShare) -> CauseShare:
         """Return the cause with the spans that prove it in the slowest request, and with its evidence in words."""
-        proofs = tuple(self._times.proofs(self._slowest, share.name, share.path))
+        proofs = tuple(self._times.find_proofs(self._slowest, share.name, share.path))
         note = CAUSES[share.name]
         if share.name == listed.BURST:
             values = filter(None, attribute_values(self._recording.columns, self._arrived_rows, self._by))
             largest, count = next(iter(Counter(values).most_common(1)), ("", 0))
-            group = f" ({count} of them of {self._by} {shorten(safe(largest), KEY_LENGTH)})" if count else ""
+            group = f" ({count} of them of {self._by} {shorten(printable(largest), KEY_LENGTH)})" if count else ""
             note = (
                 f"{self._arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where "
                 f"{self._usually_arrive:.3g} are usual"
@@ -520,7 +524,7 @@ def _list_unassessed(recording: Recording, times: CauseTimes) -> list[str]:
     steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)
     batches = ", ".join(steps), False, "no rule has `batch:`"
     if len(times.costs.rows):
-        has_sizes = np.ptp(recording.once(listed.weights_of_pairs)) > 0
+        has_sizes = np.ptp(recording.compute_once(listed.weights_of_pairs)) > 0
         unknown = (listed.PADDING,) if has_sizes else (listed.PREFILL, listed.PADDING)
         has_weights = bool(np.ptp(times.joined.served.weight))
         batches = ", ".join(unknown), has_weights, "no weights of `batch:` say how large the members are"

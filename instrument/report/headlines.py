@@ -19,9 +19,9 @@ from instrument.report.benchmark_view import Loops
 from instrument.report.device_view import DeviceView
 from instrument.report.endpoint_statistics import BlockedLoops, EndpointTimes
 from instrument.report.phases_view import PhasesView
-from instrument.report.request_groups import have_name, joined_requests
+from instrument.report.request_groups import joined_requests, mask_requests_by_name
 from instrument.report.requests_view import RequestTimes, request_table
-from instrument.report.table import LINE, in_unit, safe, shorten, tenths
+from instrument.report.table import LINE, format_time, percent_text, printable, shorten
 from instrument.report.view import Options, Recording
 from instrument.trace.intervals import union
 from instrument.trace.ledger import COPIES, LOCK, QUEUE, SHARE, STALL, SUB_REQUESTS, TRANSPORT, UNKNOWN, WAITING
@@ -116,7 +116,7 @@ def find_headlines(
     window_ns = recording.window_ns or 0
     other_causes = [
         *parts[1:],
-        *_describe_blocked(times.blocked, window_ns, options),
+        *_describe_blocked_loops(times.blocked, window_ns, options),
         *_describe_collections(recording, window_ns, options),
         *_describe_devices(devices),
     ]
@@ -130,7 +130,7 @@ def _explain_slowest(recording: Recording, options: Options, times: RequestTimes
         return []
     from instrument.report.explanation import EXPLAINED, explain_request
 
-    trace, joined = recording.columns, recording.once(joined_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
     place = int(np.flatnonzero(trace.span_id[joined.rows] == times.slowest[0].span_id)[0])
     explanation = explain_request(recording, place, options)
     if explanation.verdict != EXPLAINED:
@@ -153,8 +153,8 @@ def _describe_parts(recording: Recording, options: Options, endpoint: EndpointTi
         place, advice, view = _meaning_of_part(part)
         if batch is not None and part in (QUEUE, WAITING):
             advice, view = _batch_advice(batch, part), "batches"
-        mean, whole = (in_unit(ns, options.unit) for ns in (summed_ns / endpoint.requests, endpoint.mean_ns))
-        took = f"{tenths(ratio, 1)} of its time {place} ({mean} of {whole} {options.unit})"
+        mean, whole = (format_time(ns, options.unit) for ns in (summed_ns / endpoint.requests, endpoint.mean_ns))
+        took = f"{percent_text(ratio, 1)} of its time {place} ({mean} of {whole} {options.unit})"
         text = f"{_shorten_span_name(endpoint.name)} spends {took}: {advice}; see --view {view}."
         lines.append(Headline(text, part, ratio, endpoint.requests, view))
     return lines
@@ -178,9 +178,9 @@ def _batch_advice(batch: NamedBatches, part: str) -> str:
 
 def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
     """Return the batches that serve an endpoint's requests most often, None without any."""
-    joined, trace = recording.once(joined_requests), recording.columns
+    joined, trace = recording.compute_once(joined_requests), recording.columns
     served = joined.served
-    is_served = np.append(have_name(recording, endpoint.name), False)[served.request]
+    is_served = np.append(mask_requests_by_name(recording, endpoint.name), False)[served.request]
     counts = Counter(trace.sites[site].name for site in trace.site[served.batch[is_served]].tolist())
     if not counts:
         return None
@@ -194,7 +194,7 @@ def _describe_p99(recording: Recording, options: Options, endpoint: EndpointTime
     """Return the headline on the part that makes an endpoint's slowest requests slow."""
     if endpoint.requests < ENOUGH_FOR_P99 or endpoint.p99_ns < SLOW * endpoint.p50_ns:
         return []
-    table = recording.once(request_table)
+    table = recording.compute_once(request_table)
     of_endpoint = np.flatnonzero(table.endpoint == table.names.index(endpoint.name))
     count = max(SLOWEST, len(of_endpoint) // 100)
     slowest = of_endpoint[np.argsort(-table.wall_ns[of_endpoint], kind="stable")[:count]]
@@ -210,7 +210,7 @@ def _describe_p99(recording: Recording, options: Options, endpoint: EndpointTime
         return []
     unit, ratio = options.unit, of_slowest[part] / float(table.wall_ns[slowest].mean())
     p99, p50, slow, usual = (
-        in_unit(ns, unit) for ns in (endpoint.p99_ns, endpoint.p50_ns, of_slowest[part], of_all[part])
+        format_time(ns, unit) for ns in (endpoint.p99_ns, endpoint.p50_ns, of_slowest[part], of_all[part])
     )
     text = (
         f"p99 of {_shorten_span_name(endpoint.name)} is {p99} {unit}, and p50 is {p50}: "
@@ -226,10 +226,10 @@ def _describe_steps(steps: Loops, phases: PhasesView | None, options: Options) -
     if loop is None or loop.steps < ENOUGH:
         return
     if loop.reader is not None and (loop.reader_ratio or 0.0) >= NOTABLE:
-        waited = f"{in_unit(loop.reader.mean, options.unit)} {options.unit} a step"
+        waited = f"{format_time(loop.reader.mean, options.unit)} {options.unit} a step"
         text = (
             f"Steps of {_shorten_span_name(loop.name)} wait for their input for "
-            f"{tenths(loop.reader_ratio, 1)} of their time ({waited}): "
+            f"{percent_text(loop.reader_ratio, 1)} of their time ({waited}): "
             "load it earlier, or with more workers; see --view benchmark."
         )
         yield Headline(text, "load", loop.reader_ratio or 0.0, loop.steps, "benchmark")
@@ -237,19 +237,19 @@ def _describe_steps(steps: Loops, phases: PhasesView | None, options: Options) -
     row = max(rows, key=lambda row: row.host.total_ns, default=None)
     if row is not None and (ratio := row.host.ratio or 0.0) >= NOTABLE:
         name = _shorten_span_name(row.name)
-        text = f"Steps spend {tenths(ratio, 1)} of their time in the phase {name}; see --view phases,ops."
+        text = f"Steps spend {percent_text(ratio, 1)} of their time in the phase {name}; see --view phases,ops."
         yield Headline(text, row.name, ratio, loop.steps, "phases,ops")
 
 
-def _describe_blocked(blocked: BlockedLoops | None, window_ns: int, options: Options) -> Iterator[Headline]:
+def _describe_blocked_loops(blocked: BlockedLoops | None, window_ns: int, options: Options) -> Iterator[Headline]:
     if blocked is None or not window_ns or (ratio := blocked.summed_ns / window_ns) < NOTABLE_STOP:
         return
     most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
     by = "" if most.remaining else f", mostly by {_shorten_span_name(most.name)}"
     text = (
-        f"An event loop is blocked for {tenths(ratio, 1)} of the window ({blocked.stretches} times, "
-        f"{in_unit(blocked.longest_ns, options.unit)} {options.unit} at most{by}), and its requests wait: run this on "
-        "a thread; see --view requests."
+        f"An event loop is blocked for {percent_text(ratio, 1)} of the window ({blocked.stretches} times, "
+        f"{format_time(blocked.longest_ns, options.unit)} {options.unit} at most{by}), and its requests wait: run this "
+        "on a thread; see --view requests."
     )
     yield Headline(text, "loop blocked", ratio, blocked.stretches, "requests")
 
@@ -263,10 +263,10 @@ def _describe_collections(recording: Recording, window_ns: int, options: Options
     ratio = union(trace.start_ns[rows], trace.end_ns[rows]).length_ns() / window_ns
     if ratio < NOTABLE_STOP:
         return
-    longest = f"{in_unit(int(trace.total_ns[rows].max()), options.unit)} {options.unit}"
+    longest = f"{format_time(int(trace.total_ns[rows].max()), options.unit)} {options.unit}"
     text = (
-        f"Garbage collection stops a process for {tenths(ratio, 1)} of the window ({len(rows)} times, {longest} at "
-        "most): make fewer objects, or call gc.freeze() after the start; see --view overview."
+        f"Garbage collection stops a process for {percent_text(ratio, 1)} of the window ({len(rows)} times, {longest} "
+        "at most): make fewer objects, or call gc.freeze() after the start; see --view overview."
     )
     yield Headline(text, "garbage collection", ratio, len(rows), "overview")
 
@@ -282,7 +282,7 @@ def _describe_devices(view: DeviceView) -> Iterator[Headline]:
         shares = [(getattr(use, name) or 0.0, count, use.device) for use, count in uses if count >= ENOUGH]
         ratio, intervals, device = max(shares, default=(0.0, 0, 0))
         if ratio >= NOTABLE:
-            text = f"GPU {device} is {state} for {tenths(ratio, 1)} {base}: {advice}; see --view device."
+            text = f"GPU {device} is {state} for {percent_text(ratio, 1)} {base}: {advice}; see --view device."
             yield Headline(text, state, ratio, intervals, "device")
 
 
@@ -296,9 +296,9 @@ def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
     if 2 * count < len(places):
         return ""
     oldest_ns = max(age_ns for place, age_ns in places if place == name)
-    longest = f"the longest for {in_unit(oldest_ns, 's')} s"
+    longest = f"the longest for {format_time(oldest_ns, 's')} s"
     return f"{count} of {len(places)} requests in flight are in {_shorten_span_name(name)}, {longest}."
 
 
 def _shorten_span_name(text: str) -> str:
-    return shorten(safe(text) or "(no name)", LINE // 4)
+    return shorten(printable(text) or "(no name)", LINE // 4)

@@ -34,8 +34,8 @@ from instrument.recording.spans import HOST, NO_DEVICE_TIME
 from instrument.report.brief_view import Brief, brief
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import events
-from instrument.report.kept_spans import MOST_SPANS, KeptSpans, steps
-from instrument.report.requests_view import RequestTimes, describe_date, list_parts
+from instrument.report.kept_spans import MOST_SPANS, KeptSpans, successive_differences
+from instrument.report.requests_view import RequestTimes, format_utc_date, list_parts_with_unknown
 from instrument.report.section import (
     DEVICE,
     SIZE,
@@ -47,19 +47,19 @@ from instrument.report.section import (
     View,
     field_value,
     format_of_field,
-    instrumentation_lines,
-    special_name,
+    list_cost_and_losses,
+    placeholder_name,
 )
 from instrument.report.table import (
     MISSING,
     WHOLE_DIGITS,
     compact_number,
-    in_unit,
+    format_time,
+    percent_text,
+    printable,
     rough_percent,
     row_name,
-    safe,
     shorten,
-    tenths,
 )
 from instrument.report.view import UNITS, Options, Recording
 from instrument.runtime import file_writing
@@ -111,7 +111,7 @@ class CallsTree:
             "p99_ns", "remaining",
         )  # fmt: skip
         return {
-            "names": [[safe(name) or "(no name)", kind] for name, kind in numbers],
+            "names": [[printable(name) or "(no name)", kind] for name, kind in numbers],
             "name": _json_column(of_rows),
             "width": _json_column(self._widths((row.self_ns for row in self.rows), add)),
             "running": _json_column(self._widths((row.self_ns - row.waiting_ns for row in self.rows), add)),
@@ -156,8 +156,8 @@ class DeviceLanes:
     """The device work of a recording. `number_of` maps a row of the trace to the number of its span in the page."""
 
     def __init__(self, recording: Recording, number_of: Int64s, most_stretches: int = MOST_STRETCHES) -> None:
-        trace, kernels = recording.columns, KernelColumns.of(recording.trace.kernels)
-        self._recording, intervals = recording, trace.device.select(trace.device.timed)
+        trace, kernels = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
+        self._recording, intervals = recording, trace.device.select(trace.device.is_measured)
         device, stream, start_ns, end_ns = (
             np.concatenate([getattr(work, name) for work in (intervals, kernels)])
             for name in ("device", "stream", "start_ns", "end_ns")
@@ -168,7 +168,7 @@ class DeviceLanes:
         self._lanes = [f"GPU {device}, stream {stream}{', kernels' * is_kernel}" for device, stream, is_kernel in lanes]
         names = [*(site.name for site in trace.sites), *kernels.names]
         numbers: dict[str, int] = {}
-        shown = (shorten(safe(name), LANE_NAME) or "(no name)" for name in names)
+        shown = (shorten(printable(name), LANE_NAME) or "(no name)" for name in names)
         number_of_name = np.array([numbers.setdefault(name, len(numbers)) for name in shown], dtype=np.int64)
         name = np.concatenate([trace.site[intervals.row], len(trace.sites) + kernels.name]).astype(np.int64)
         self._all_ns, self.count = float(length.sum(dtype=np.float64)), len(length)
@@ -193,9 +193,10 @@ class DeviceLanes:
 
     def document(self) -> dict[str, Any]:
         columns = {
-            name: steps(column) if name in ("start", "span") else column.tolist() for name, column in self._kept.items()
+            name: successive_differences(column) if name in ("start", "span") else column.tolist()
+            for name, column in self._kept.items()
         }
-        labels = list(map(safe, self._recording.columns.device.labels))
+        labels = list(map(printable, self._recording.columns.device.labels))
         return {
             "lanes": self._lanes, "names": self._names, "labels": labels, **columns, "gauges": self._gauge_documents()
         }  # fmt: skip
@@ -221,14 +222,14 @@ class DeviceLanes:
         for key in sorted(self._readings, key=lambda key: (key[0], places.get(key[1], len(places)), *key[1:])):
             (device, name, pid), readings = key, self._readings[key]
             some = readings[:: -(-len(readings) // MOST_READINGS)]
-            model = shorten(safe(models.get(device, "")), LANE_NAME // 2)
+            model = shorten(printable(models.get(device, "")), LANE_NAME // 2)
             host = f"process {pid}" if pid else "process and host"
             gauges.append({
                 "of": host if device == HOST else f"GPU {device}, {model}".removesuffix(", "),
-                "name": shorten(safe(name), LANE_NAME),
+                "name": shorten(printable(name), LANE_NAME),
                 "unit": GAUGES[name].unit if name in GAUGES else "",
                 "about": GAUGES[name].about if name in GAUGES else "",
-                "at": steps(np.array([at_ns - trace.start_ns for at_ns, _ in some], dtype=np.int64)),
+                "at": successive_differences(np.array([at_ns - trace.start_ns for at_ns, _ in some], dtype=np.int64)),
                 "values": [float(f"{value:.4g}") for _, value in some],
             })  # fmt: skip
         return gauges
@@ -274,7 +275,7 @@ def _table_document(section: Section, unit: str) -> dict[str, Any]:
         if columns and all(value is None or (value == 0 and field == "device_ns") for value in values):
             continue
         if not columns:
-            values = [special_name(row, field) or value for row, value in zip(section.rows, values, strict=True)]
+            values = [placeholder_name(row, field) or value for row, value in zip(section.rows, values, strict=True)]
         label, kind, text = (
             heading.partition(",")[0] or (columns[-1][0] if columns else ""),
             _format_of_column(field, values),
@@ -286,7 +287,7 @@ def _table_document(section: Section, unit: str) -> dict[str, Any]:
         columns.append((label, kind, cells))
     rows = zip(*(cells for *_, cells in columns), strict=True)
     return {
-        "title": safe(section.title),
+        "title": printable(section.title),
         "note": " ".join([*section.lead, *section.notes]).strip(),
         "columns": [
             {"label": label, "unit": unit if kind == TIME else UNIT_OF.get(kind, ""), "kind": kind}
@@ -335,7 +336,7 @@ def page_document(
     pictures = kept_spans.document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
     return {
-        "about": _about_document(recording, shown, header, options.unit),
+        "about": _make_about_document(recording, shown, header, options.unit),
         "headlines": [headline.text for headline in shown.headlines],
         "figures": _top_numbers(recording, shown, options.unit),
         "endpoints": _endpoint_documents(shown, options.unit),
@@ -350,23 +351,23 @@ def page_document(
             *lanes.describe_omitted(),
             *_describe_omitted_rows(shown_views),
         ],
-        "instrumentation": [line for line in instrumentation_lines(recording) if line and not line.startswith("-----")],
+        "instrumentation": [line for line in list_cost_and_losses(recording) if line and not line.startswith("-----")],
     }
 
 
-def _about_document(recording: Recording, shown: Brief, header: str, unit: str) -> dict[str, Any]:
+def _make_about_document(recording: Recording, shown: Brief, header: str, unit: str) -> dict[str, Any]:
     facts = recording.trace
     origin = facts.origin
     return {
-        "service": shorten(safe(shown.service), NAME),
-        "header": safe(header),
+        "service": shorten(printable(shown.service), NAME),
+        "header": printable(header),
         "pid": origin.pid,
-        "host": safe(origin.host),
-        "began": describe_date(origin, facts.start_ns, "milliseconds"),
+        "host": printable(origin.host),
+        "began": format_utc_date(origin, facts.start_ns, "milliseconds"),
         "window_ns": facts.end_ns - facts.start_ns,
         "window": f"{compact_number((facts.end_ns - facts.start_ns) / 1e9)} s",
-        "recorder": safe(recording.recorder),
-        "died": safe(recording.died),
+        "recorder": printable(recording.recorder),
+        "died": printable(recording.died),
         "unit": unit,
         "unit_ns": UNITS[unit],
         "spans": len(recording.columns),
@@ -384,7 +385,7 @@ def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str
         first, slowest = served.endpoints[0], served.slowest[0]
         figures = [("Requests", f"{served.requests:,}", ended, "bad" if errors else "")]
         figures += [
-            (label, f"{in_unit(time_ns, unit)} {unit}", shorten(safe(name) or "(no name)", 60), "")
+            (label, f"{format_time(time_ns, unit)} {unit}", shorten(printable(name) or "(no name)", 60), "")
             for label, time_ns, name in (
                 ("p50", first.p50_ns, first.name),
                 ("p99", first.p99_ns, first.name),
@@ -393,14 +394,16 @@ def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str
         ]
     elif shown.steps is not None:
         loop = shown.steps.loops[0]
-        figures = [("Steps", f"{loop.steps:,}", safe(loop.name), "")]
+        figures = [("Steps", f"{loop.steps:,}", printable(loop.name), "")]
         times = () if loop.batch is None else (("p50", loop.batch.p50), ("p99", loop.batch.p99))
-        figures += [(label, f"{in_unit(ns, unit)} {unit}", "of a step", "") for label, ns in times if ns is not None]
+        figures += [
+            (label, f"{format_time(ns, unit)} {unit}", "of a step", "") for label, ns in times if ns is not None
+        ]
     else:
         figures = [("Spans", f"{len(recording.columns):,}", "no request or step was recorded", "")]
     for use in shown.device.devices[:2]:
-        starved = f"starved {tenths(use.starved_ratio, 1)} of the window"
-        figures.append((f"GPU {use.device} busy", tenths(use.busy_ratio, 1), starved, ""))
+        starved = f"starved {percent_text(use.starved_ratio, 1)} of the window"
+        figures.append((f"GPU {use.device} busy", percent_text(use.busy_ratio, 1), starved, ""))
     if shown.cost is not None:
         figures.append(("Instrumentation", rough_percent(shown.cost_ratio), "of the window", ""))
     figures.append(("Not kept", f"{lost:,}", *(("see About", "bad") if lost else ("nothing was lost", ""))))
@@ -411,10 +414,10 @@ def _endpoint_documents(shown: Brief, unit: str) -> list[dict[str, Any]]:
     rows = []
     for endpoint in shown.requests.endpoints:
         parts = []
-        for part in list_parts(endpoint):
-            mean = "" if part.mean_ns is None else f"{in_unit(part.mean_ns, unit)} {unit}"
-            parts.append([row_name(part), part.ratio or 0, tenths(part.ratio, 1), mean])
-        times = [in_unit(time_ns, unit) for time_ns in (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns)]
+        for part in list_parts_with_unknown(endpoint):
+            mean = "" if part.mean_ns is None else f"{format_time(part.mean_ns, unit)} {unit}"
+            parts.append([row_name(part), part.ratio or 0, percent_text(part.ratio, 1), mean])
+        times = [format_time(time_ns, unit) for time_ns in (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns)]
         rows.append({"name": row_name(endpoint), "requests": f"{endpoint.requests:,}", "times": times, "parts": parts})
     return rows
 
@@ -423,7 +426,7 @@ def _why_no_device(shown: Brief) -> str:
     why = next((note for note in shown.notes if note.startswith(NO_DEVICE_TIME)), "")
     if shown.device.devices:
         return ""
-    return f"There is {safe(why)}." if why else shown.device.why_none()
+    return f"There is {printable(why)}." if why else shown.device.explain_no_device_time()
 
 
 def _describe_omitted_rows(views: Sequence[dict[str, Any]]) -> list[str]:
@@ -463,7 +466,7 @@ def write_page(
             break
     target = Path(path)
     try:
-        with file_writing.replacing(target) as file:
+        with file_writing.open_replacement(target) as file:
             file.write(text.encode("utf-8"))
     except OSError as problem:
         raise TraceError(f"cannot write the page {target}: {problem.strerror or problem}") from problem
@@ -475,7 +478,8 @@ def render_page(document: Mapping[str, Any]) -> str:
     script = "\n".join(map(_read_asset, SCRIPTS))
     service = str(document["about"]["service"])
     parts = {
-        "policy": f"default-src 'none'; script-src {_digest(d3)} {_digest(script)}; style-src {_digest(style)}; "
+        "policy": f"default-src 'none'; script-src {_compute_csp_digest(d3)} "
+        f"{_compute_csp_digest(script)}; style-src {_compute_csp_digest(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'",
         "title": escape(f"{service} · instrument report" if service else "instrument report"),
         "style": style,
@@ -499,6 +503,6 @@ def _read_asset(name: str) -> str:
     return (resources.files(__package__) / "page" / name).read_text("utf-8")
 
 
-def _digest(text: str) -> str:
+def _compute_csp_digest(text: str) -> str:
     """Return a text's digest as a content security policy needs it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"

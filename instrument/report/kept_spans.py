@@ -18,16 +18,24 @@ from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.endpoint_statistics import IN_ORDER
 from instrument.report.request_groups import joined_requests, request_ledger, request_turns
-from instrument.report.request_life import find_request
+from instrument.report.request_life import find_requests_by_key
 from instrument.report.requests_view import SlowRequest, blame_text
-from instrument.report.table import safe, shorten, where_of
+from instrument.report.table import code_location_of, printable, shorten
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
-from instrument.trace.indices import NONE, Members, find_distinct, index_rows, mask_of, nearest, number_combinations
+from instrument.trace.indices import (
+    NONE,
+    Members,
+    find_distinct,
+    index_rows,
+    mask_of,
+    nearest_at_or_above,
+    number_combinations,
+)
 from instrument.trace.ledger import SHARE, UNKNOWN
 
 
-def steps(numbers: Int64s) -> list[int]:
+def successive_differences(numbers: Int64s) -> list[int]:
     """Return the differences of successive numbers, which are small in a sorted column."""
     differences: list[int] = np.diff(numbers, prepend=np.int64(0)).tolist()
     return differences
@@ -66,7 +74,7 @@ class KeptSpans:
     ) -> None:
         self._recording, self._options, self._most_spans = recording, options, most_spans
         self._trace = trace = recording.columns
-        self.what, self.listed, self.first = "request", recording.once(joined_requests), NONE
+        self.what, self.listed, self.first = "request", recording.compute_once(joined_requests), NONE
         if not len(self.listed.rows):
             if request is not None:
                 raise TraceError(f"the trace has no request, so not {request!r:.80} either; leave --request out")
@@ -77,7 +85,7 @@ class KeptSpans:
             rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
             self.listed = replace(self.listed, rows=rows, of=index_rows(rows, len(trace))[owner])
         elif request is not None:
-            self.first = find_request(trace, self.listed, request)[0]
+            self.first = find_requests_by_key(trace, self.listed, request)[0]
         self._slowest = np.argsort(-trace.total_ns[self.listed.rows], kind="stable")
         shown = find_distinct(np.append(self._slowest[:MOST_LISTED], self.first))
         self.shown = shown[shown != NONE]
@@ -91,7 +99,7 @@ class KeptSpans:
         self._sites, self._errors = find_distinct(trace.site[named_rows]), find_distinct(trace.error[named_rows])
         """The sites and the errors of the page, in the order of their numbers in the page."""
 
-    def _iterate_by_importance(self) -> Iterator[int]:
+    def _iterate_requests_by_importance(self) -> Iterator[int]:
         """Yield the indices of requests, the most important first. An index may occur twice."""
         if self.first != NONE:
             yield self.first
@@ -108,7 +116,7 @@ class KeptSpans:
         batches, below = self._rows_of_batches()
         is_taken = np.zeros(len(trace), dtype=np.bool_)
         spans_left, room = self._most_spans, 2 * self._most_spans
-        for place in self._iterate_by_importance():
+        for place in self._iterate_requests_by_importance():
             if self._whole[place]:
                 continue
             pieces = [by_place[place], *(below[batch] for batch in batches[place].tolist())]
@@ -130,7 +138,7 @@ class KeptSpans:
         """Return the numbers of each request's batches, and the rows of each batch with all spans below it."""
         served, trace = self.listed.served, self._trace
         rows, number = np.unique(served.batch, return_inverse=True)
-        batch_of = index_rows(rows, len(trace))[nearest(trace.parent, mask_of(rows, len(trace)))]
+        batch_of = index_rows(rows, len(trace))[nearest_at_or_above(trace.parent, mask_of(rows, len(trace)))]
         return Members(served.request, len(self.listed.rows), number), Members(batch_of, len(rows))
 
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
@@ -141,7 +149,7 @@ class KeptSpans:
             "spans": self._span_columns(),
             "sites": self._site_texts(),
             "errors": [
-                shorten(safe(self._trace.errors[error]), NAME) if error != NONE else ""
+                shorten(printable(self._trace.errors[error]), NAME) if error != NONE else ""
                 for error in self._errors.tolist()
             ],
             "turns": self._turn_columns(),
@@ -176,18 +184,18 @@ class KeptSpans:
         trace, shown, listed = self._trace, self.shown, self.listed
         rows, of_shown = listed.rows[shown], list[dict[str, int]]()
         if self.what == "request":
-            of_shown = list(map(self._recording.once(request_ledger).parts_of, shown.tolist()))
+            of_shown = list(map(self._recording.compute_once(request_ledger).parts_of, shown.tolist()))
         names = sort_parts({name for parts in of_shown for name in parts})
         blames = {request.span_id: request.blame for request in slowest if request.blame is not None}
         ids = trace.span_id[rows].tolist()
         return {
             "site": self._number_sites(rows).tolist(),
-            "start": steps(trace.start_ns[rows] - self._recording.trace.start_ns),
+            "start": successive_differences(trace.start_ns[rows] - self._recording.trace.start_ns),
             "wall": trace.total_ns[rows].tolist(),
             "error": self._number_errors(rows),
             "ids": list(map(str, ids)),
             "keys": {
-                at: [shorten(safe(key), KEY_COLUMNS) for key in listed.keys[place][:KEYS]]
+                at: [shorten(printable(key), KEY_COLUMNS) for key in listed.keys[place][:KEYS]]
                 for at, place in enumerate(shown.tolist())
                 if place in listed.keys
             },
@@ -197,7 +205,7 @@ class KeptSpans:
             "span": self.number_of[rows].tolist(),
             "has_spans": self._whole[shown].tolist(),
             "first": int(index_rows(shown, len(listed.rows))[self.first]),
-            "part_names": list(map(safe, names)),
+            "part_names": list(map(printable, names)),
             "part_count": list(map(len, of_shown)),
             "part": [names.index(name) for parts in of_shown for name in parts],
             "part_ns": [part_ns for parts in of_shown for part_ns in parts.values()],
@@ -210,14 +218,14 @@ class KeptSpans:
         parent = self.number_of[trace.parent[rows]]
         places = np.arange(len(rows))
         return {
-            "start": steps(trace.start_ns[rows] - self._recording.trace.start_ns),
+            "start": successive_differences(trace.start_ns[rows] - self._recording.trace.start_ns),
             "length": trace.total_ns[rows].tolist(),
             "children": (trace.total_ns[rows] - trace.self_ns[rows]).tolist(),
             "site": self._number_sites(rows).tolist(),
             "parent": np.where(parent == NONE, 0, places - parent).tolist(),  # how many spans before, 0 for none
             "request": number_of_place[self.listed.of[rows]].tolist(),
             "error": self._number_errors(rows),
-            "lane": self._lanes_and_spans[1].tolist(),
+            "lane": self._numbered_lanes[1].tolist(),
         }
 
     def _number_sites(self, rows: Int64s) -> Int64s:
@@ -231,11 +239,11 @@ class KeptSpans:
 
     def _site_texts(self) -> list[list[str]]:
         sites = [self._trace.sites[site] for site in self._sites.tolist()]
-        texts = [(site.name or "(no name)", site.kind, site.instance, where_of(site)) for site in sites]
-        return [[shorten(safe(text), NAME) for text in site] for site in texts]
+        texts = [(site.name or "(no name)", site.kind, site.instance, code_location_of(site)) for site in sites]
+        return [[shorten(printable(text), NAME) for text in site] for site in texts]
 
     @cached_property
-    def _lanes_and_spans(self) -> tuple[list[tuple[int, int]], Int64s]:
+    def _numbered_lanes(self) -> tuple[list[tuple[int, int]], Int64s]:
         """The lanes as pairs of a thread and a task, and the number of each span's lane."""
         threads, tasks = self._trace.thread_id[self.rows], self._trace.task_id[self.rows]
         number, firsts = number_combinations(threads, tasks)
@@ -249,11 +257,11 @@ class KeptSpans:
         task."""
         names, tasks, threads = self._recording.trace.threads, Counter[int](), dict[int, int]()
         lanes: dict[str, list[int]] = {"thread": [], "task": []}
-        for thread, task in self._lanes_and_spans[0]:
+        for thread, task in self._numbered_lanes[0]:
             tasks[thread] += task != 0
             lanes["thread"].append(threads.setdefault(thread, len(threads)))
             lanes["task"].append(tasks[thread] if task else 0)
-        thread_names = [shorten(safe(names.get(thread, "")), NAME) or f"thread {thread}" for thread in threads]
+        thread_names = [shorten(printable(names.get(thread, "")), NAME) or f"thread {thread}" for thread in threads]
         return {"threads": thread_names, **lanes}
 
     def _turn_columns(self) -> dict[str, Any]:
@@ -261,7 +269,7 @@ class KeptSpans:
         listed = self.listed
         if self.what != "request" or not self._whole.any():
             return {}
-        turns = self._recording.once(request_turns)
+        turns = self._recording.compute_once(request_turns)
         whole = np.flatnonzero(self._whole[turns.request])
         order = whole[np.lexsort((turns.start_ns[whole], turns.request[whole]))]
         counts = np.bincount(turns.request[order], minlength=len(listed.rows))[self.shown]
@@ -270,7 +278,7 @@ class KeptSpans:
         is_first = np.diff(turns.request[order], prepend=NONE) != 0
         ends_before = np.where(is_first, 0, np.concatenate([[0], (starts + lengths)[:-1]])[: len(order)])
         return {
-            "names": list(map(safe, turns.names)),
+            "names": list(map(printable, turns.names)),
             "count": counts.tolist(),
             "part": turns.part[order].tolist(),
             "span": np.where(turns.row[order] == NONE, NONE, self.number_of[turns.row[order]]).tolist(),
@@ -284,14 +292,14 @@ class KeptSpans:
         served = self.listed.served
         if self.what != "request" or not self._whole.any():
             return {}
-        given_ns = self._recording.once(request_ledger).given_ns
+        given_ns = self._recording.compute_once(request_ledger).given_ns
         pairs = np.flatnonzero(np.append(self._whole, False)[served.request])
         pairs = pairs[np.lexsort((self._trace.start_ns[served.batch[pairs]], served.request[pairs]))]
         batches = served.batch[pairs]
         sizes = np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)
         return {
             "count": np.bincount(served.request[pairs], minlength=len(self.listed.rows))[self.shown].tolist(),
-            "span": steps(self.number_of[batches]),
+            "span": successive_differences(self.number_of[batches]),
             "given": given_ns[pairs].tolist(),
             "size": sizes.tolist(),
         }
@@ -305,8 +313,8 @@ class KeptSpans:
         self._attributes_left = 0
         for place, row in enumerate(having[np.argsort(~is_listed[having], kind="stable")].tolist()):
             texts = {
-                shorten(safe(str(name)), VALUE): shorten(
-                    safe(str(value[:VALUE] if isinstance(value, (str, tuple, list)) else value)), VALUE
+                shorten(printable(str(name)), VALUE): shorten(
+                    printable(str(value[:VALUE] if isinstance(value, (str, tuple, list)) else value)), VALUE
                 )
                 for name, value in trace.attributes[row].items()
                 if name not in (BATCH_KEYS, BATCH_WEIGHTS)

@@ -22,11 +22,11 @@ from instrument.report.table import (
     Ratio,
     bound_rows,
     column_width,
-    in_unit,
+    format_time,
     name_of_site,
     number_text,
+    printable,
     remaining_row,
-    safe,
     share,
     shorten,
 )
@@ -34,7 +34,7 @@ from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.call_tree import NodeTimes
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.indices import NONE, Groups, number_combinations
-from instrument.trace.intervals import are_innermost, clip_intervals, do_overlap, lengths_by_group
+from instrument.trace.intervals import are_in_window, are_innermost, clip_intervals, lengths_by_group
 from instrument.trace.layout import KernelColumns
 from instrument.trace.self_times import find_innermost
 
@@ -312,7 +312,7 @@ def _sum_by_group(work: _Work, groups: NDArray[Any], count: int) -> Iterator[tup
     union. In the union, parallel work on a device counts once."""
     on_device, firsts = number_combinations(groups, number_combinations(work.device)[0])
     unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
-    times = NodeTimes.of(Groups(groups, count), work.took_ns)
+    times = NodeTimes.sum_calls(Groups(groups, count), work.took_ns)
     busy_ns = Groups(groups[firsts], count).sum_by_group(unions_ns)
     columns = (times.calls, times.total_ns, times.most_ns, times.least_ns, busy_ns)
     return zip(*(column.tolist() for column in columns), strict=True)
@@ -376,8 +376,8 @@ class _DeviceWork(NamedTuple):
 def _read_torch_work(recording: Recording) -> _DeviceWork:
     """Return the device work from torch.profiler's record, which has all kernels."""
     window = recording.trace.watched or (0, 0)
-    events = KernelColumns.of(recording.trace.kernels)
-    is_inside = do_overlap(events.start_ns, events.end_ns, window)
+    events = KernelColumns.from_objects(recording.trace.kernels)
+    is_inside = are_in_window(events.start_ns, events.end_ns, window)
     work = _Work(events.name, events.device, *clip_intervals(events.start_ns, events.end_ns, window))
     by_kind = {kind: is_inside & (events.kind == number) for number, kind in enumerate(events.kinds)}
     counted = by_kind.pop("kernel", np.zeros(len(events), dtype=np.bool_))
@@ -394,7 +394,7 @@ def _read_torch_work(recording: Recording) -> _DeviceWork:
 def _read_span_work(recording: Recording) -> _DeviceWork:
     """Return the innermost device intervals of spans as device work, so that no time of a stream counts twice."""
     trace, window = recording.columns, recording.trace.coverage
-    timed = trace.device.select(trace.device.timed)
+    timed = trace.device.select(trace.device.is_measured)
     inner = timed.select(
         are_innermost(number_combinations(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns)
     )
@@ -425,10 +425,10 @@ def _window_lines(view: Kernels) -> list[str]:
     unit = view._options.unit
     text = ", ".join(
         f"{work.calls} {SEVERAL[work.kind] if work.calls > 1 else work.kind} "
-        f"({in_unit(work.total_ns, unit)} {unit}, busy {in_unit(work.busy_ns, unit)})"
+        f"({format_time(work.total_ns, unit)} {unit}, busy {format_time(work.busy_ns, unit)})"
         for work in view.others
     )
-    return [f"Window: {in_unit(view.window_ns, unit)} {unit}", *([f"Not in it: {text}"] if text else [])]
+    return [f"Window: {format_time(view.window_ns, unit)} {unit}", *([f"Not in it: {text}"] if text else [])]
 
 
 def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
@@ -449,7 +449,7 @@ def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mappi
 
 
 def _cut_label(label: str) -> str:
-    text = safe(label)
+    text = printable(label)
     return (
         text if column_width(text) <= HEAVIEST_ROOM else shorten(text[: HEAVIEST_ROOM - 3], HEAVIEST_ROOM - 3) + "..."
     )

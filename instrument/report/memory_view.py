@@ -16,7 +16,15 @@ import numpy as np
 from instrument.recording.spans import HOST, Sample, is_operator
 from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.section import Section, View, device_name, mebibytes
-from instrument.report.table import MISSING, bound_rows, number_text, remaining_row, safe, shorten, wrap_text
+from instrument.report.table import (
+    MISSING,
+    bound_rows,
+    number_text,
+    printable,
+    remaining_row,
+    shorten,
+    wrap_text,
+)
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.indices import Groups, number_combinations
@@ -128,7 +136,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     the mask `is_wanted`. `state` selects the host (CPU), devices (GPU), or both (All)."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
-    allocations = Allocations.of(facts.allocations)
+    allocations = Allocations.from_objects(facts.allocations)
     is_inside = (first <= allocations.times_ns) & (allocations.times_ns <= last)
     is_of_state = state == "All" or (allocations.rows["device"] == HOST) == (state == "CPU")
     is_counted = is_inside & is_of_state
@@ -139,7 +147,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
     names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
     called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if by_thread else np.zeros_like(thread)
-    follows, is_followed = _match_addresses(device, address, size_bytes)
+    follows, is_followed = _match_events_by_address(device, address, size_bytes)
     held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
     columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), size_bytes.clip(max=0), held_bytes)
 
@@ -182,7 +190,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     return CountedAllocations(uses, peaks, devices, thread_names, int((~is_inside).sum()))
 
 
-def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
+def _match_events_by_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
     """Return two masks of events: those that follow an allocation at the same address, and those that another event
     follows there."""
     order = np.lexsort((address, device))
@@ -250,13 +258,13 @@ class MemoryView(View):
             for row in self.devices
         ]  # fmt: skip
         at, thread = f"At, {self._options.unit}", "thread=Thread|" if self._options.threads == "apart" else ""
-        cut = {"thread": lambda row, unit: _cut_name(row.thread, THREAD_ROOM) or MISSING}
+        cut = {"thread": lambda row, unit: _shorten_place_name(row.thread, THREAD_ROOM) or MISSING}
         return [
             Section(
                 "Peaks", self.peaks,
                 f"label=Memory|peak_bytes=Peak|since_ns={at}|place=Reached in|thread=Thread|begin_bytes=Begin|"
                 "end_bytes=End",
-                texts={**cut, "place": lambda peak, unit: _cut_name(peak.place, NAME_ROOM) or "(no name)"},
+                texts={**cut, "place": lambda peak, unit: _shorten_place_name(peak.place, NAME_ROOM) or "(no name)"},
             ),
             Section(
                 "Memory by place", [*self.places, *of_all],
@@ -359,14 +367,14 @@ def _sum_places(uses: Sequence[PlaceMemory]) -> PlaceMemory:
 # Text
 
 
-def _cut_name(name: str, room: int) -> str:
-    return shorten(safe(name), room)
+def _shorten_place_name(name: str, room: int) -> str:
+    return shorten(printable(name), room)
 
 
 def _coverage_lines(view: MemoryView) -> list[str]:
     since, until = (number_text((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
     spans = f", with {view.spans} spans" if view.is_ours else ""
-    names = [_cut_name(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
+    names = [_shorten_place_name(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
     names += ["..."] if len(view.threads) > NAMED_THREADS else []
     profiler = "torch.profiler" if view.is_ours else "its profiler"
     return [

@@ -15,7 +15,7 @@ import numpy as np
 
 from instrument.recording.spans import Interval
 from instrument.report.section import Section
-from instrument.report.table import LINE, bound_rows, in_unit, safe, share, shorten
+from instrument.report.table import LINE, bound_rows, format_time, printable, share, shorten
 from instrument.report.view import Options, SortKey
 from instrument.trace.call_tree import CallPaths, NodeTimes, StreamTimes, call_tree
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s
@@ -64,7 +64,7 @@ class CallTable:
         return np.flatnonzero((self.paths.host.calls > 0) & is_of[self.name])
 
     @cached_property
-    def below(self) -> Members:
+    def called_children(self) -> Members:
         """The direct children of each node, if they have calls and are on the same track."""
         return Members(np.where(self.paths.host.calls > 0, self.around, NONE), len(self.name))
 
@@ -75,7 +75,7 @@ class CallTable:
             by_node[times.node].append(times)
         return by_node
 
-    def by_name(self, nodes: Int64s) -> dict[tuple[str, str], Int64s]:
+    def group_by_name(self, nodes: Int64s) -> dict[tuple[str, str], Int64s]:
         groups = Groups(self.name[nodes], len(self.names)).members()
         return {self.names[self.name[nodes[places[0]]]]: nodes[places] for places in groups}
 
@@ -158,7 +158,7 @@ def call_rows(
 ) -> tuple[CallRow, ...]:
     """Return a row for each name and kind of a level, sorted and limited by the options. At the topmost level, nested
     calls of a row count once in its ratio."""
-    groups = calls.by_name(nodes)
+    groups = calls.group_by_name(nodes)
 
     def row(name: str, kind: str, nodes: Int64s, once: Int64s) -> CallRow:
         cpu, gpu = calls.sum_times(nodes, "host"), calls.sum_times(nodes, "device")
@@ -213,7 +213,7 @@ def _sum_ratios(ratios: Iterable[float | None]) -> float | None:
 REMAINING = "Ratio of the remaining rows: without calls that are inside each other."
 
 
-def remaining_note(blocks: Iterable[CallBlock]) -> list[str]:
+def explain_remaining_ratio(blocks: Iterable[CallBlock]) -> list[str]:
     """Return the note on ratios of rows that sum up others, [] without such a topmost row."""
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
@@ -242,12 +242,12 @@ class _Line:
         return self.row.depth
 
 
-def block_section(block: CallBlock, options: Options, noun: str) -> Section:
+def make_block_table(block: CallBlock, options: Options, noun: str) -> Section:
     """Return the table of a block. Each row has a line of host times, and one of device times if there are any."""
-    bases = [] if options.state == "GPU" else [f"CPU {in_unit(block.cpu_base_ns, options.unit)}"]
+    bases = [] if options.state == "GPU" else [f"CPU {format_time(block.cpu_base_ns, options.unit)}"]
     if options.state != "CPU" and any(row.gpu for row in block.rows):
-        bases.append(f"GPU {in_unit(block.gpu_base_ns, options.unit)}")
-    thread = [] if block.thread is None else [f"{shorten(safe(block.name), LINE // 2)} (id {block.thread})"]
+        bases.append(f"GPU {format_time(block.gpu_base_ns, options.unit)}")
+    thread = [] if block.thread is None else [f"{shorten(printable(block.name), LINE // 2)} (id {block.thread})"]
     kinds: dict[tuple[str, int], set[str]] = {}
     for row in block.rows:
         kinds.setdefault((row.name, row.depth), set()).add(row.kind)

@@ -28,12 +28,12 @@ from instrument.report.operator_rows import (
     CallRow,
     CallTable,
     CallTimes,
-    block_section,
     call_rows,
     describe_order,
+    explain_remaining_ratio,
     find_outermost,
+    make_block_table,
     make_blocks,
-    remaining_note,
 )
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
@@ -42,15 +42,15 @@ from instrument.report.table import (
     bound_rows,
     column_width,
     compact_number,
-    safe,
+    format_six_digits,
+    percent_text,
+    printable,
     section_title,
     share,
     shorten,
-    six_digits,
-    tenths,
 )
 from instrument.report.view import Options, Recording
-from instrument.trace.call_tree import StreamTimes, device_lengths_below
+from instrument.trace.call_tree import StreamTimes, measure_calls_on_device
 from instrument.trace.columns import Columns, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
@@ -60,7 +60,7 @@ from instrument.trace.indices import (
     find_distinct,
     index_rows,
     mask_of,
-    nearest,
+    nearest_at_or_above,
     number_by_first_sight,
 )
 from instrument.trace.intervals import shift_to_one_axis
@@ -97,7 +97,7 @@ class FlopTable:
     rows: tuple[FlopRow, ...]
 
     def section(self) -> Section:
-        part = f"{tenths(self.elsewhere, self.flops)} ran where no span was open, or those of several tasks"
+        part = f"{percent_text(self.elsewhere, self.flops)} ran where no span was open, or those of several tasks"
         elsewhere = [f"{part}: they are in no row."] if self.elsewhere else []
         return Section(
             "Operations", self.rows,
@@ -116,7 +116,7 @@ class FlopTable:
         )  # fmt: skip
 
 
-def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
+def make_flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
     """Return the floating-point operations of spans of the given kinds, and of other spans with operations of their
     own. Return None if no operation was counted. It takes about 1 us for each span with operations."""
     trace = recording.columns
@@ -136,7 +136,7 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     if not whole:
         return None
     tree = _Tree(trace, own_flops, kinds)
-    launched_ns = _launched_ns(recording, [row for calls in tree.calls.values() for row in calls])
+    launched_ns = _measure_launched_work_ns(recording, [row for calls in tree.calls.values() for row in calls])
 
     def make_row(name: str, kind: str) -> FlopRow:
         flops, calls = tree.flops[name, kind], tree.calls[name, kind]
@@ -144,7 +144,7 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
 
     def sum_omitted(rows: Sequence[FlopRow]) -> FlopRow:
         # Rows may be nested: each span's operations count once, but times would count some spans twice.
-        flops = tree.sum_flops({(row.name, row.kind) for row in rows})
+        flops = tree.sum_distinct_flops({(row.name, row.kind) for row in rows})
         return FlopRow("", "", sum(row.calls for row in rows), flops, "", None, share(flops, whole), len(rows))
 
     rows = sorted((make_row(*key) for key in tree.calls), key=lambda row: (-row.flops, row.name, row.kind))
@@ -156,9 +156,9 @@ class _Tree:
     kind, and `flops` their operations. Only spans of the requested kinds also count operations of inner calls."""
 
     def __init__(self, trace: Columns, own_flops: Mapping[int, int], kinds: Collection[str]) -> None:
-        rows = np.flatnonzero(are_at_or_above(trace.around, np.array(list(own_flops), dtype=np.int64)))
+        rows = np.flatnonzero(are_at_or_above(trace.parent_on_same_track, np.array(list(own_flops), dtype=np.int64)))
         rows = rows[np.argsort(trace.level[rows], kind="stable")]  # parents first
-        self._around: Int32s = index_rows(rows, len(trace))[trace.around[rows]].astype(np.int32)
+        self._around: Int32s = index_rows(rows, len(trace))[trace.parent_on_same_track[rows]].astype(np.int32)
         self._own_flops = [own_flops.get(row, 0) for row in rows.tolist()]
         names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
         self._names, self._name = names, of_site[trace.site[rows]]
@@ -177,19 +177,19 @@ class _Tree:
         self.flops = dict(zip(names, sums, strict=True))
         self.calls = {name: rows[list(calls[at])].tolist() for at, name in enumerate(names) if calls[at]}
 
-    def sum_flops(self, names: Collection[tuple[str, str]]) -> int:
+    def sum_distinct_flops(self, names: Collection[tuple[str, str]]) -> int:
         """Return the operations of all spans of the given names and kinds. An operation counts once, even if such spans
         are nested."""
         is_wanted = np.array([name in names for name in self._names], dtype=np.bool_)
-        is_inside = nearest(self._around, (is_wanted & self._is_asked)[self._name]) != NONE
+        is_inside = nearest_at_or_above(self._around, (is_wanted & self._is_asked)[self._name]) != NONE
         counted = np.flatnonzero(is_wanted[self._name] | is_inside)
         return sum(map(self._own_flops.__getitem__, counted.tolist()))
 
 
-def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
+def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
     """Return the device time of each call in ns, by row. It is the time of the kernels that the call launched or,
     without recorded kernels, of the device intervals at or below the call."""
-    trace, columns = recording.columns, KernelColumns.of(recording.trace.kernels)
+    trace, columns = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
     rows = find_distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
     device_ns = np.zeros(len(trace), dtype=np.int64)
@@ -205,8 +205,10 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
         first, end = np.searchsorted(launches[order], starts), np.searchsorted(launches[order], ends)
         device_ns[rows] = sums[end] - sums[first]
     has_none = mask_of(rows[device_ns[rows] == 0], len(trace))
-    work = trace.device.select(trace.device.timed & (trace.device.start_ns < trace.device.end_ns))
-    calls_with_work, lengths_ns = device_lengths_below(trace.around, has_none, work.row, work.start_ns, work.end_ns)
+    work = trace.device.select(trace.device.is_measured & (trace.device.start_ns < trace.device.end_ns))
+    calls_with_work, lengths_ns = measure_calls_on_device(
+        trace.parent_on_same_track, has_none, work.row, work.start_ns, work.end_ns
+    )
     device_ns[calls_with_work] = lengths_ns
     return device_ns
 
@@ -283,7 +285,7 @@ class Operators(View):
             f"Time unit: {self._options.unit}; {describe_order(self._options)}",
             "Ratio: 100 % is the sum of all operators that are inside no other one. For a row below an operator,",
             "100 % is that operator. Work at the same time counts for each.",
-            *remaining_note(self.blocks),
+            *explain_remaining_ratio(self.blocks),
         ]
 
     def reasons_if_empty(self) -> list[str]:
@@ -294,7 +296,7 @@ class Operators(View):
 
     def sections(self) -> list[Section]:
         operations = [] if self.operations is None else [self.operations.section()]
-        return [*(block_section(block, self._options, "Operator") for block in self.blocks), *operations]
+        return [*(make_block_table(block, self._options, "Operator") for block in self.blocks), *operations]
 
     def footnotes(self) -> list[str]:
         order = [] if self.in_order is None else _order_lines(self.in_order, self.coverage)
@@ -310,7 +312,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     def block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
         outermost = nodes[~calls.inside[nodes]]
         cpu_ns, gpu_ns = (calls.total_ns(outermost, on) for on in ("host", "device"))
-        groups, shown = calls.by_name(nodes), list[CallRow]()
+        groups, shown = calls.group_by_name(nodes), list[CallRow]()
         for row in call_rows(calls, nodes, 0, cpu_ns, gpu_ns, options):
             shown.append(row)
             if options.tracer_option != "Default" and not row.remaining:
@@ -319,15 +321,15 @@ def operators(recording: Recording, options: Options) -> Operators:
 
     blocks = make_blocks(calls, calls.calls_of(OPERATORS), facts.threads, options, block)
     in_order = _execution_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
-    operations = flop_table(recording, OPERATORS, options)
+    operations = make_flop_table(recording, OPERATORS, options)
     return Operators(Coverage.of_recording(recording), blocks, in_order, operations, options)
 
 
 def _child_rows(calls: CallTable, row: CallRow, nodes: Int64s, options: Options) -> Iterator[CallRow]:
     """Yield the rows below an operator, each followed by rows for its streams. The operator's own streams come last."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
-    below = np.concatenate([calls.below[node] for node in nodes.tolist()])
-    children = calls.by_name(below)
+    below = np.concatenate([calls.called_children[node] for node in nodes.tolist()])
+    children = calls.group_by_name(below)
     for child_row in call_rows(calls, below, 1, cpu_ns, gpu_ns, options):
         yield child_row
         if not child_row.remaining and child_row.gpu and options.state != "CPU":
@@ -423,11 +425,11 @@ def _order_lines(order: ExecutionOrder, coverage: Coverage) -> list[str]:
         "",
     ]
     for operator in order.operators:
-        before, after = f"OP_ID{operator.number}. ", f" : {six_digits(operator.mean_ns)} sec"
+        before, after = f"OP_ID{operator.number}. ", f" : {format_six_digits(operator.mean_ns)} sec"
         name = f"{operator.name} [{operator.instance}]" if operator.instance else operator.name
-        lines.append(before + shorten(safe(name), LINE - column_width(before + after)) + after)
+        lines.append(before + shorten(printable(name), LINE - column_width(before + after)) + after)
     if order.remaining:
-        lines.append(f"(remaining {order.remaining}) : {six_digits(order.remaining_ns)} sec")
+        lines.append(f"(remaining {order.remaining}) : {format_six_digits(order.remaining_ns)} sec")
     return [*lines, ""]
 
 
@@ -451,14 +453,14 @@ class User(View):
             *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {describe_order(self._options)}",
             "Ratio: of the window, or of its part with all spans; work at the same time counts for each.",
-            *remaining_note(self.blocks),
+            *explain_remaining_ratio(self.blocks),
         ]
 
     def reasons_if_empty(self) -> list[str]:
         return [] if self.blocks else self.coverage.explain_no_spans("span of kind user", NO_SPAN)
 
     def sections(self) -> list[Section]:
-        return [block_section(block, self._options, "Name") for block in self.blocks]
+        return [make_block_table(block, self._options, "Name") for block in self.blocks]
 
 
 def user(recording: Recording, options: Options) -> User:

@@ -31,17 +31,17 @@ from instrument.profile.model import KINDS
 from instrument.recording.spans import Interval, Site, is_interruption
 from instrument.report.copies_view import sizes_of_copies
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import Ratio, bound_rows, in_unit, share
+from instrument.report.table import Ratio, bound_rows, format_time, share
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct, rank_distinct
 from instrument.trace.intervals import (
     NOTHING,
     Union,
+    are_in_window,
     clip_intervals,
-    do_overlap,
     intersect,
-    shared_ns,
+    measure_intersection,
     subtract,
     union,
     unite,
@@ -145,7 +145,7 @@ def overview(recording: Recording, options: Options) -> Overview:
 
     def measure_row(stretches: _Stretches) -> tuple[int, int, int, float | None, float | None]:
         time_ns = stretches.union.length_ns()
-        in_steps_ns = shared_ns(stretches.union, steps.union) if steps is not None else 0
+        in_steps_ns = measure_intersection(stretches.union, steps.union) if steps is not None else 0
         step_ratio = None if steps_ns is None else share(in_steps_ns, steps_ns)
         return stretches.number, time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
 
@@ -156,7 +156,7 @@ def overview(recording: Recording, options: Options) -> Overview:
     kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns))
     devices = [
         DeviceWork(device, work, *measure_row(stretches))
-        for device, work, stretches in _intervals_of_devices(recording.columns, window)
+        for device, work, stretches in _union_device_intervals_by_work(recording.columns, window)
     ]
     return Overview(
         Coverage.of_recording(recording),
@@ -177,7 +177,7 @@ class _Stretches(NamedTuple):
 
 def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
     """Return the intervals of each kind of span, except interruptions, whose time is in the interrupted spans."""
-    inside = do_overlap(trace.start_ns, trace.end_ns, window)
+    inside = are_in_window(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.are_of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
     of_kinds = {kind: inside & trace.are_of_kind(kind) for kind in dict.fromkeys(site.kind for site in trace.sites)}
@@ -188,10 +188,10 @@ def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretche
     }
 
 
-def _intervals_of_devices(trace: Columns, window: Interval) -> Iterator[tuple[int, str, _Stretches]]:
+def _union_device_intervals_by_work(trace: Columns, window: Interval) -> Iterator[tuple[int, str, _Stretches]]:
     """Yield the device intervals of each device and row. All devices together come first, if there are several."""
-    intervals = trace.device.select(trace.device.timed).clip_to(window)
-    is_copy, is_comm = trace.are_of_kind("copy")[intervals.row], are_in_communication(trace, intervals)
+    intervals = trace.device.select(trace.device.is_measured).clip_to(window)
+    is_copy, is_comm = trace.are_of_kind("copy")[intervals.row], mask_communication(trace, intervals)
     every = np.ones(len(intervals), dtype=np.bool_)
     works = {"busy": every, "compute": ~is_copy, "communication": is_comm & ~is_copy, "copies": is_copy}
     stretches = divide_by_device(intervals, works)
@@ -203,7 +203,7 @@ def _intervals_of_devices(trace: Columns, window: Interval) -> Iterator[tuple[in
     yield from ((device, work, piece) for (device, work), piece in stretches.items())
 
 
-def are_in_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
+def mask_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
     """Return a mask of the device intervals of spans of kind `comm` and of the spans below them."""
     return np.asarray(trace.topmost_wanted_rows(trace.are_of_kind("comm"))[intervals.row] != NONE)
 
@@ -267,7 +267,7 @@ class DistributionView(View):
 
     def header_lines(self) -> list[str]:
         unit, base = self._options.unit, "the time in steps" if self.of == "step" else "the window"
-        ratios = f"ratios are of {base}, {in_unit(self.base_ns, unit)}"
+        ratios = f"ratios are of {base}, {format_time(self.base_ns, unit)}"
         return [*self.coverage.lines(), f"Time unit: {unit}; unions; {ratios}"]
 
     def reasons_if_empty(self) -> list[str]:
@@ -325,14 +325,14 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     of, base = "window", union(np.array(window[:1]), np.array(window[1:]))
     if steps is not None and len(steps.union.starts):
         of, base = "step", steps.union
-    base_ns, works = base.length_ns(), _divide_communication(trace, window, calls, base)
+    base_ns, works = base.length_ns(), _separate_communication_from_computation(trace, window, calls, base)
     if not works:
         return DistributionView(coverage, of, base_ns, (), (), options)
     on_host, by_host = works.pop(HOST)
     devices = sorted(works, key=lambda device: (len(device), device))
 
     def use(name: str, communicating: Union, computing: Union, overlaps: Union | None = None) -> DistributionUse:
-        overlap_ns = shared_ns(communicating, computing) if overlaps is None else overlaps.length_ns()
+        overlap_ns = measure_intersection(communicating, computing) if overlaps is None else overlaps.length_ns()
         return DistributionUse(name, base_ns, communicating.length_ns(), computing.length_ns(), overlap_ns)
 
     places = [use(HOST, on_host, by_host)] if options.state != "GPU" else []
@@ -349,20 +349,22 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     return DistributionView(coverage, of, base_ns, tuple(places), operations, options)
 
 
-def _divide_communication(trace: Columns, window: Interval, calls: Int64s, base: Union) -> dict[str, list[Union]]:
+def _separate_communication_from_computation(
+    trace: Columns, window: Interval, calls: Int64s, base: Union
+) -> dict[str, list[Union]]:
     """Return the communication and the computation of the host and of each device within the base time."""
     is_named = trace.are_of_sites(
         [site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS) for site in trace.sites]
     )
     if not is_named.any():
         return {}  # there is nothing to compare
-    intervals = trace.device.select(trace.device.timed).clip_to(window)
-    is_comm = are_in_communication(trace, intervals) | is_named[intervals.row]
+    intervals = trace.device.select(trace.device.is_measured).clip_to(window)
+    is_comm = mask_communication(trace, intervals) | is_named[intervals.row]
     computes = ~is_comm & ~trace.are_of_kind("copy")[intervals.row]
     if not len(calls) and not is_comm.any():
         return {}
     works: dict[str, list[Union]] = defaultdict(lambda: [NOTHING, NOTHING])
-    works[HOST] = [union(*_flight_times(trace, calls)), _computation_of_host(trace, window)]
+    works[HOST] = [union(*_measure_communication_intervals(trace, calls)), _computation_of_host(trace, window)]
     for (device, work), stretches in divide_by_device(intervals, {"communication": is_comm, "": computes}).items():
         works[f"device {device}"][not work] = stretches.union
     return {place: [intersect(work, base) for work in pair] for place, pair in works.items()}
@@ -370,7 +372,7 @@ def _divide_communication(trace: Columns, window: Interval, calls: Int64s, base:
 
 def _computation_of_host(trace: Columns, window: Interval) -> Union:
     """Return the time in which any thread computes while it neither communicates nor copies nor loads."""
-    inside = do_overlap(trace.start_ns, trace.end_ns, window)
+    inside = are_in_window(trace.start_ns, trace.end_ns, window)
     starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
     computing, pausing = inside & trace.are_of_kind(*COMPUTES), inside & trace.are_of_kind(*PAUSES)
     rows = np.flatnonzero(computing | pausing)
@@ -382,7 +384,7 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
     return unite(unions)
 
 
-def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
+def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
     """Return the start and end times of each communication. An asynchronous one starts when it was called and ends with
     the wait for it."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]

@@ -23,7 +23,7 @@ from instrument.profile.model import PHASES
 from instrument.recording.spans import Interval
 from instrument.report.benchmark_view import LOADER, OPTIMIZER, Units, find_units, phase_of
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import bound_rows, in_unit, share, six_digits
+from instrument.report.table import bound_rows, format_six_digits, format_time, share
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct, nearest_above, number_combinations
@@ -69,14 +69,14 @@ def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     is_optimizer = trace.are_of_sites([name == OPTIMIZER for name in of_sites])[rows]
     is_aside = (units.is_aside | is_below | stood_still)[rows]
     rank = np.select([is_aside, is_optimizer], [OTHER, OWN_OPTIMIZER], OWN)
-    line, ends = _place_calls(trace, units, rows, stood_still[rows])
+    line, ends = _assign_calls_to_steps(trace, units, rows, stood_still[rows])
     is_outside = (line == NONE) & (trace.start_ns[rows] < interval[1]) & (trace.end_ns[rows] > interval[0])
     outside = rows[is_outside]
     outside_ns = np.minimum(trace.end_ns[outside], interval[1]) - np.maximum(trace.start_ns[outside], interval[0])
     order = np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], rank, line))
     order = order[np.searchsorted(line[order], 0) :]
     rows, line, ends, rank = rows[order], line[order], ends[order], rank[order]
-    call, pieces, unit = _divide_units(units, line, trace.start_ns[rows], ends, rank)
+    call, pieces, unit = _divide_unit_time_among_calls(units, line, trace.start_ns[rows], ends, rank)
     lengths_ns = pieces.ends - pieces.starts
     call_numbers = find_distinct(call)
     own_ns = Groups(np.searchsorted(call_numbers, call), len(call_numbers)).sum_by_group(lengths_ns)
@@ -96,7 +96,7 @@ def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     )
 
 
-def _place_calls(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
+def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
     """Return the track and the end of each call, with the track `NONE` outside of kept steps. A suspended generator
     ends at the latest with the step in which it began."""
     line, starts, ends = units.line_of[rows], trace.start_ns[rows], trace.end_ns[rows].copy()
@@ -113,7 +113,7 @@ def _place_calls(trace: Columns, units: Units, rows: Int64s, stood_still: Bools)
     return line, ends
 
 
-def _divide_units(
+def _divide_unit_time_among_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
     """Divide the time of units among calls. Return the intervals, each with the index of its call and of its unit. Of
@@ -153,7 +153,7 @@ class StreamUses:
         return _phase_times(times_ns, count, total_ns, self.base_ns) if self.units else None
 
 
-def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
+def measure_device_time_of_phases(trace: Columns, units: Units, calls: Calls) -> StreamUses:
     """Return the device time of the spans that began in a unit or in a call."""
     device = trace.device
     rows = find_distinct(device.row)
@@ -162,26 +162,29 @@ def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
     piece = calls.pieces.interval_at(units.line_of[rows], trace.start_ns[rows])
     of_row = np.full((2, len(trace)), NONE, dtype=np.int64)
     of_row[:, rows] = unit, np.append(calls.of_piece, NONE)[piece]
-    indexes = np.flatnonzero(device.timed & (of_row[0][device.row] != NONE))
+    indexes = np.flatnonzero(device.is_measured & (of_row[0][device.row] != NONE))
     unit, call = of_row[:, device.row[indexes]]
     stream = number_combinations(device.device[indexes], device.stream[indexes])[0]
     parts = stream, device.start_ns[indexes], device.end_ns[indexes]
     in_call = call != NONE
     call, parts_of_calls = call[in_call], tuple(column[in_call] for column in parts)
-    of_units, (of_calls, call_numbers) = _sum_by_key(unit, *parts)[0], _sum_by_key(call, *parts_of_calls)
-    of_phases, phases = _sum_by_key(calls.phase[call], *parts_of_calls)
+    of_units, (of_calls, call_numbers) = (
+        _sum_stream_time_by_key(unit, *parts)[0],
+        _sum_stream_time_by_key(call, *parts_of_calls),
+    )
+    of_phases, phases = _sum_stream_time_by_key(calls.phase[call], *parts_of_calls)
     return StreamUses(
         units=of_units.tolist(),
         calls=_group_by_phase(calls.names, calls.phase[call_numbers], of_calls),
         phases={
             calls.names[number]: total_ns for number, total_ns in zip(phases.tolist(), of_phases.tolist(), strict=True)
         },
-        base_ns=sum(_sum_by_key(np.zeros_like(unit), *parts)[0].tolist()),
-        covered_ns=sum(_sum_by_key(np.zeros_like(call), *parts_of_calls)[0].tolist()),
+        base_ns=sum(_sum_stream_time_by_key(np.zeros_like(unit), *parts)[0].tolist()),
+        covered_ns=sum(_sum_stream_time_by_key(np.zeros_like(call), *parts_of_calls)[0].tolist()),
     )
 
 
-def _sum_by_key(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
+def _sum_stream_time_by_key(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
     """Return the distinct keys, and the device time of each. Overlapping times on one stream count once."""
     parts, firsts = number_combinations(keys, streams)
     lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
@@ -265,7 +268,7 @@ class PhasesView(View):
         lines = self._singa_lines() if self._options.state != "GPU" else []
         if self.outside:
             place = "in no step" if self.of == "step" else "in no request"
-            time = f"{in_unit(self.outside_ns, self._options.unit)} {self._options.unit}"
+            time = f"{format_time(self.outside_ns, self._options.unit)} {self._options.unit}"
             lines.append(f"Not counted: {self.outside} call{'s' * (self.outside > 1)} of phases {place}, {time}")
         return lines
 
@@ -303,7 +306,7 @@ class PhasesView(View):
         return [
             f"Time Profiling: host time, averages of {', '.join(counts)}",
             *propagation_lines(self.mean_ns),
-            *(f"{name.capitalize()} Time : {six_digits(self.mean_ns[name])} sec" for name in more),
+            *(f"{name.capitalize()} Time : {format_six_digits(self.mean_ns[name])} sec" for name in more),
             "",
         ]
 
@@ -311,7 +314,7 @@ class PhasesView(View):
 def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
     """Return the two lines on forward and backward that SINGA prints, from the mean time of each phase."""
     return [
-        f"{name.capitalize()} Propagation Time : {six_digits(mean_ns.get(name))} sec"
+        f"{name.capitalize()} Propagation Time : {format_six_digits(mean_ns.get(name))} sec"
         for name in ("forward", "backward")
     ]
 
@@ -329,7 +332,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     own_ns = _group_by_phase(calls.names, calls.phase, calls.own_ns)
     if not count or (not own_ns and not calls.outside_ns):
         return PhasesView(coverage, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
-    streams = measure_streams(trace, units, calls)
+    streams = measure_device_time_of_phases(trace, units, calls)
     base_ns = sum(lengths_ns)
     rest_ns = base_ns - sum(map(sum, own_ns.values()))
     rows = [

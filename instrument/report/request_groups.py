@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError, TraceError
-from instrument.profile.document import nearest
+from instrument.profile.document import find_most_similar
 from instrument.recording.distributions import OTHER, group_of
 from instrument.report.section import Section
-from instrument.report.table import bound_rows, row_adder, safe, share
-from instrument.report.utilisation import request_of_spans, requests_within
+from instrument.report.table import bound_rows, make_row_summer, printable, share
+from instrument.report.utilisation import select_requests_within, topmost_request_of_spans
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct
@@ -36,24 +36,28 @@ ENDPOINT = "endpoint"
 
 def joined_requests(recording: Recording) -> Joined:
     """Return the requests of a recording. Spans of all processes with the same key are one request."""
-    return join(recording.columns, recording.trace.apart_ns, recording.once(request_of_spans))
+    return join(recording.columns, recording.trace.apart_ns, recording.compute_once(topmost_request_of_spans))
 
 
 def complete_requests(recording: Recording) -> tuple[Int64s, int]:
     """Return the rows of the requests that are entirely within the window, and the number that cross its edges."""
-    return requests_within(recording.columns, recording.once(joined_requests).owner, recording.trace.coverage)
+    return select_requests_within(
+        recording.columns, recording.compute_once(joined_requests).owner, recording.trace.coverage
+    )
 
 
 def request_turns(recording: Recording) -> Turns:
-    return turns_of(recording.columns, recording.once(joined_requests))
+    return turns_of(recording.columns, recording.compute_once(joined_requests))
 
 
 def request_ledger(recording: Recording) -> Ledger:
-    return compute_ledger(recording.columns, recording.once(joined_requests), recording.once(request_turns))
+    return compute_ledger(
+        recording.columns, recording.compute_once(joined_requests), recording.compute_once(request_turns)
+    )
 
 
 def request_device_ledger(recording: Recording) -> DeviceLedger:
-    return compute_device_ledger(recording.columns, recording.once(joined_requests))
+    return compute_device_ledger(recording.columns, recording.compute_once(joined_requests))
 
 
 class RequestGroups(NamedTuple):
@@ -66,7 +70,7 @@ class RequestGroups(NamedTuple):
 def request_groups(recording: Recording, options: Options) -> RequestGroups:
     """Return all requests, grouped by the option `requests_by`. Requests without the attribute are in the last
     group."""
-    trace, rows = recording.columns, recording.once(joined_requests).rows
+    trace, rows = recording.columns, recording.compute_once(joined_requests).rows
     if options.requests_by in ("", ENDPOINT):
         names, of_site = trace.numbered_sites(attrgetter("name"))
         used, group = np.unique(of_site[trace.site[rows]], return_inverse=True)
@@ -92,10 +96,10 @@ def _attribute_names(trace: Columns, rows: Int64s) -> Iterable[str]:
 
 def refuse_unknown_group(recording: Recording, options: Options) -> None:
     """Raise `InstrumentError` with the existing attributes if no request has the attribute `requests_by`."""
-    trace, rows, attribute = recording.columns, recording.once(joined_requests).rows, options.requests_by
+    trace, rows, attribute = recording.columns, recording.compute_once(joined_requests).rows, options.requests_by
     if attribute in ("", ENDPOINT) or not len(rows) or any(attribute_values(trace, rows, attribute)):
         return
-    names = [safe(name) for name in _attribute_names(trace, rows) if not name.startswith("instrument.")]
+    names = [printable(name) for name in _attribute_names(trace, rows) if not name.startswith("instrument.")]
     raise InstrumentError(
         f"report: asked for groups by {attribute!r}, found no request with that attribute; allowed: "
         f"{', '.join([ENDPOINT, *sorted(names)[:MOST_NAMES]])}"
@@ -139,16 +143,16 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
     """Return the shares of each group of requests within the window, () without the option `requests_by`."""
     if not options.requests_by:
         return ()
-    trace, joined = recording.columns, recording.once(joined_requests)
-    groups, (whole, _) = request_groups(recording, options), recording.once(complete_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    groups, (whole, _) = request_groups(recording, options), recording.compute_once(complete_requests)
     places = joined.of[whole]
     count, of_places = len(groups.names), Groups(groups.group[places], len(groups.names))
-    given_ns = recording.once(request_ledger).given_ns
+    given_ns = recording.compute_once(request_ledger).given_ns
     pairs = np.flatnonzero(joined.served.request != NONE)
     in_batches = Groups(joined.served.request[pairs], len(joined.rows)).sum_by_group(given_ns[pairs])
     on_device = np.zeros(len(joined.rows), dtype=np.int64)
     if len(trace.device):
-        times = recording.once(request_device_ledger)
+        times = recording.compute_once(request_device_ledger)
         on_device = times.own_ns + times.shared_ns
     batches_ns, device_ns = of_places.sum_by_group(in_batches[places]), of_places.sum_by_group(on_device[places])
     columns = [of_places.count_members(), batches_ns, device_ns]
@@ -164,7 +168,7 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
         if size
     ]
     rows.sort(key=lambda row: (-row.batches_ns, -row.device_ns, -row.requests, row.name))
-    shown = bound_rows(rows, options, attrgetter("batches_ns"), row_adder("requests", "batches_ns", "device_ns"))
+    shown = bound_rows(rows, options, attrgetter("batches_ns"), make_row_summer("requests", "batches_ns", "device_ns"))
     all_batches, all_devices = sum(batches_ns.tolist()), sum(device_ns.tolist())
     return tuple(
         replace(row, batches_ratio=share(row.batches_ns, all_batches), device_ratio=share(row.device_ns, all_devices))
@@ -172,7 +176,7 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
     )
 
 
-def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:
+def make_shares_table(shares: Sequence[GroupShare], options: Options) -> Section:
     columns = ["name=Value", "requests=Requests"]
     for name, heading in (("batches", "Batches"), ("device", "Device")):
         if any(getattr(row, f"{name}_ns") for row in shares):
@@ -212,11 +216,13 @@ CHANCE = 0.01
 def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
     """Return the indices of requests with similar work. With too few, return requests of the endpoint instead. The
     second result is False if their work may differ."""
-    trace, joined = recording.columns, recording.once(joined_requests)
-    is_same = have_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    is_same = (
+        mask_requests_by_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
+    )
     is_same[place] = False
     places = np.flatnonzero(is_same)
-    work = recording.once(_measure_work)
+    work = recording.compute_once(_measure_work)
     if len(work):
         distances = np.abs(work[:, places] - work[:, [place]]).max(axis=0)
         near = np.argsort(distances, kind="stable")[:NEAREST]
@@ -226,18 +232,18 @@ def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
     return choose_evenly(places, NEAREST), not len(work)
 
 
-def have_name(recording: Recording, name: str) -> Bools:
+def mask_requests_by_name(recording: Recording, name: str) -> Bools:
     trace = recording.columns
-    return trace.are_of_sites([site.name == name for site in trace.sites])[recording.once(joined_requests).rows]
+    return trace.are_of_sites([site.name == name for site in trace.sites])[recording.compute_once(joined_requests).rows]
 
 
-def mask_endpoint(recording: Recording, name: str) -> Bools:
+def mask_known_endpoint(recording: Recording, name: str) -> Bools:
     """Return a mask of the requests of an endpoint. Raises `TraceError` for an unknown endpoint."""
-    is_named = have_name(recording, name)
+    is_named = mask_requests_by_name(recording, name)
     if not is_named.any():
-        trace, rows = recording.columns, recording.once(joined_requests).rows
+        trace, rows = recording.columns, recording.compute_once(joined_requests).rows
         names = sorted({trace.sites[site].name for site in find_distinct(trace.site[rows]).tolist()})
-        near = nearest(name, names)
+        near = find_most_similar(name, names)
         hint = f"; nearest is {near!r}" if near else ""
         raise TraceError(f"there is no endpoint {name!r:.80} among {len(names)} endpoints{hint}")
     return is_named
@@ -248,11 +254,11 @@ def choose_evenly(places: Int64s, most: int) -> Int64s:
     return places[chosen]
 
 
-def median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
+def choose_median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
     """Return a request from `outside` for each target. Among the `TRIALS` requests with the most similar work, it has
     the median wall time."""
-    trace, joined = recording.columns, recording.once(joined_requests)
-    walls, work = trace.total_ns[joined.rows], recording.once(_measure_work)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    walls, work = trace.total_ns[joined.rows], recording.compute_once(_measure_work)
     medians = []
     for target in targets.tolist() if len(outside) else ():
         distances = np.abs(work[:, outside] - work[:, [target]]).max(axis=0, initial=0.0)
@@ -264,9 +270,9 @@ def median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> I
 def _measure_work(recording: Recording) -> NDArray[np.float64]:
     """Return the base-2 logarithms of the amounts of work, with a row for each measure and a column for each
     request."""
-    trace, joined = recording.columns, recording.once(joined_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
     served, count = joined.served, len(joined.rows)
-    columns = [size_numbers(trace, name, joined.rows)[joined.rows] for name in sorted(size_names(trace))]
+    columns = [read_sizes(trace, name, joined.rows)[joined.rows] for name in sorted(size_names(trace))]
     pairs = np.flatnonzero(served.request != NONE)
     if len(pairs):
         columns.append(np.bincount(served.request[pairs], minlength=count).astype(np.float64))
@@ -276,7 +282,7 @@ def _measure_work(recording: Recording) -> NDArray[np.float64]:
     return np.log2(1 + np.maximum(np.array(used), 0)) if used else np.zeros((0, count))
 
 
-def slow_from_ns(walls: Int64s, requests: int) -> float:
+def estimate_slow_threshold_ns(walls: Int64s, requests: int) -> float:
     """Return the wall time above which a request is slow. With an exponential distribution of long wall times, `CHANCE`
     typical requests per recording exceed it."""
     middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
@@ -300,7 +306,7 @@ def read_numbers(attributes: Attributes, name: str, rows: Int64s, limit: int = 1
     return numbers
 
 
-def size_numbers(trace: Columns, name: str, among: Int64s | None = None) -> NDArray[np.float64]:
+def read_sizes(trace: Columns, name: str, among: Int64s | None = None) -> NDArray[np.float64]:
     rows = trace.attributes.having(name)
     rows = rows if among is None else rows[np.isin(rows, among)]
     numbers = np.zeros(len(trace))

@@ -15,20 +15,25 @@ from itertools import groupby
 import numpy as np
 
 from instrument.errors import TraceError
-from instrument.profile.document import nearest
+from instrument.profile.document import find_most_similar
 from instrument.recorder.attribute_checks import key_text
 from instrument.report.endpoint_statistics import describe_failure
-from instrument.report.request_groups import have_name, joined_requests, request_device_ledger, request_ledger
+from instrument.report.request_groups import (
+    joined_requests,
+    mask_requests_by_name,
+    request_device_ledger,
+    request_ledger,
+)
 from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (
     LINE,
-    in_unit,
+    format_time,
     number_text,
-    safe,
+    percent_text,
+    printable,
     section_title,
     share,
     shorten,
-    tenths,
     title,
     wrap_text,
 )
@@ -95,11 +100,14 @@ class RequestLife:
 
     def lines(self) -> list[str]:
         unit = self._options.unit
-        error = f", {safe(self.error or self.outcome)}" if self.error or self.outcome else ""
-        keys = f", key {' '.join(map(safe, self.keys))}" if self.keys else ""
-        name = shorten(safe(self.name) or "(no name)", LINE // 2)
+        error = f", {printable(self.error or self.outcome)}" if self.error or self.outcome else ""
+        keys = f", key {' '.join(map(printable, self.keys))}" if self.keys else ""
+        name = shorten(printable(self.name) or "(no name)", LINE // 2)
         at = f"{number_text(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
-        lines = [*title("Request Report"), *wrap_text(f"{name}: {in_unit(self.wall_ns, unit)} {unit}{error}{keys}")]
+        lines = [
+            *title("Request Report"),
+            *wrap_text(f"{name}: {format_time(self.wall_ns, unit)} {unit}{error}{keys}"),
+        ]
         lines.append(f"Began {at}")
         if self.namesakes:
             spans = ", ".join(map(str, self.namesakes[:FEW]))
@@ -110,9 +118,11 @@ class RequestLife:
         width = max(map(len, self.parts), default=0) + 2
         for part, time_ns in sorted(self.parts.items(), key=lambda item: (-item[1], item[0])):
             ratio = share(time_ns, self.wall_ns)
-            lines.append(f"{safe(part):<{width}}{in_unit(time_ns, unit):>10} {unit}{tenths(ratio, 1):>8}")
+            lines.append(
+                f"{printable(part):<{width}}{format_time(time_ns, unit):>10} {unit}{percent_text(ratio, 1):>8}"
+            )
         if self.device_own_ns or self.device_shared_ns:
-            own_time, batch_time = (in_unit(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
+            own_time, batch_time = (format_time(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
             lines += ["", f"Device time: {own_time} {unit} of its own work, {batch_time} {unit} its shares of batches"]
         if self.blame is not None:
             text = blame_text(self.blame, unit)
@@ -125,17 +135,17 @@ class RequestLife:
     def _repr_html_(self) -> str:
         """Return the turns as a chart for a notebook."""
         unit, wall_ns = self._options.unit, max(self.wall_ns, 1)
-        title = f"{self.name}: {in_unit(self.wall_ns, unit)} {unit} {' '.join(self.keys)}"
+        title = f"{self.name}: {format_time(self.wall_ns, unit)} {unit} {' '.join(self.keys)}"
         rows = []
         for turn in self.turns:
             begin, width = (100 * time_ns / wall_ns for time_ns in (turn.begin_ns, turn.length_ns))
             bar = f"margin-left:{begin:.2f}%;width:{width:.2f}%;min-width:1px;height:.8em;background:#4f8fd9"
-            label = safe(turn.part if turn.name in ("", turn.part) else f"{turn.part}: {turn.name}")
+            label = printable(turn.part if turn.name in ("", turn.part) else f"{turn.part}: {turn.name}")
             rows.append(
-                f'<tr><td style="text-align:left">{escape(label)}</td><td>{in_unit(turn.length_ns, unit)}</td>'
+                f'<tr><td style="text-align:left">{escape(label)}</td><td>{format_time(turn.length_ns, unit)}</td>'
                 f'<td style="width:60%;padding:0"><div style="{bar}"></div></td></tr>'
             )
-        return f'<h4>{escape(safe(title))}</h4><table style="width:100%"><tbody>{"".join(rows)}</tbody></table>'
+        return f'<h4>{escape(printable(title))}</h4><table style="width:100%"><tbody>{"".join(rows)}</tbody></table>'
 
     def _turn_line(self, turn: Turn, unit: str) -> str:
         scale = BAR / max(self.wall_ns, 1)
@@ -145,24 +155,30 @@ class RequestLife:
         many = f" x {turn.times}" if turn.times > 1 else ""
         label = turn.part if not turn.name or turn.name == turn.part else f"{turn.part}: {turn.name}"
         if turn.own_ns is not None:
-            label = f"{turn.name}{many}, {tenths(share(turn.own_ns, turn.in_batches_ns), 1)} its own of {turn.size}"
+            label = (
+                f"{turn.name}{many}, {percent_text(share(turn.own_ns, turn.in_batches_ns), 1)} its own of {turn.size}"
+            )
         room = LINE - BAR - 26
-        times = f"{in_unit(turn.begin_ns, unit):>10}{in_unit(turn.length_ns, unit):>11}"
-        return f"{times}  |{bar}| {shorten(safe(label), room)}".rstrip()
+        times = f"{format_time(turn.begin_ns, unit):>10}{format_time(turn.length_ns, unit):>11}"
+        return f"{times}  |{bar}| {shorten(printable(label), room)}".rstrip()
 
 
 def request_life(recording: Recording, name: str, options: Options) -> RequestLife:
     """Return the life of the request with a key or span number, the longest if several have the key. Raises
     `TraceError` if no request matches."""
-    trace, joined, ledger = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
-    place, *namesakes = find_request(trace, joined, name)
+    trace, joined, ledger = (
+        recording.columns,
+        recording.compute_once(joined_requests),
+        recording.compute_once(request_ledger),
+    )
+    place, *namesakes = find_requests_by_key(trace, joined, name)
     row = int(joined.rows[place])
     begin_ns = int(trace.start_ns[row])
     site = trace.sites[trace.site[row]]
-    alike = np.flatnonzero(have_name(recording, site.name))
+    alike = np.flatnonzero(mask_requests_by_name(recording, site.name))
     cause = find_blame(trace, joined, ledger, place, typical_times(ledger, alike)) if len(alike) >= ENOUGH else None
     moments = list_moments(trace, joined, place)
-    (error, outcome), devices = describe_failure(trace, row), recording.once(request_device_ledger)
+    (error, outcome), devices = describe_failure(trace, row), recording.compute_once(request_device_ledger)
     return RequestLife(
         name=site.name,
         keys=joined.keys.get(place, ()),
@@ -181,7 +197,7 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
     )
 
 
-def find_request(trace: Columns, joined: Joined, name: str) -> list[int]:
+def find_requests_by_key(trace: Columns, joined: Joined, name: str) -> list[int]:
     """Return the indices of the requests with a key or span number, the longest first. Raises `TraceError` if there is
     none."""
     by_key = [place for place, keys in joined.keys.items() if name in keys or key_text(name) in keys]
@@ -191,7 +207,7 @@ def find_request(trace: Columns, joined: Joined, name: str) -> list[int]:
     if by_key:
         return sorted(by_key, key=lambda place: -int(trace.total_ns[joined.rows[place]]))
     keys = [key for request_keys in joined.keys.values() for key in request_keys]
-    near = nearest(name, keys)
+    near = find_most_similar(name, keys)
     hint = f"; nearest is {near!r}" if near else ""
     raise TraceError(
         f"there is no request {name!r:.80} among {len(joined.rows)} requests with {len(keys)} keys{hint}; give a "
@@ -227,7 +243,7 @@ def _make_turns(
     for is_routine_run, run in groupby(moments, is_routine):
         group = list(run)
         groups += [group] if is_routine_run and len(moments) > FEW else [[moment] for moment in group]
-    own_ns, members_of = _own_shares(ledger, moments), Counter(served.batch.tolist())
+    own_ns, members_of = _divide_batch_shares_among_turns(ledger, moments), Counter(served.batch.tolist())
     for group in groups:
         in_batches = [moment for moment in group if moment.pair != NONE]
         first = max(in_batches or group, key=lambda moment: moment.end_ns - moment.start_ns)
@@ -245,7 +261,7 @@ def _make_turns(
         )
 
 
-def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
+def _divide_batch_shares_among_turns(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
     """Return the request's share of each of its turns in a batch, in ns. The share of a batch is divided among its
     turns in proportion to their lengths."""
     lengths, until = Counter[int](), Counter[int]()

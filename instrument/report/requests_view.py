@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import Origin, is_late_failure, is_request
-from instrument.report.device_view import bound_endpoints, endpoint_section
+from instrument.report.device_view import endpoint_section, limit_endpoints
 from instrument.report.endpoint_statistics import (
     CLASSES,
     BlockedLoops,
@@ -40,25 +40,25 @@ from instrument.report.request_groups import (
     complete_requests,
     group_shares,
     joined_requests,
+    make_shares_table,
     request_device_ledger,
     request_ledger,
-    shares_section,
 )
 from instrument.report.section import Coverage, Section, View, explain_empty
 from instrument.report.table import (
     LINE,
     bound_rows,
-    in_unit,
+    format_time,
+    make_row_summer,
     number_text,
-    row_adder,
+    percent_text,
+    printable,
     row_name,
-    safe,
     share,
     shorten,
-    tenths,
     wrap_text,
 )
-from instrument.report.utilisation import EndpointUse, measure_utilisation, request_of_spans
+from instrument.report.utilisation import EndpointUse, measure_utilisation, topmost_request_of_spans
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, find_blame, typical_times
 from instrument.trace.columns import Int64s
@@ -217,7 +217,7 @@ class RequestTimes(View):
                 "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all",
                 DEVICE_SHARES,
             ),
-            shares_section(self.shares, self._options),
+            make_shares_table(self.shares, self._options),
             Section(
                 "Slowest requests", self.slowest,
                 "name=Request|wall_ns=Wall|error=Error|outcome=Outcome|begin_ns=Begin|began=Began|span_id=Span|"
@@ -296,9 +296,9 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     `rows` and `least_ns` limit the endpoints and their phases. `rows` also limits the slowest requests (five by
     default)."""
     trace = recording.columns
-    joined = recording.once(joined_requests)
-    whole, cut = recording.once(complete_requests)
-    table = recording.once(request_table)
+    joined = recording.compute_once(joined_requests)
+    whole, cut = recording.compute_once(complete_requests)
+    table = recording.compute_once(request_table)
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _count_requests(recording, joined)
     endpoints = table.times_of_endpoints(options, {name: calls for name, (calls, _) in counted.items()})
@@ -321,7 +321,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         late_failures=int(trace.are_of_sites([is_late_failure(site) for site in trace.sites]).sum()),
         wall_ns=sum(table.wall_ns.tolist()),
         endpoints=shown_rows,
-        groups=table.times_of_groups(trace, options),
+        groups=table.times_by_attribute(trace, options),
         devices=_devices_within(recording, options),
         slowest=_slowest_requests(table, recording, options),
         blocked=measure_blocked_loops(trace, options),
@@ -341,7 +341,7 @@ def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int
     name_of = of_site[trace.site]
     topmost, unjoined = (
         set(find_distinct(name_of[owner == rows]).tolist())
-        for owner in (recording.once(request_of_spans), joined.owner)
+        for owner in (recording.compute_once(topmost_request_of_spans), joined.owner)
     )
     parts = {names[number] for number in topmost - unjoined}
     totals_by_name = sum_topmost_by_name(recording.totals(merged=True), is_request)
@@ -350,8 +350,8 @@ def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int
 
 def request_table(recording: Recording) -> CompleteRequests:
     """Return the requests within the window whose spans are all kept, as columns."""
-    whole, _ = recording.once(complete_requests)
-    joined, ledger = recording.once(joined_requests), recording.once(request_ledger)
+    whole, _ = recording.compute_once(complete_requests)
+    joined, ledger = recording.compute_once(joined_requests), recording.compute_once(request_ledger)
     return CompleteRequests.of(recording.columns, joined, ledger, whole)
 
 
@@ -359,25 +359,25 @@ def _token_times(recording: Recording, table: CompleteRequests, names: list[str]
     trace = recording.columns
     if not any(len(trace.attributes.having(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
         return ()
-    return times_by_tokens(trace.attributes, table, find_stages(trace, recording.once(joined_requests)), names)
+    return times_by_tokens(trace.attributes, table, find_stages(trace, recording.compute_once(joined_requests)), names)
 
 
 def _devices_within(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
     if not len(recording.columns.device):
         return ()
     return tuple(
-        DeviceWithin(use.device, bound_endpoints(use.endpoints, options))
-        for use in recording.once(measure_utilisation).devices
+        DeviceWithin(use.device, limit_endpoints(use.endpoints, options))
+        for use in recording.compute_once(measure_utilisation).devices
         if use.endpoints
     )
 
 
 def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tuple[EndpointShare, ...]:
     """Return the device time by endpoint, () if no batch had device time."""
-    trace, joined = recording.columns, recording.once(joined_requests)
+    trace, joined = recording.columns, recording.compute_once(joined_requests)
     if not (len(trace.device) and len(joined.served.batch)):
         return ()
-    times = recording.once(request_device_ledger)
+    times = recording.compute_once(request_device_ledger)
     if not times.given_ns.any():
         return ()
     names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -388,13 +388,17 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
     rows = [EndpointShare(name, size, own_ns, shared_ns, None) for name, size, own_ns, shared_ns in numbers if size]
     rows.sort(key=lambda row: (-row.device_ns, row.name))
     whole_ns = sum(row.device_ns for row in rows)
-    shown = bound_rows(rows, options, attrgetter("device_ns"), row_adder("requests", "own_ns", "shared_ns"))
+    shown = bound_rows(rows, options, attrgetter("device_ns"), make_row_summer("requests", "own_ns", "shared_ns"))
     return tuple(replace(row, ratio=share(row.device_ns, whole_ns)) for row in shown)
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
     """Return the slowest requests, each with the cause of its excess over typical requests of its endpoint."""
-    trace, joined, parts = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
+    trace, joined, parts = (
+        recording.columns,
+        recording.compute_once(joined_requests),
+        recording.compute_once(request_ledger),
+    )
     typical, slowest = dict[int, Mapping[str, int]](), []
     longest = np.lexsort((trace.start_ns[table.rows], -table.wall_ns))[: options.rows or SLOWEST]
     for index in longest.tolist():
@@ -409,7 +413,7 @@ def _slowest_requests(table: CompleteRequests, recording: Recording, options: Op
     return tuple(slowest)
 
 
-def describe_date(origin: Origin, at_ns: int, precision: str) -> str:
+def format_utc_date(origin: Origin, at_ns: int, precision: str) -> str:
     """Return the date in UTC of a time of the trace, "" if it is unknown."""
     realtime_ns = origin.realtime_of(at_ns) if origin.realtime_ns else 0
     if not 0 < realtime_ns < YEARS_NS:
@@ -419,7 +423,7 @@ def describe_date(origin: Origin, at_ns: int, precision: str) -> str:
 
 
 def _make_slow_request(recording: Recording, place: int, cause: Blame | None, options: Options) -> SlowRequest:
-    trace, facts, joined = recording.columns, recording.trace, recording.once(joined_requests)
+    trace, facts, joined = recording.columns, recording.trace, recording.compute_once(joined_requests)
     row, keys = int(joined.rows[place]), joined.keys.get(place, ())
     start_ns, wall_ns = int(trace.start_ns[row]), int(trace.total_ns[row])
     trace_id, span_id = "", ""
@@ -428,13 +432,13 @@ def _make_slow_request(recording: Recording, place: int, cause: Blame | None, op
         trace_id, span_id = f"{trace_number:032x}", f"{span_number:016x}"
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
-    parts = recording.once(request_ledger).parts_of(place)
+    parts = recording.compute_once(request_ledger).parts_of(place)
     unknown_ns = parts.pop(UNKNOWN, 0)
     error, outcome = describe_failure(trace, row)
     return SlowRequest(
         name=trace.sites[trace.site[row]].name,
         begin_ns=start_ns - facts.start_ns,
-        began=describe_date(facts.origin, start_ns, "microseconds"),
+        began=format_utc_date(facts.origin, start_ns, "microseconds"),
         wall_ns=wall_ns,
         error=error,
         outcome=outcome,
@@ -456,7 +460,7 @@ PARTS_NOTE = (
 )
 
 
-def list_parts(row: EndpointTimes) -> list[PhaseTime]:
+def list_parts_with_unknown(row: EndpointTimes) -> list[PhaseTime]:
     """Return the parts of the wall time of an endpoint's requests: its phases, then the unknown time."""
     unknown = PhaseTime(
         UNKNOWN, row.requests, row.unknown_ns, row.unknown_mean_ns, row.unknown_p50_ns,
@@ -478,7 +482,7 @@ def _part_rows(row: EndpointTimes) -> list[RequestPart]:
     whole = PhaseTime(
         "", row.requests, row.wall_ns, row.mean_ns, row.p50_ns, row.p99_ns, share(row.wall_ns, row.wall_ns)
     )
-    name, *parts = row_name(row), *list_parts(row)
+    name, *parts = row_name(row), *list_parts_with_unknown(row)
     names = [*map(row_name, parts[:-1]), "unknown (no phase ran)"]
     return [
         RequestPart(name, name, 0, whole),
@@ -487,27 +491,27 @@ def _part_rows(row: EndpointTimes) -> list[RequestPart]:
 
 
 def _slow_lines(place: int, request: SlowRequest, unit: str) -> list[str]:
-    error = f", {safe(request.error or request.outcome)}" if request.error or request.outcome else ""
-    name = shorten(safe(request.name) or "(no name)", LINE // 2)
-    key = f", key {shorten(safe(request.keys[0]), LINE // 2)}" if request.keys else ""
-    lines = wrap_text(f"{place}. {name}: {in_unit(request.wall_ns, unit)} {unit}{error}{key}")
+    error = f", {printable(request.error or request.outcome)}" if request.error or request.outcome else ""
+    name = shorten(printable(request.name) or "(no name)", LINE // 2)
+    key = f", key {shorten(printable(request.keys[0]), LINE // 2)}" if request.keys else ""
+    lines = wrap_text(f"{place}. {name}: {format_time(request.wall_ns, unit)} {unit}{error}{key}")
     at = f"{number_text(request.begin_ns / 1e9)} s after the start of the trace, span {request.span_id}"
     lines += wrap_text(f"   began {f'{request.began}, ' if request.began else ''}{at}")
     if request.trace_id:
         collector_span = f", span {request.collector_span_id}" if request.collector_span_id else ""
         lines += wrap_text(f"   in the collector, if it was kept: trace {request.trace_id}{collector_span}")
     largest = sorted(request.phases, key=lambda phase: -phase.summed_ns)
-    parts = [f"{shorten(row_name(phase), LINE // 2)} {tenths(phase.ratio, 1)}" for phase in largest]
-    lines += wrap_text("   " + ", ".join([*parts, f"unknown {tenths(request.unknown_ratio, 1)}"]))
+    parts = [f"{shorten(row_name(phase), LINE // 2)} {percent_text(phase.ratio, 1)}" for phase in largest]
+    lines += wrap_text("   " + ", ".join([*parts, f"unknown {percent_text(request.unknown_ratio, 1)}"]))
     return lines if request.blame is None else [*lines, *wrap_text(f"   {blame_text(request.blame, unit)}")]
 
 
 def blame_text(slow_by: Blame, unit: str) -> str:
     cause = ""
     if slow_by.cause is not None:
-        of_request = f" of {shorten(safe(slow_by.cause.request), LINE // 3)}" if slow_by.cause.request else ""
-        name = shorten(safe(slow_by.cause.name), LINE // 3)
-        cause = f"; {in_unit(slow_by.cause.ran_ns, unit)} {unit} of it were {name}{of_request}"
-    part = shorten(safe(slow_by.part), LINE // 3)
-    typical = f"{in_unit(slow_by.part_ns, unit)} {unit}, typical {in_unit(slow_by.typical_ns, unit)}"
+        of_request = f" of {shorten(printable(slow_by.cause.request), LINE // 3)}" if slow_by.cause.request else ""
+        name = shorten(printable(slow_by.cause.name), LINE // 3)
+        cause = f"; {format_time(slow_by.cause.ran_ns, unit)} {unit} of it were {name}{of_request}"
+    part = shorten(printable(slow_by.part), LINE // 3)
+    typical = f"{format_time(slow_by.part_ns, unit)} {unit}, typical {format_time(slow_by.typical_ns, unit)}"
     return f"slower by {part}: {typical}{cause}"

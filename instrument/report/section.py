@@ -19,7 +19,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar
 
-from instrument.profile.document import nearest
+from instrument.profile.document import find_most_similar
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import HOST, Cost
 from instrument.report.table import (
@@ -27,19 +27,19 @@ from instrument.report.table import (
     LINE,
     MISSING,
     compact_number,
-    in_unit,
+    format_time,
     named_table,
     number_text,
     percent,
-    safe,
+    percent_text,
+    printable,
     section_title,
     shorten,
     table,
-    tenths,
     title,
     wrap_text,
 )
-from instrument.report.view import Options, Recording, document
+from instrument.report.view import Options, Recording, make_json_values
 
 NO_EVENTS = "no events"
 """The reason that is printed for a span without device time if no other reason is known."""
@@ -122,7 +122,7 @@ class Section:
 
     def lines(self, unit: str) -> list[str]:
         shown = [*self.lead, *self.table(unit), *self.notes] if self.rows else self.empty
-        return [*section_title(shorten(safe(self.title), LINE - 2 * DASHES)), *shown]
+        return [*section_title(shorten(printable(self.title), LINE - 2 * DASHES)), *shown]
 
     def table(self, unit: str) -> list[str]:
         """Return the lines of the table, without its title and notes."""
@@ -141,7 +141,7 @@ class Section:
         first, *other_texts = [self._text_function(field) for field, _ in columns]
         indents = ["  " * getattr(row, "depth", 0) for row in self.rows]
         return header, [
-            [indent + (special_name(row, name) or first(row, unit)), *(text(row, unit) for text in other_texts)]
+            [indent + (placeholder_name(row, name) or first(row, unit)), *(text(row, unit) for text in other_texts)]
             for indent, row in zip(indents, self.rows, strict=True)
         ]
 
@@ -219,7 +219,7 @@ class View:
         return lines + (self.reasons_if_empty() or [*self.table_lines(), *self.footnotes()])
 
 
-def special_name(row: Any, name: str) -> str:
+def placeholder_name(row: Any, name: str) -> str:
     """Return the printed name of a row that sums up others or has an empty name, "" for any other row."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
@@ -267,13 +267,13 @@ def _plain_text(value: Any, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return str(value)
-    return number_text(value) if isinstance(value, float) else safe(str(value))
+    return number_text(value) if isinstance(value, float) else printable(str(value))
 
 
 TEXTS: Mapping[str, Text] = {
-    TIME: in_unit,
+    TIME: format_time,
     SIZE: lambda size_bytes, unit: mebibytes(size_bytes),
-    RATIO: lambda ratio, unit: tenths(ratio, 1),
+    RATIO: lambda ratio, unit: percent_text(ratio, 1),
     DEVICE: lambda device, unit: device_name(device),
     TEXT: _plain_text,
 }
@@ -283,20 +283,22 @@ COST = "Cost of "
 """The beginning of notes on a cost. All other notes describe something that was not observed."""
 
 
-def instrumentation_lines(recording: Recording) -> list[str]:
+def list_cost_and_losses(recording: Recording) -> list[str]:
     """Return the last section of a report: the cost, the losses, and notes on what was not observed. Return [] without
     any."""
     cost = recording.cost
     lines = [] if cost is None else [_cost_line(cost, recording.window_ns, recording.recorder)]
-    lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in recording.losses.items() if count]
-    lines += [safe(note) if note.startswith(COST) else f"Not observed: {safe(note)}" for note in recording.notes]
+    lines += [f"Not kept: {count} ({printable(reason)})" for reason, count in recording.losses.items() if count]
+    lines += [
+        printable(note) if note.startswith(COST) else f"Not observed: {printable(note)}" for note in recording.notes
+    ]
     text = [part for line in lines for part in wrap_text(line)]
     return [*section_title("Instrumentation"), *text, ""] if lines else []
 
 
 def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
     base_ns = cost.window_ns or window_ns or 0
-    by = f", {safe(recorder)} recorder" if recorder else ""
+    by = f", {printable(recorder)} recorder" if recorder else ""
     thread = f" and {number_text(cost.thread_ns / 1e9)} s on threads of its own" if cost.thread_ns else ""
     return (
         f"Cost of the instrumentation: {number_text(cost.total_ns / 1e9)} s "
@@ -359,7 +361,7 @@ def refuse_unknown_views(views: Sequence[str]) -> None:
         raise TypeError(f"views is {views!r}; allowed: a list of their names, such as [{views!r}]")
     for view in views:
         if view not in VIEW_OF:
-            near = nearest(view, VIEWS)
+            near = find_most_similar(view, VIEWS)
             hint = f"; nearest is {near}" if near else ""
             raise ValueError(f"view is {view!r}; allowed: {', '.join(VIEWS)}{hint}")
 
@@ -375,9 +377,9 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
     these. Raises `ValueError` for an unknown view."""
     parts = [view.lines() for view in make_views(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
-        parts.append(instrumentation_lines(recording))
+        parts.append(list_cost_and_losses(recording))
     if recording.died:
-        parts.insert(0, ["", *wrap_text(safe(recording.died))])
+        parts.insert(0, ["", *wrap_text(printable(recording.died))])
     return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
 
 
@@ -387,9 +389,9 @@ def summary_document(views: Sequence[str], recording: Recording, options: Option
         "window_ns": recording.window_ns,
         "recorder": recording.recorder,
         **({"died": recording.died} if recording.died else {}),
-        "options": document(options),
-        "views": {name: document(view) for name, view in make_views(views, recording, options).items()},
-        "cost": document(recording.cost),
+        "options": make_json_values(options),
+        "views": {name: make_json_values(view) for name, view in make_views(views, recording, options).items()},
+        "cost": make_json_values(recording.cost),
         "losses": recording.losses,
         "notes": list(recording.notes),
     }

@@ -35,12 +35,12 @@ from instrument.report.table import (
     LINE,
     MISSING,
     Ratio,
-    in_unit,
+    code_location_of,
+    format_time,
     percent,
-    safe,
+    printable,
     share,
     shorten,
-    where_of,
 )
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
@@ -50,8 +50,8 @@ from instrument.trace.indices import (
     Members,
     are_at_or_above,
     mask_of,
-    nearest,
     nearest_above,
+    nearest_at_or_above,
     number_by_first_sight,
     number_combinations,
     topmost_rows,
@@ -158,7 +158,7 @@ class SelfTimes(View):
     def footnotes(self) -> list[str]:
         lines = list[str]()
         if self.remaining:
-            time = in_unit(self.remaining_ns, self._options.unit)
+            time = format_time(self.remaining_ns, self._options.unit)
             lines += [
                 f"... (remaining {self.remaining} functions account for {time}; all of it is in the sum above)",
                 "",
@@ -190,13 +190,13 @@ class SelfTimes(View):
 
     def _call_lines(self, function: FunctionTimes) -> list[str]:
         unit = self._options.unit
-        name = safe(function.name) or ("(no name)" if function.kind else "")
+        name = printable(function.name) or ("(no name)" if function.kind else "")
         called = f" to {shorten(name, LINE // 2)} ({function.kind})" if function.kind else ""
-        outer, work = in_unit(function.outer_ns, unit), in_unit(function.work_ns, unit)
+        outer, work = format_time(function.outer_ns, unit), format_time(function.work_ns, unit)
         inner = f"{MISSING} (it calls itself side by side)"
         if function.inner_ns is not None:
             share_of_calls = percent(function.inner_ns, function.outer_ns)
-            inner = f"{in_unit(function.inner_ns, unit)} ({share_of_calls} of the calls)"
+            inner = f"{format_time(function.inner_ns, unit)} ({share_of_calls} of the calls)"
         lines = [f"Time in {function.calls} call{'s' * (function.calls != 1)}{called}: {outer}"]
         if function.inner_ns != 0 or function.work_ns:
             lines += [
@@ -205,7 +205,7 @@ class SelfTimes(View):
                 f"({percent(function.work_ns, function.outer_ns)} of the calls)",
             ]
         if function.time_ns != function.outer_ns:
-            lines.append(f"Time of all rows, which Time% is of: {in_unit(function.time_ns, unit)}")
+            lines.append(f"Time of all rows, which Time% is of: {format_time(function.time_ns, unit)}")
         if function.time_ns > function.outer_ns:
             lines.append("(it includes spans on other threads and tasks, in calls not ended, and across other spans)")
         if function.work_ns > function.outer_ns:
@@ -216,7 +216,7 @@ class SelfTimes(View):
         if omitted is None:
             return []
         ratio = MISSING if omitted.ratio is None else f"{100 * omitted.ratio:.2f}%"
-        time = f"({in_unit(omitted.time_ns, self._options.unit)}) of the time, {omitted.calls} calls)"
+        time = f"({format_time(omitted.time_ns, self._options.unit)}) of the time, {omitted.calls} calls)"
         return [f"... (remaining {omitted.rows} {self.of} account for {ratio} {time}"]
 
 
@@ -248,7 +248,7 @@ def instances(recording: Recording, options: Options) -> SelfTimes:
     return _make_view("instances", recording, options)
 
 
-def class_of(site: Site) -> str:
+def class_of_site(site: Site) -> str:
     """Return the type of a layer, the class of a method, the name of a copy or loader, else the kind in brackets.
 
     The class of a torch operator is its namespace, such as `aten`.
@@ -339,7 +339,7 @@ class _FunctionTable:
         # The row that a site's lines share, or a row for each line.
         rows = np.arange(len(nodes))
         if of != "instances":
-            row_of_site = keys if of == "ops" else np.asarray(tally.tree.number_sites(class_of), dtype=np.int64)
+            row_of_site = keys if of == "ops" else np.asarray(tally.tree.number_sites(class_of_site), dtype=np.int64)
             rows = row_of_site[site_of[nodes]]
         function_of, root_of = _find_functions(parents, (kinds == "request")[site_of])
         its_function, its_root = function_of[nodes], root_of[nodes]
@@ -375,7 +375,9 @@ class _FunctionTable:
         if label is None:
             site = self._every[number]
             name = _site_label(site)
-            label = self._names[number] = name if self._same[name] == 1 else f"{name} ({where_of(site) or site.kind})"
+            label = self._names[number] = (
+                name if self._same[name] == 1 else f"{name} ({code_location_of(site) or site.kind})"
+            )
         return label
 
     def _site_of_node(self, node: int) -> Site:
@@ -419,7 +421,7 @@ class _FunctionTable:
             return WAITING
         return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
 
-    def _call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
+    def _summarise_call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
         """Return the median, the 99th percentile and the maximum of a row's calls."""
         at = self._lines_of_group[group.number]
         total = sum_all_lines(self._lines[at])
@@ -448,7 +450,7 @@ class _FunctionTable:
         path = self._nodes_down_to(node, whole=sums.node == NONE) if self._of == "instances" else [node]
         is_class = self._of == "classes"
         return SelfRow(
-            names=(class_of(self._site_of_node(node)),) if is_class else tuple(map(self._label_of_node, path)),
+            names=(class_of_site(self._site_of_node(node)),) if is_class else tuple(map(self._label_of_node, path)),
             time_ns=group.time_ns,
             ratio=share(group.time_ns, sums.time_ns),
             running=share(running_ns, sums.time_ns),
@@ -456,7 +458,7 @@ class _FunctionTable:
             calls=group.calls,
             instances=group.lines,
             number=group.first if self._of == "instances" else None,
-            _call_times=cache(partial(self._call_times, group)),
+            _call_times=cache(partial(self._summarise_call_times, group)),
         )
 
 
@@ -481,7 +483,7 @@ def _find_functions(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]
     """Return, for each call node, the node of its function and the topmost node of its call path."""
     root_of = topmost_rows(parents)
     topmost = is_request & (nearest_above(parents, is_request) == NONE)
-    request = nearest(parents, topmost)
+    request = nearest_at_or_above(parents, topmost)
     return np.where(request == NONE, root_of, request).astype(np.int32), root_of
 
 

@@ -21,10 +21,10 @@ from instrument.report.table import (
     LINE,
     Ratio,
     bound_rows,
-    in_unit,
+    format_time,
     name_of_site,
+    printable,
     remaining_row,
-    safe,
     share,
     shorten,
     wrap_text,
@@ -158,7 +158,7 @@ class StartupView(View):
             return []
         of_it, unit = "", self._options.unit
         if self.imports_in_spans_ns:
-            of_it = f", {in_unit(self.imports_in_spans_ns, unit)} of it within spans"
+            of_it = f", {format_time(self.imports_in_spans_ns, unit)} of it within spans"
         return [
             Section(
                 "From the start to the first request", self._startup_rows(), "name=Part|total_ns=Time|ratio=Of start",
@@ -170,7 +170,7 @@ class StartupView(View):
             Section(
                 "Imports", self.imports or (),
                 "package=Package|entries=Imported|total_ns=Total|self_ns=Self|ratio=Of imports|+late_ns=Late",
-                (f"All imports: {in_unit(self.imports_ns, unit)} {unit}{of_it}",), widths=12,
+                (f"All imports: {format_time(self.imports_ns, unit)} {unit}{of_it}",), widths=12,
                 empty=NOT_WATCHED if self.imports is None else ["Nothing was imported since the session began."],
             ),
             Section(
@@ -203,13 +203,14 @@ class StartupView(View):
     def _startup_notes(self) -> list[str]:
         if self.request is None:
             return ["No request has ended."]
-        unit, ran = self._options.unit, shorten(safe(self.ran_last), LINE // 4)
+        unit, ran = self._options.unit, shorten(printable(self.ran_last), LINE // 4)
         why = wrap_text(f"First request: {FIRSTS[self.request.why]}") if self.request.why else []
         older = "Older calls than the rings still hold may have begun after it too, and are on the way here."
         return [
             *why,
             *([older] if self.is_late_partial else []),
-            f"Each function that was called had run once after {in_unit(self.ran_ns, unit)} {unit}; the last: {ran}",
+            f"Each function that was called had run once after {format_time(self.ran_ns, unit)} {unit}; the last: "
+            f"{ran}",
         ]
 
     def footnotes(self) -> list[str]:
@@ -253,7 +254,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
             facts.why,
         )
         way_ns = first.start_ns - facts.session_ns
-        before, after, is_late_partial = _preparation_times(rows, first.start_ns, recording)
+        before, after, is_late_partial = _divide_preparation_times(rows, first.start_ns, recording)
         late = {IMPORTS: sum(package.late_ns for package in imports), **after}
         sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **before}
         rest_ns = way_ns - sum(sums.values())
@@ -296,7 +297,7 @@ def _find_warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally)
     warm_ups = {}
     for key, first in firsts.items():
         of_all = tally.total_of_lines(places.get(key, ()))
-        if of_all.calls < 2 or _preparing_phase(first.site) is not None:
+        if of_all.calls < 2 or _preparation_phase_of(first.site) is not None:
             continue
         histogram = tally.histogram(tally.nodes_of_lines(places[key]))
         # A first call with device time beyond its host time is in another bucket: then one call too many counts.
@@ -310,14 +311,14 @@ def _find_warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally)
     return warm_ups
 
 
-def _preparing_phase(site: Site) -> str | None:
+def _preparation_phase_of(site: Site) -> str | None:
     """Return the phase of a site that loads or compiles, None for any other site."""
     phase = dict(site.attributes).get("phase")
     return str(phase) if phase in PREPARING else None
 
 
 def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
-    phases = {_preparing_phase(row.path[-1]) for row in rows}
+    phases = {_preparation_phase_of(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
 
@@ -326,7 +327,7 @@ def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
     calls: dict[tuple[str, tuple[object, ...]], list[Preparation]] = defaultdict(list)
     for row in rows:
         *above, site = row.path
-        if phase := _preparing_phase(site):
+        if phase := _preparation_phase_of(site):
             totals = row.totals
             outermost_ns = 0 if any(caller.key == site.key for caller in above) else totals.total_ns
             in_request_ns = outermost_ns if any(caller.kind == "request" for caller in above) else 0
@@ -360,7 +361,7 @@ def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -
     return tuple(replace(row, ratio=share(row.self_ns, all_ns)) for row in shown)
 
 
-def _preparation_times(
+def _divide_preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
     """Return the times of loading and compiling outside of requests: before the first request began, and later. Also
@@ -368,24 +369,24 @@ def _preparation_times(
     before, after = dict.fromkeys(WORDS.values(), 0), dict.fromkeys(WORDS.values(), 0)
     on_both_sides = False
     for row in rows:
-        phase = _preparing_phase(row.path[-1])
-        if phase is None or any(site.kind == "request" or _preparing_phase(site) for site in row.path[:-1]):
+        phase = _preparation_phase_of(row.path[-1])
+        if phase is None or any(site.kind == "request" or _preparation_phase_of(site) for site in row.path[:-1]):
             continue
         begins_before = row.totals.first_ns < request_ns
         (before if begins_before else after)[WORDS[phase]] += row.totals.total_ns
         on_both_sides |= begins_before and row.totals.calls > 1
     if not on_both_sides:
         return before, after, False
-    for word, held_ns in _late_times(recording.columns, request_ns).items():
+    for word, held_ns in _sum_late_preparation_times(recording.columns, request_ns).items():
         whole_ns = before[word] + after[word]
         after[word] = min(max(after[word], held_ns), whole_ns)
         before[word] = whole_ns - after[word]
     return before, after, recording.trace.coverage[0] > request_ns
 
 
-def _late_times(trace: Columns, request_ns: int) -> dict[str, int]:
+def _sum_late_preparation_times(trace: Columns, request_ns: int) -> dict[str, int]:
     """Return the time of kept spans of loading and compiling that began after the first request."""
-    phases = [_preparing_phase(site) for site in trace.sites]
+    phases = [_preparation_phase_of(site) for site in trace.sites]
     # Spans in a request, or in a loading or compiling span that counts itself.
     around = trace.are_of_sites(
         [site.kind == "request" or bool(phase) for site, phase in zip(trace.sites, phases, strict=True)]

@@ -50,7 +50,7 @@ MISSING = "-"
 """The cell for a value that does not exist, such as the mean of no calls."""
 
 
-def safe(text: str) -> str:
+def printable(text: str) -> str:
     """Return the text with each unprintable character as an escape, such as `\\n`, `\\x1b` or `\\u202e`."""
     if text.isprintable():
         return text
@@ -64,10 +64,10 @@ def name_of_site(site: Site) -> str:
 
 def row_name(row: Any) -> str:
     """Return the escaped name of a row, or `(remaining n)` for a row that replaces n others."""
-    return f"(remaining {row.remaining})" if row.remaining else safe(row.name) or "(no name)"
+    return f"(remaining {row.remaining})" if row.remaining else printable(row.name) or "(no name)"
 
 
-def where_of(site: Site) -> str:
+def code_location_of(site: Site) -> str:
     """Return the function of a site, if unknown its file and line, "" if both are unknown."""
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
@@ -119,7 +119,7 @@ def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
 
 def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
     """Shorten texts that begin alike to a few first characters, `...`, and the text from the first difference on."""
-    shown = _shorten_to_indices(texts, [_common_length(texts)] * len(texts), limit)
+    shown = _shorten_to_rest_from(texts, [_common_length(texts)] * len(texts), limit)
     alike: dict[str, list[str]] = {}
     for text, short in shown.items():
         alike.setdefault(short, []).append(text)
@@ -127,7 +127,7 @@ def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
         if len(group) > 1:
             group.sort()
             shared = [0, *map(_common_length, pairwise(group)), 0]
-            shown |= _shorten_to_indices(group, list(map(max, shared, shared[1:])), limit)
+            shown |= _shorten_to_rest_from(group, list(map(max, shared, shared[1:])), limit)
     return shown
 
 
@@ -135,7 +135,7 @@ def _common_length(texts: Sequence[str]) -> int:
     return len(commonprefix(texts))  # noqa: RUF071 - of texts, which are no paths
 
 
-def _shorten_to_indices(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
+def _shorten_to_rest_from(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
     """Shorten each text to a few first characters, `...`, and the rest from its index in `partings` on."""
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
@@ -179,12 +179,12 @@ def number_text(value: float | None) -> str:
     return compact_number(value, WHOLE_DIGITS)
 
 
-def six_digits(value_ns: float | None, unit: str = "s") -> str:
+def format_six_digits(value_ns: float | None, unit: str = "s") -> str:
     """Return a time in a unit with six significant digits, as the profilers of fluid and SINGA print it."""
     return MISSING if value_ns is None else f"{value_ns / UNITS[unit]:g}"
 
 
-def in_unit(value_ns: float | None, unit: str) -> str:
+def format_time(value_ns: float | None, unit: str) -> str:
     """Return a time in a unit with four significant digits. Integers keep all of their digits."""
     if value_ns is None:
         return MISSING
@@ -236,7 +236,7 @@ def percent(part: float, base: float) -> str:
     return MISSING if fraction is None else f"{number_text(100 * fraction)}%"
 
 
-def tenths(part: float | None, base: float) -> str:
+def percent_text(part: float | None, base: float) -> str:
     """Return `part` as a percentage of `base` with one decimal."""
     return MISSING if part is None or not base else f"{100 * (part / base):.1f}%"
 
@@ -268,7 +268,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
     """Return the lines of a table whose first column contains names. Texts are shortened to fit into `LINE` columns."""
-    escaped = [[safe(name) or "(no name)", *cells] for name, *cells in rows]
+    escaped = [[printable(name) or "(no name)", *cells] for name, *cells in rows]
     widths = [max(least_width, max(map(column_width, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
     for column, width in enumerate(widths[1:], 1):
         if (excess := sum(widths) - LINE) > 0 and width > TEXT_LEAST:
@@ -292,7 +292,7 @@ def bound_rows(
     return (*heavy, make_rest([line for line in lines if id(line) not in shown]))
 
 
-def row_adder(*sums: str) -> Callable[[Sequence[Any]], Any]:
+def make_row_summer(*sums: str) -> Callable[[Sequence[Any]], Any]:
     """Return a function that sums up omitted rows as one row. Only the fields `sums` are added up."""
     return partial(remaining_row, sums=sums)
 

@@ -22,11 +22,11 @@ from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct, index_rows, number_combinations
 from instrument.trace.intervals import (
     Union,
+    are_in_window,
     clip_intervals,
-    do_overlap,
     lengths_by_group,
+    measure_intersection,
     measure_overlap,
-    shared_ns,
     union,
     union_by_group,
 )
@@ -181,22 +181,22 @@ def measure_utilisation(recording: Recording) -> Utilisation:
     """Return the use of each device in the part of the window without missing spans."""
     trace, (first, last) = recording.columns, recording.trace.coverage
     window = first, max(first, last)
-    owner = recording.once(request_of_spans)
-    whole, cut = requests_within(trace, owner, window)
+    owner = recording.compute_once(topmost_request_of_spans)
+    whole, cut = select_requests_within(trace, owner, window)
     is_request = trace.are_of_kind("request")
     in_flight = union(*clip_intervals(trace.start_ns[is_request], trace.end_ns[is_request], window))
     intervals = trace.device
-    is_timed = intervals.timed
-    is_inside = do_overlap(intervals.start_ns, intervals.end_ns, window)
+    is_timed = intervals.is_measured
+    is_inside = are_in_window(intervals.start_ns, intervals.end_ns, window)
     devices = []
     for device in find_distinct(intervals.device).tolist():
         of_device = intervals.device == device
         outside, inside = int((of_device & is_timed & ~is_inside).sum()), intervals.select(of_device).clip_to(window)
-        if outside or inside.timed.any():
+        if outside or inside.is_measured.any():
             use = _device_use(trace, device, inside, window, in_flight)
-            work = inside.select(inside.timed)
+            work = inside.select(inside.is_measured)
             devices.append(replace(use, outside=outside, endpoints=_endpoint_uses(trace, work, owner, whole)))
-    asking_count, untimed = find_unanswered(trace)
+    asking_count, untimed = find_spans_without_device_time(trace)
     return Utilisation(
         window=window,
         devices=tuple(devices),
@@ -208,12 +208,12 @@ def measure_utilisation(recording: Recording) -> Utilisation:
     )
 
 
-def request_of_spans(recording: Recording) -> Int32s:
+def topmost_request_of_spans(recording: Recording) -> Int32s:
     """Return, for each span, the row of the topmost request at or above it."""
     return recording.columns.topmost_wanted_rows(recording.columns.are_of_kind("request"))
 
 
-def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
+def select_requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
     """Return the rows of the topmost requests within the window, and the number of requests that cross its edges."""
     first, last = window
     topmost = np.flatnonzero(owner == np.arange(len(trace)))
@@ -222,14 +222,14 @@ def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[In
     return topmost[is_whole], int((~is_whole & (starts < last) & (ends > first)).sum())
 
 
-def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
+def find_spans_without_device_time(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     """Return the number of spans that asked for device time, and those that got none, by reason and name."""
     intervals = trace.device
     first_of = np.full(len(trace), NONE, dtype=np.int64)
     first_of[intervals.row[::-1]] = np.arange(len(intervals))[::-1]
     has_asked = trace.are_of_sites([site.device for site in trace.sites]) | (first_of != NONE)
     is_untimed = has_asked.copy()
-    is_untimed[intervals.row[intervals.timed]] = False
+    is_untimed[intervals.row[intervals.is_measured]] = False
     rows = np.flatnonzero(is_untimed)
     label = np.concatenate([intervals.label, np.array([NONE], dtype=np.int32)])[first_of[rows]]
     labels, counts = (*intervals.labels, NO_EVENTS), Counter[tuple[str, str, str]]()  # `NONE` has the last label
@@ -241,7 +241,7 @@ def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     return int(has_asked.sum()), tuple(Unanswered(*key, spans) for key, spans in by_count)
 
 
-def count_reasons(unanswered: Iterable[Unanswered]) -> Counter[str]:
+def count_missing_time_reasons(unanswered: Iterable[Unanswered]) -> Counter[str]:
     reasons = Counter[str]()
     for row in unanswered:
         reasons[row.reason] += row.spans
@@ -250,13 +250,13 @@ def count_reasons(unanswered: Iterable[Unanswered]) -> Counter[str]:
 
 def _device_use(trace: Columns, device: int, inside: DeviceIntervals, window: Interval, in_flight: Union) -> DeviceUse:
     """Return the use of a device from its intervals within the window, without endpoints."""
-    work = inside.select(inside.timed)
+    work = inside.select(inside.is_measured)
     busy = work.union()
     is_copy = trace.are_of_kind("copy")[work.row]
     compute, copies = (union(work.start_ns[mask], work.end_ns[mask]) for mask in (~is_copy, is_copy))
-    hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], busy.length_ns()
+    hidden_ns, window_ns, busy_ns = measure_intersection(compute, copies), window[1] - window[0], busy.length_ns()
     in_flight_ns = in_flight.length_ns()
-    starved_ns = in_flight_ns - shared_ns(busy, in_flight)
+    starved_ns = in_flight_ns - measure_intersection(busy, in_flight)
     lengths: list[Int64s] = []
     unions: dict[int, Union] = {}
     for stream in find_distinct(work.stream).tolist():

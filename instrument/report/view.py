@@ -166,7 +166,7 @@ class Recording:
     def columns(self) -> Columns:
         return self.trace.columns
 
-    def once(self, make: Callable[[Recording], Made]) -> Made:
+    def compute_once(self, make: Callable[[Recording], Made]) -> Made:
         """Return the result of `make` for this recording. It is computed once and shared by all views."""
         if make not in self._results:
             self._results[make] = make(self)
@@ -193,9 +193,9 @@ class Recording:
         spans."""
 
         def count_spans(recording: Recording) -> Tally:
-            from instrument.trace.call_tree import tally_of
+            from instrument.trace.call_tree import tally_spans
 
-            return tally_of(recording.columns, trace.threads)
+            return tally_spans(recording.columns, trace.threads)
 
         recording_of_trace = cls(
             make_tally or (lambda: count_spans(recording_of_trace)),
@@ -213,21 +213,21 @@ class Recording:
     @classmethod
     def of_saved(cls, saved: Saved) -> Recording:
         """Return the recording of a file. Spans are made only if a view needs them."""
-        return cls.of_trace(saved.trace, saved.counted)
+        return cls.of_trace(saved.trace, saved.tally_or_count)
 
 
-def document(value: Any) -> Any:
+def make_json_values(value: Any) -> Any:
     """Return a value as JSON values: dataclasses with their public properties, and sites with their known fields."""
     if isinstance(value, Site):
         facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         facts["attributes"] = dict(value.attributes)
-        return {name: document(fact) for name, fact in facts.items() if fact or name == "name"}
+        return {name: make_json_values(fact) for name, fact in facts.items() if fact or name == "name"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         names += [name for name, member in vars(type(value)).items() if isinstance(member, property)]
-        return {name: document(getattr(value, name)) for name in names if not name.startswith("_")}
+        return {name: make_json_values(getattr(value, name)) for name in names if not name.startswith("_")}
     if isinstance(value, Mapping):
-        return {str(key): document(item) for key, item in value.items()}
+        return {str(key): make_json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [document(item) for item in value]
+        return [make_json_values(item) for item in value]
     return value

@@ -65,7 +65,7 @@ def run_parents() -> list[Path]:
     return list(dict.fromkeys(folder / f"instrument-{os.geteuid()}" for folder in folders))
 
 
-def make(run: str) -> Path:
+def create_run_folder(run: str) -> Path:
     """Create a run's folder, which only its owner may enter. Raises `OSError`."""
     problem: OSError = FileNotFoundError("no folder for runs")
     for home in run_parents():
@@ -127,10 +127,10 @@ def listener_pid(path: Path) -> int | None:
             return 0  # its queue is full
         except OSError:
             return None
-        return peer_of(caller)[0]
+        return read_peer_ids(caller)[0]
 
 
-def identity(path: Path) -> tuple[int, int] | None:
+def socket_identity(path: Path) -> tuple[int, int] | None:
     """Return the device and inode of the socket at a path, None without one."""
     try:
         facts = path.stat()
@@ -180,7 +180,7 @@ def paths_in(folder: Path, pattern: str) -> list[Path]:
     return []
 
 
-def note_file(folder: Path, pid: int, started: int) -> Path:
+def process_note_path(folder: Path, pid: int, started: int) -> Path:
     """Return the path of the file that later agents read to learn of a process."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
@@ -207,16 +207,16 @@ def register_socket(path: Path) -> Iterator[None]:
     """Make a link to a socket in the folder of runs for the `with` block, so that commands find the agent."""
     link = None
     with suppress(OSError):
-        link = make(f"by-hand-{os.getpid()}") / SOCKET
+        link = create_run_folder(f"by-hand-{os.getpid()}") / SOCKET
         link.symlink_to(path)
     try:
         yield
     finally:
         if link is not None:
-            remove(link.parent)
+            remove_run_folder(link.parent)
 
 
-def remove(folder: Path) -> None:
+def remove_run_folder(folder: Path) -> None:
     for path in paths_in(folder, "*"):
         with suppress(OSError):  # another process was faster
             path.unlink()
@@ -232,7 +232,7 @@ def remove_abandoned() -> None:
         pid = first_process(folder.name)
         lives = pid and pid != os.getpid() and Path(f"/proc/{pid}").exists()  # ours is not there yet
         if not lives and not has_listener(folder / SOCKET):
-            remove(folder)
+            remove_run_folder(folder)
 
 
 @contextmanager
@@ -304,7 +304,7 @@ def _parse(data: bytes, flags: int) -> Message:
     return message
 
 
-def peer_of(connection: _socket.socket) -> tuple[int, int]:
+def read_peer_ids(connection: _socket.socket) -> tuple[int, int]:
     """Return the peer's process id, 0 in another process namespace, and its user id, -1 if unknown."""
     try:
         credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -334,18 +334,18 @@ LOCK_RETRY_S, LOCK_TRIES = 0.01, 50
 
 def prepare_run(run: str) -> socket.socket:
     """Create a run's folder and its agent's socket, so that processes can join. Raises `OSError`."""
-    path = socket_of(run)
+    path = create_run_and_socket_path(run)
     try:
         return listen(path)
     except BaseException:
-        remove(path.parent)
+        remove_run_folder(path.parent)
         raise
 
 
-def socket_of(run: str) -> Path:
+def create_run_and_socket_path(run: str) -> Path:
     """Create a run's folder. Return the path for its agent's socket, which does not exist yet. Raises `OSError`."""
     remove_abandoned()
-    folder = make(run)
+    folder = create_run_folder(run)
     (folder / INTERPRETER).symlink_to(sys.executable)
     (folder / f"{SOCKET}{UNSEEN_SUFFIX}").touch(0o600)  # a child may be there before the agent
     return folder / SOCKET

@@ -158,7 +158,7 @@ else:
                     delattr(cls, name)
                 else:
                     setattr(cls, name, value.default)
-        methods: dict[str, Any] = {"__init__": _first_init(result, kw_only), "__repr__": _repr}
+        methods: dict[str, Any] = {"__init__": _make_uncompiled_init(result, kw_only), "__repr__": _repr}
         if eq:
             methods |= {"__eq__": _eq, "__hash__": _hash if frozen else None}
         if frozen:
@@ -222,7 +222,7 @@ class _LateFields:
         return getattr(twin, self._name)
 
 
-def _first_init(cls: Any, kw_only: bool) -> Any:
+def _make_uncompiled_init(cls: Any, kw_only: bool) -> Any:
     """Return an uncompiled `__init__`. After some calls, or after an invalid one, a compiled one replaces it."""
     calls = 0
 

@@ -43,7 +43,7 @@ def initial_environment() -> dict[str, str]:
     }
 
 
-def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+def user_settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
     """Return the environment variables that count as the user's settings.
 
     OpenTelemetry's distribution sets `PROTOCOL` to gRPC for its own exporters. This value is left out.
@@ -83,7 +83,7 @@ def run_of_environment() -> str:
     return run if _RUN.fullmatch(run) else ""
 
 
-def run_shared() -> str:
+def shared_run_name() -> str:
     """Return the name that runs on several hosts share, "" for none."""
     return os.environ.get(SHARED_RUN_VARIABLE, "")
 
@@ -113,7 +113,7 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-def program_of(pid: int | None = None) -> bytes:
+def read_auxiliary_vector(pid: int | None = None) -> bytes:
     """Return the auxiliary vector of this process or process `pid`, b"" if unreadable. It changes when the process
     executes another program."""
     try:
@@ -125,7 +125,7 @@ def program_of(pid: int | None = None) -> bytes:
 # The limits of a container
 
 
-def cores(pid: int | None = None) -> float:
+def count_usable_cores(pid: int | None = None) -> float:
     """Return the number of cores that a process may use, perhaps a fraction. Process `pid` must be in the same
     container."""
     try:
@@ -220,8 +220,8 @@ def connections_of(
     and `start_ticks` is its start time.
     """
     least_left = _ticks_left_since(start_ticks or clock.start_ticks(process / "stat"))
-    inodes = sockets_of(process)
-    rows = list(rows_of(process) if table is None else table)
+    inodes = list_socket_inodes(process)
+    rows = list(read_tcp_rows(process) if table is None else table)
     listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in inodes}
     ports = listening.keys() | listened
     connected = [row for row in rows if row.state != LISTENS]
@@ -267,7 +267,7 @@ def is_same_network(process: Path) -> bool:
         return False
 
 
-def sockets_of(process: Path) -> frozenset[str]:
+def list_socket_inodes(process: Path) -> frozenset[str]:
     inodes = []
     with suppress(OSError):
         for name in os.listdir(process / "fd"):  # noqa: PTH208 - of thousands
@@ -300,7 +300,7 @@ def _ticks_left_since(start_ticks: int) -> int:
     return TIME_WAIT_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)
 
 
-def rows_of(process: Path) -> Iterator[TcpRow]:
+def read_tcp_rows(process: Path) -> Iterator[TcpRow]:
     for table in ("tcp", "tcp6"):
         with suppress(OSError), (process / "net" / table).open(encoding="ascii", errors="replace") as file:
             next(file, None)

@@ -57,7 +57,7 @@ class Faults:
             self.note(place, fault)
             return None
 
-    def note_of_rule(self, place: str, words: str, kind: str = "") -> None:
+    def note_unreadable_value(self, place: str, words: str, kind: str = "") -> None:
         """Count a value that a rule names and that could not be read. This is no fault of ours. Never raises.
 
         `place` is the rule's place in the profile. One line is logged per place and kind.
@@ -74,12 +74,12 @@ class Faults:
         with self._lock:
             return dict(self._counts)
 
-    def counts_of_rules(self) -> Mapping[str, int]:
+    def unreadable_counts(self) -> Mapping[str, int]:
         """Return the number of unreadable values by the rule's place in the profile."""
         with self._lock:
             return {place: sum(kinds.values()) for place, (_, kinds) in self._of_rules.items()}
 
-    def notes_of_rules(self) -> list[str]:
+    def describe_unreadable_values(self) -> list[str]:
         """Return a sentence for each rule with unreadable values, on the first of them."""
         with self._lock:
             return [

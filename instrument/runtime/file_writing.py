@@ -27,7 +27,7 @@ PREFIX, SUFFIX = ".instrument-", ".part"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def open_replacement(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that replaces the one at `path` after the block. After an error in the block there is no new
     file.
 
@@ -89,7 +89,7 @@ def append(path: Path, text: str) -> None:
             raise
 
 
-def remove_abandoned(folder: Path) -> int:
+def remove_unfinished_files(folder: Path) -> int:
     """Remove a folder's unfinished files whose writers have ended. Return the total bytes of the other unfinished
     files."""
     written_bytes = 0
@@ -109,7 +109,7 @@ def remove_abandoned(folder: Path) -> int:
     return written_bytes
 
 
-def remove_first(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
+def remove_until_freed(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
     """Remove files in the given order until `over_bytes` are freed. Return the removed files.
 
     The files are given with their sizes. A file that another process removes first also counts. A file of another user

@@ -41,7 +41,7 @@ class _Loader:
             if self._spec.loader is self:
                 self._spec.loader = self._loader
             if self._is_wanted:
-                self._finder.asked_for_code(sys._getframe(1))
+                self._finder.report_request_for_code(sys._getframe(1))
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -102,7 +102,7 @@ class Finder:
         if self.listens:
             self._imported(module)
 
-    def asked_for_code(self, asker: FrameType) -> None:
+    def report_request_for_code(self, asker: FrameType) -> None:
         """Report that `runpy` has asked for a module's code, as for `python -m`."""
         if self.listens and asker.f_globals.get("__name__") == "runpy":
             self._asked_for_code()
@@ -111,7 +111,7 @@ class Finder:
         """Pause the trace function of the main module's watch on this thread. Return the function that resumes it."""
         return self._watch_of_main.pause() if self._watch_of_main is not None else bool
 
-    def watch(self, spec: Any, is_wanted: bool = True) -> None:
+    def wrap_loader(self, spec: Any, is_wanted: bool = True) -> None:
         """Replace a spec's loader, so that the module is reported after its code has run."""
         lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
         if lazy is not None and isinstance(spec.loader, lazy):
@@ -140,7 +140,7 @@ class Finder:
                 find = getattr(finder, "find_spec", None)
                 spec = None if finder is self or find is None else find(fullname, path, target)
                 if spec is not None:
-                    self.watch(spec, is_wanted)
+                    self.wrap_loader(spec, is_wanted)
                     return spec  # type: ignore[no-any-return]
             return None
         finally:
@@ -171,7 +171,7 @@ def install(
     sys.meta_path.insert(0, finder)
     for name, module in sys.modules.copy().items():
         if is_lazy(module) and wants(name):
-            finder.watch(object.__getattribute__(module, "__spec__"))
+            finder.wrap_loader(object.__getattribute__(module, "__spec__"))
 
     def undo() -> None:
         finder.listens = False

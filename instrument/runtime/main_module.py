@@ -61,7 +61,7 @@ def script_name() -> str:
     return PurePath(str(sys.argv[0])).stem if sys.argv else ""
 
 
-def _runner() -> str:
+def _find_runner() -> str:
     """Return the one of `RUNNERS` that runs this program, "" for none."""
     words = sys.orig_argv
     module_words = words[words.index("-m") + 1 :] if "-m" in words else []
@@ -71,7 +71,7 @@ def _runner() -> str:
 
 def tracer_of_main() -> str:
     """Return the runner whose trace function replaces that of the watch, "" for none."""
-    runner = _runner() if sys.version_info < (3, 12) else ""
+    runner = _find_runner() if sys.version_info < (3, 12) else ""
     return runner if runner in TRACERS else ""
 
 
@@ -100,7 +100,7 @@ class MainNames(ModuleType):
         del self.__dict__[name]
 
 
-def spawned_main() -> MainNames | None:
+def find_spawned_namespace() -> MainNames | None:
     """Return the namespace of a spawned child's functions, None without one. The child's main module has only a
     copy."""
     module = sys.modules.get(MAINS[1])
@@ -124,12 +124,12 @@ class Plan(NamedTuple):
     last: int
 
 
-def plan_reports(body: ast.Module) -> Plan:
+def plan_name_reports(body: ast.Module) -> Plan:
     """Return the lines of a module's body before which new names are reported."""
     stops: set[int] = set()
     names: set[str] = set()
     last = 0
-    for statement, is_nested in _statements(body.body, nested=False):
+    for statement, is_nested in _iterate_module_statements(body.body, nested=False):
         end = statement.end_lineno or statement.lineno
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             first = min([statement.lineno, *(decorator.lineno for decorator in statement.decorator_list)])
@@ -137,7 +137,7 @@ def plan_reports(body: ast.Module) -> Plan:
                 stops.update(range(first, statement.lineno + 1))
             names.add(statement.name)
             last = max(last, end)
-        elif blocks := _blocks(statement):
+        elif blocks := _inner_blocks(statement):
             stops.update(range(statement.lineno, max(blocks[0][0].lineno, statement.lineno + 1)))
         elif not _is_inert(statement):
             stops.update(range(statement.lineno, end + 1))
@@ -147,15 +147,15 @@ def plan_reports(body: ast.Module) -> Plan:
     return Plan(frozenset(stops), last)
 
 
-def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.stmt, bool]]:
+def _iterate_module_statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.stmt, bool]]:
     """Yield the statements that run in the module's own frame, in order, and True for each nested one."""
     for statement in block:
         yield statement, nested
-        for inner in _blocks(statement):
-            yield from _statements(inner, nested=True)
+        for inner in _inner_blocks(statement):
+            yield from _iterate_module_statements(inner, nested=True)
 
 
-def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+def _inner_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     """Return the blocks within a statement such as `if`. A definition has none, as its body runs in its own frame."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
@@ -197,7 +197,7 @@ def _plan_for(code: CodeType, names: dict[str, Any]) -> Plan | None:
     """Return the plan for a module's code, None if its source is missing."""
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
-        return plan_reports(ast.parse(source)) if source else None
+        return plan_name_reports(ast.parse(source)) if source else None
     except (SyntaxError, ValueError, RecursionError):
         return None
 
@@ -229,7 +229,7 @@ class Watch:
             caller = caller.f_back
         for frame in frames:
             if self._is_main(frame.f_code, frame.f_globals):
-                self._seen = _snapshot(frame.f_globals)  # the caller has looked at these
+                self._seen = _identities_by_name(frame.f_globals)  # the caller has looked at these
                 self._plan, self._names = _plan_for(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
                 if self._plan.last > frame.f_lineno and (means := self._acquire_hook()) is not None:
                     means.watch_code(frame.f_code, frame)
@@ -239,7 +239,7 @@ class Watch:
         is_child = first_argument == "-c" and any("multiprocessing" in word for word in sys.orig_argv)
         is_starting = any(frame.f_globals.get("__name__") == "site" for frame in frames)
         if is_starting and self._wants(MAINS[0]) and (is_child or first_argument not in ("", "-", "-c")):
-            self._mains, self._runner = MAINS[1:] if is_child else MAINS, _runner()
+            self._mains, self._runner = MAINS[1:] if is_child else MAINS, _find_runner()
             self._wait()
 
     def await_body(self) -> None:
@@ -291,7 +291,7 @@ class Watch:
             self._of_runner = MainNames(names)
         return self._of_runner
 
-    def begins_body(self, code: CodeType, names: dict[str, Any]) -> bool:
+    def is_body_to_watch(self, code: CodeType, names: dict[str, Any]) -> bool:
         """Return True if code that begins is the body to watch. End the watch if its source is not readable."""
         if self._names:
             return False  # it has been found
@@ -321,13 +321,13 @@ class Watch:
     def report_names(self) -> None:
         """Report the module if its names have changed since the last report."""
         module = self._module_of(self._names)
-        if module is None or _snapshot(self._names) == self._seen:
+        if module is None or _identities_by_name(self._names) == self._seen:
             return
         FAULTS.attempt("watch of __main__", lambda: self._defined(module))
-        self._seen = _snapshot(self._names)
+        self._seen = _identities_by_name(self._names)
 
 
-def _snapshot(names: dict[str, Any]) -> dict[str, int]:
+def _identities_by_name(names: dict[str, Any]) -> dict[str, int]:
     return {name: id(value) for name, value in list(names.items())}
 
 
@@ -347,23 +347,23 @@ class _Tracing:
         return sys.gettrace() is None  # else a debugger's or a coverage tool's, which comes first
 
     def listen(self) -> None:
-        sys.settrace(self._called)
+        sys.settrace(self._handle_call_event)
 
     def watch_code(self, code: CodeType, frame: FrameType) -> None:
-        frame.f_trace = self._ran
-        sys.settrace(self._called)
+        frame.f_trace = self._handle_line_event
+        sys.settrace(self._handle_call_event)
 
     def release(self) -> None:
         if self.is_on():
             sys.settrace(None)
 
     def is_on(self) -> bool:
-        return sys.gettrace() == self._called
+        return sys.gettrace() == self._handle_call_event
 
     def resume(self) -> None:
         """Set the trace function after a pause, unless another one was set or the watch has ended."""
         if self._watch._means is self and sys.gettrace() is None:
-            sys.settrace(self._called)
+            sys.settrace(self._handle_call_event)
 
     def _is_over(self) -> bool:
         """Return True if the watch has ended, and then remove the trace function. Only its own thread can do that."""
@@ -372,14 +372,14 @@ class _Tracing:
         self.release()
         return True
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _handle_call_event(self, frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_name not in _WATCHED:
             return None  # as nearly all are
-        if not self._is_over() and self._watch.begins_body(frame.f_code, frame.f_globals):
-            return self._ran
+        if not self._is_over() and self._watch.is_body_to_watch(frame.f_code, frame.f_globals):
+            return self._handle_line_event
         return None
 
-    def _ran(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _handle_line_event(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not self._is_over():
             if event == "line":
                 self._watch.report_before_line(frame.f_lineno)
@@ -388,7 +388,7 @@ class _Tracing:
         if self._is_over():
             del frame.f_trace
             return None
-        return self._ran
+        return self._handle_line_event
 
 
 if sys.version_info >= (3, 12):

@@ -113,7 +113,7 @@ class _Guard:
                 self._standard[name] = module  # ours are not loaded again
 
 
-def release() -> None:
+def restore_service_modules() -> None:
     """Put the service's own modules back into `sys.modules`, in place of our standard modules."""
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):

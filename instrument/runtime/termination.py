@@ -49,7 +49,9 @@ class Termination:
 
         @functools.wraps(bare_set)
         def set_disposition(signalnum: Any, handler: Any) -> Any:
-            before = self._set_handler(signalnum) if self._takes(signalnum, handler) else bare_set(signalnum, handler)
+            before = (
+                self._set_handler(signalnum) if self._must_replace(signalnum, handler) else bare_set(signalnum, handler)
+            )
             return signal.SIG_DFL if before is self._handler else before
 
         @functools.wraps(bare_get)
@@ -65,7 +67,7 @@ class Termination:
             if signal.getsignal is get_disposition:
                 signal.getsignal = bare_get
             for number in (signal.SIGTERM, *RESETTABLE_SIGNALS) if _is_main_thread() else ():
-                if bare_get(number) is self._handler and not self._is_native(number):
+                if bare_get(number) is self._handler and not self._is_handler_replaced(number):
                     bare_set(number, signal.SIG_DFL)
 
         self._is_active = True
@@ -80,11 +82,11 @@ class Termination:
         self._address = _address_of_handler(number)
         return before
 
-    def _is_native(self, number: int) -> bool:
+    def _is_handler_replaced(self, number: int) -> bool:
         """Return True if native code has replaced our handler."""
         return _address_of_handler(number) != self._address
 
-    def _takes(self, number: Any, handler: Any) -> bool:
+    def _must_replace(self, number: Any, handler: Any) -> bool:
         """Return True if our handler must be set in place of `handler`."""
         if not (self._is_active and isinstance(handler, int) and handler == signal.SIG_DFL):
             return False
@@ -94,7 +96,7 @@ class Termination:
         return bool(number == signal.SIGTERM)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_native(number) and self._end(number, frame):
+        if not self._is_handler_replaced(number) and self._end(number, frame):
             self._set(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -102,7 +102,7 @@ class Pace:
     def __init__(self) -> None:
         self._until = time.monotonic() + WORK_SLICE_S
 
-    def rest(self) -> None:
+    def pause_if_due(self) -> None:
         """Pause if the thread has worked for `WORK_SLICE_S` since its last pause."""
         if time.monotonic() > self._until:
             sleep(PAUSE_S)
@@ -190,7 +190,7 @@ def catch_up_with_fork() -> None:
         _child_begins()
 
 
-def is_server_to_fork() -> bool:
+def will_server_fork() -> bool:
     """Return True if a server in C will fork its workers later, without the GIL.
 
     A thread that has the GIL at the fork leaves it locked in the child, which then hangs.

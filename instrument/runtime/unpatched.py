@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-def _original(module: str, name: str) -> Any:
+def _find_original(module: str, name: str) -> Any:
     """Return a module's attribute from before gevent or eventlet replaced it."""
     monkey, patcher = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     if monkey is not None and monkey.is_object_patched(module, name):
@@ -33,14 +33,14 @@ Empty = _queue.Empty
 SimpleQueue = _queue.SimpleQueue
 TIMEOUT_MAX = _thread.TIMEOUT_MAX
 
-Lock = _original(_thread.__name__, "allocate_lock")
-RLock = _original(_thread.__name__, "RLock")
-start_new_thread = _original(_thread.__name__, "start_new_thread")
-get_ident = _original(_thread.__name__, "get_ident")
-sleep = _original(time.__name__, "sleep")
-poll = _original(select.__name__, "poll")
+Lock = _find_original(_thread.__name__, "allocate_lock")
+RLock = _find_original(_thread.__name__, "RLock")
+start_new_thread = _find_original(_thread.__name__, "start_new_thread")
+get_ident = _find_original(_thread.__name__, "get_ident")
+sleep = _find_original(time.__name__, "sleep")
+poll = _find_original(select.__name__, "poll")
 if not TYPE_CHECKING:
-    local = _original(_thread.__name__, "_local")
+    local = _find_original(_thread.__name__, "_local")
 
 
 def is_patched() -> bool:

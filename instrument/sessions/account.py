@@ -13,7 +13,7 @@ from instrument.device.timing import Timing
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.startup import ImportTimes
-from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, marks_of
+from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, make_rule_marks
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
@@ -129,7 +129,7 @@ class SessionDiagnostics:
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
-            added_ns=self.costs.added_by_site,
+            added_ns=self.costs.lowest_ns_of_sites,
             pairs_ns=self.pairs_ns(),
             threads_ns=self.threads_ns(),
             passed=self.recorder.muted_calls(),
@@ -173,7 +173,7 @@ class SessionDiagnostics:
         if uncalled := _uncalled_targets(verdict for verdict in verdicts if verdict.rule not in idle):
             notes.append(describe_uncalled(uncalled))
         notes.extend(f"{event}: {count} times" for event, count in self.recorder.counts().items())
-        notes.extend(FAULTS.notes_of_rules())
+        notes.extend(FAULTS.describe_unreadable_values())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
         if self.selection.late:
             notes.append(
@@ -194,7 +194,7 @@ class SessionDiagnostics:
         notes.extend(self._complaints)
         return notes
 
-    def unmet_text(self) -> str:
+    def describe_unrecorded_requests(self) -> str:
         """Return a sentence on requests or jobs that arrived but were not recorded, "" if there are none."""
         self.selection.attach_family("requests")
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=False), board.read_marks())
@@ -211,7 +211,7 @@ class SessionDiagnostics:
         own_verdicts = drop_recorded_elsewhere(verdicts, board.read_marks())
         uncalled = sorted(_uncalled_targets(verdict for verdict in own_verdicts if verdict.rule not in idle))
         listed = uncalled if len(uncalled) <= MOST_UNCALLED else []
-        return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))
+        return OwnNotes(tuple(sorted(make_rule_marks(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
         """Return the verdict on each rule and target, with its count of calls. Without `of_all`, rules whose modules

@@ -66,7 +66,7 @@ class SessionLock:
         self._postponed = 0
 
     @contextmanager
-    def acquired(self, timeout_s: float = -1) -> Iterator[bool]:
+    def acquire_within(self, timeout_s: float = -1) -> Iterator[bool]:
         """Acquire the lock for a block and yield True, or yield False after `timeout_s`. Afterwards send a postponed
         signal again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
@@ -144,7 +144,7 @@ class Exporting:
     def join_agent(self) -> bool:
         """Join the run's agent, if there is one. Return False if the profile says `agent: off`."""
         account = self._recorded.account
-        if self._facts.asks_agent_alone and not self._facts.has_agent():
+        if self._facts.needs_agent_to_export and not self._facts.has_agent():
             account.complain(NO_AGENT)
         if self._recorded.profile.agent == "off":
             return False
@@ -158,7 +158,7 @@ class Exporting:
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
             self.handover.is_here, self.handover.has_agent = False, True
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
-            run = environment.run_shared() or ("" if self.handover.has_agent else environment.run_of_environment())
+            run = environment.shared_run_name() or ("" if self.handover.has_agent else environment.run_of_environment())
             if run != self._exporter.own.ids.run:
                 self._exporter.own.ids.run = run
                 self._facts.publish()
@@ -224,7 +224,7 @@ class Exporting:
             self._announced_join = joined
             self._membership.send({"requests": True})
 
-    def hear_agent(self, message: Mapping[str, Any]) -> None:
+    def handle_agent_message(self, message: Mapping[str, Any]) -> None:
         """Handle a message of the agent about its export, its reading of gauges, or connections to this process."""
         if "unexported" in message:
             self.handover.is_refused = True
@@ -238,7 +238,7 @@ class Exporting:
         settings = self._recorded.profile.export.otlp
         return self._exporter is not None and settings is not None and settings.endpoint == endpoint
 
-    def spans_to_send(self, spans: Sequence[Span]) -> list[Span]:
+    def select_unexported_spans(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans of a window that the session's export will not send, so that the caller can send them.
 
         An exporting agent sends all spans of the window, and the list is empty. Raises `ExportError` if the agent does
@@ -255,7 +255,7 @@ class Exporting:
                 f"the agent of the run does not answer, so {len(spans)} spans of a window were not sent; the next "
                 "agent sends those that `capture` keeps"
             )
-        with self.lock.acquired():
+        with self.lock.acquire_within():
             self._read_own(lambda loop, _: loop.read_new())
             export = None if self.loop is None else self.loop.recordings.get(0)
             return list(spans) if export is None else self._select_unsent(export, spans)
@@ -273,25 +273,25 @@ class Exporting:
         return export.select_unsent(spans)
 
     def count_loss(self, reason: str, count: int) -> None:
-        with self.lock.acquired():
+        with self.lock.acquire_within():
             self._recorded.account.count_loss(reason, count)
 
     # ---------------------------------------------------------------- while it runs
 
-    def must_read(self) -> bool:
+    def needs_reader_thread(self) -> bool:
         """Return True if a thread of this process must read the recording while the service runs."""
         recorded = self._recorded
         is_read = self.loop is not None or recorded.profile.schedule is not None
-        return is_read or recorded.profile.budget is not None or recorded.ticks.are_used
+        return is_read or recorded.profile.budget is not None or recorded.ticks.is_counter_used
 
     def read_recorded(self, timeout_s: float = -1, *, meters: bool = False) -> None:
         """Read and export the rows recorded since the last call. With `meters`, also send metrics now."""
         recorded, cut = self._recorded, self._recorded.windows.cut
-        with self.lock.acquired(timeout_s) as is_acquired:
-            if not is_acquired or not (self.must_read() or cut):
+        with self.lock.acquire_within(timeout_s) as is_acquired:
+            if not is_acquired or not (self.needs_reader_thread() or cut):
                 return
             if self._exporter is not None:
-                self._exporter.own.look_at_clock()
+                self._exporter.own.update_origin()
             recorded.ticks.check(time.monotonic_ns())
             recorded.budget.step()
             recorded.windows.read_new_rows()
@@ -323,9 +323,9 @@ class Exporting:
             FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, self._begin_scrapes))
             self._start_reading()
         nothing = metrics_queue.Metered(self._recorded.origin(), None, [], ())
-        metered = self._metered_here() or self._scraped_here or nothing
+        metered = self._read_own_metrics() or self._scraped_here or nothing
         self._scraped_here = metered
-        return exposition.text_of(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
+        return exposition.format_metrics(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
 
     def _begin_scrapes(self) -> None:
         """Begin to read the recording for scrapes alone, and publish to other processes that scrapes need it."""
@@ -333,9 +333,9 @@ class Exporting:
         self._facts.is_scraped = True
         self._facts.publish()
 
-    def _metered_here(self) -> metrics_queue.Metered | None:
+    def _read_own_metrics(self) -> metrics_queue.Metered | None:
         """Return the current metrics of this process, None if the session is busy for longer than `SCRAPE_WAIT_S`."""
-        with self.lock.acquired(SCRAPE_WAIT_S) as is_acquired:
+        with self.lock.acquire_within(SCRAPE_WAIT_S) as is_acquired:
             if not is_acquired:
                 return None
             metered_of: dict[str, metrics_queue.Metered] = {}
@@ -377,7 +377,7 @@ class Exporting:
         self._facts.publish_counts(at_once=True)
         is_done = False
         while not is_done:
-            with self.lock.acquired(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as is_acquired:
+            with self.lock.acquire_within(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as is_acquired:
                 is_done = not is_acquired or self._read_own(export_loop.ExportLoop.send_now) or time.monotonic() > end
             if not is_done:
                 time.sleep(FLUSH_POLL_S)
@@ -401,12 +401,12 @@ class Exporting:
             sent_counts = {fate: fates[fate] for fate in SENT}
             pending = fates["kept"] - sum(sent_counts.values())
             now, before, seen_rows = time.monotonic(), seen_rows, fates["seen"] + fates["missed"]
-            is_starting = self._membership.is_agent_there() and not (handover.is_taken() or handover.is_refused)
+            is_starting = self._membership.is_connected() and not (handover.is_taken() or handover.is_refused)
             is_awaited = seen_rows != before or pending or is_starting
             seen_at = now if is_awaited else seen_at
             is_read = seen_rows >= recorded and progress.settled_ns >= asked_ns
             settled = is_read and not pending and self._are_metrics_settled(asked_ns)
-            if handover.is_abandoned():  # what it has read and not sent is lost, and counted so
+            if handover.is_left_unexported():  # what it has read and not sent is lost, and counted so
                 end = pending = 0
             if settled or now >= end or (seen_rows < recorded and now - seen_at > patience_s):
                 delivery = sending.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent_counts)  # type: ignore[arg-type]
@@ -414,7 +414,7 @@ class Exporting:
             time.sleep(FLUSH_POLL_S)
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
-        if not (self._facts.asks_for_metrics or self._recorded.gauges.are_wanted):
+        if not (self._facts.asks_for_metrics or self._recorded.gauges.has_readable_gauges):
             return True
         metered = self.handover.agent_metrics()
         return metered is not None and metered.settled_ns >= asked_ns
@@ -423,7 +423,7 @@ class Exporting:
 
     def replace_lost_agent(self) -> None:
         """Start another agent if the run has lost its agent. If that fails, count the unexported spans as lost."""
-        if self.handover.is_here or not rows_recorded() or self._membership.is_agent_there():
+        if self.handover.is_here or not rows_recorded() or self._membership.is_connected():
             return
         if not self._membership.join(begins=True):
             return
@@ -436,7 +436,7 @@ class Exporting:
         def read(loop: ExportLoop, export: RecordingExport) -> bool:
             export.has_ended = True
             loop.read_rest(until)
-            export.is_settled()
+            export.settle_remaining()
             loop.end_datasets(until)
             return True
 

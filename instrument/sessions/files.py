@@ -40,7 +40,7 @@ STREAMS = ("stderr", "stdout")
 """The values of `export.summary.to` that are standard streams and not files."""
 
 
-def with_pid(template: str, *, is_first: bool) -> str:
+def add_pid_to_template(template: str, *, is_first: bool) -> str:
     """Return a path template with `{pid}` added, unless it has one or belongs to the run's first process."""
     if "{pid}" in template or is_first:
         return template
@@ -49,7 +49,7 @@ def with_pid(template: str, *, is_first: bool) -> str:
     return os.path.join(folder, f"{stem}-{{pid}}{dot}{suffix}")  # noqa: PTH118 - keeps an empty folder empty
 
 
-def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
+def fill_template(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
     """Fill in `{service}`, `{run}`, `{pid}` and `{window}` of a path template. Raises `TraceError` for any other name
     in braces."""
     safe_service = re.sub(r"[^\w.-]+", "_", service).encode()[:96].decode(errors="ignore").lstrip(".")
@@ -75,7 +75,7 @@ def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
     import glob
 
     pid_by_name: dict[str, int] = {}
-    for form in {with_pid(template, is_first=first) for first in (True, False)}:
+    for form in {add_pid_to_template(template, is_first=first) for first in (True, False)}:
         pattern, numbered = "", ""
         for part in _NUMBERED.split(form):
             if _NUMBERED.fullmatch(part):
@@ -84,7 +84,7 @@ def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
                 of_run = r"(?P=run)" if "(?P<run>" in numbered else r"(?P<run>\d{8}T\d{6}-\d+)"
                 numbered += {"{pid}": of_process, "{run}": of_run}.get(part, r"\d+")
                 continue
-            text = file_name(part, service=service, run="", pid=0, window=0)
+            text = fill_template(part, service=service, run="", pid=0, window=0)
             text = text if pattern else os.path.join(folder, text)  # noqa: PTH118 - keeps the slash where nothing follows
             pattern += glob.escape(text)
             numbered += re.escape(text)
@@ -144,8 +144,8 @@ class Destination:
     def path(self, template: str, window: int = 0) -> Path:
         """Return this process's path for a template. A relative path is relative to the folder in which the session
         began."""
-        template = with_pid(template, is_first=self.is_first)
-        name = file_name(template, service=self.service, run=self.run, pid=os.getpid(), window=window)
+        template = add_pid_to_template(template, is_first=self.is_first)
+        name = fill_template(template, service=self.service, run=self.run, pid=os.getpid(), window=window)
         return Path(name) if self.folder == environment.working_folder() else self.folder / name
 
     def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
@@ -174,9 +174,9 @@ class Destination:
                     newest[pid] = max(newest.get(pid, (0, "")), (facts.st_mtime_ns, name))
             for at_ns, name in newest.values():
                 rank_by_name[name] = True, at_ns, rank_by_name[name][2]
-        free_bytes -= sum(map(file_writing.remove_abandoned, folders))
+        free_bytes -= sum(map(file_writing.remove_unfinished_files, folders))
         oldest = ((Path(name), size) for name, (_, _, size) in sorted(rank_by_name.items(), key=itemgetter(1)))
-        return len(file_writing.remove_first(oldest, -free_bytes))
+        return len(file_writing.remove_until_freed(oldest, -free_bytes))
 
     def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
         """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the file's path. Waits for
@@ -187,7 +187,7 @@ class Destination:
                 write_to_stream(stream, text, limit_ns)
             return None
         path = self.path(to)
-        with file_writing.replacing(path) as file:
+        with file_writing.open_replacement(path) as file:
             file.write(text.encode(errors="backslashreplace"))
         return path
 

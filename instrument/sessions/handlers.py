@@ -125,7 +125,11 @@ class Window:
         return make_views(views, self._recording(torch_trace), self._options(options))
 
     def _recording(self, torch_trace: str | os.PathLike[str] | None = None) -> Recording:
-        trace = self.trace if torch_trace is None else chrome.join(self.own_trace(), chrome.read(torch_trace).trace)
+        trace = (
+            self.trace
+            if torch_trace is None
+            else chrome.join_torch_trace(self.own_trace(), chrome.read(torch_trace).trace)
+        )
         return Recording.of_trace(trace)
 
     def _options(self, options: Mapping[str, Any]) -> Options:
@@ -275,7 +279,7 @@ class _CollectorHandler:
         spans = [span for span in trace.spans if not (span.clipped and span.span_id in self._sent_open)]
         self._sent_open = {span.span_id for span in trace.spans if span.clipped and span.end_ns == trace.end_ns}
         if is_shared:
-            spans = session.exporting.spans_to_send(spans)
+            spans = session.exporting.select_unexported_spans(spans)
         if not spans:
             return
         exporter = self._exporter
@@ -285,7 +289,7 @@ class _CollectorHandler:
         exporter.own.origin, exporter.own.ids, self._threads = trace.origin, session.recorded.ids(), trace.threads
         before = exporter.counts()["exported"]
         size = sum(1 + len(span.device) for span in spans)
-        delivery = exporter.send(_bodies_of(spans, trace.columns, exporter))
+        delivery = exporter.send(_pack_window(spans, trace.columns, exporter))
         missing = size - (delivery.exported - before)
         if missing > 0:
             session.exporting.count_loss("spans of windows that did not reach the OpenTelemetry collector", missing)
@@ -302,7 +306,7 @@ class _CollectorHandler:
         return replace(of_profile, headers=self._settings.headers) if "headers" in self._argument_names else of_profile
 
 
-def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: sending.Exporter) -> Iterator[Body]:
+def _pack_window(spans: Sequence[Span], trace: Columns, exporter: sending.Exporter) -> Iterator[Body]:
     import numpy as np
 
     from instrument.otlp.packed_spans import SpanIds
@@ -312,7 +316,7 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: sending.Exporter
     rows = np.flatnonzero(np.isin(trace.span_id, span_ids))
     rows = rows[np.argsort(trace.root_id[rows], kind="stable")]
     ids = SpanIds(trace, exporter.own.ids)
-    links = ids.links_of(join(trace)) if len(trace.attributes.having(BATCH_KEYS)) else {}
+    links = ids.links_by_row(join(trace)) if len(trace.attributes.having(BATCH_KEYS)) else {}
     return exporter.own.requests(trace, rows, exporter.request_bytes, ids, links=links)
 
 
@@ -400,10 +404,10 @@ class Backlog:
 
 
 def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trace:
-    from instrument.sessions.step_columns import with_steps
+    from instrument.sessions.step_columns import insert_step_spans
 
     index = stretch.window
-    trace = with_steps(session.trace_of(stretch), steps)
+    trace = insert_step_spans(session.trace_of(stretch), steps)
     notes = list(trace.notes)
     if trace.held_from_ns > trace.start_ns:
         lost_ns = min(trace.held_from_ns, trace.end_ns) - trace.start_ns

@@ -64,16 +64,16 @@ class Handover:
         self.left: dict[str, int] = {}
         """Counts of spans that were not delivered as the session ended, by reason."""
 
-    def is_abandoned(self) -> bool:
+    def is_left_unexported(self) -> bool:
         """Return True if the agent has refused or ended the export, and no other process exports the recording."""
         return self.is_refused and not self.is_taken()
 
     def note_undelivered(self, count: int, *, is_reported: bool) -> None:
         """Count the undelivered spans at the session's end. With `is_reported`, the agent will report the lost ones."""
         reason = UNDELIVERED if is_reported else UNREPORTED
-        self.left = {export_checkpoint.UNREAD if self.is_abandoned() else reason: count} if count else {}
+        self.left = {export_checkpoint.UNREAD if self.is_left_unexported() else reason: count} if count else {}
 
-    def _read(self, read: Callable[[ExportCheckpoint], Value], default: Value) -> Value:
+    def _read_checkpoint(self, read: Callable[[ExportCheckpoint], Value], default: Value) -> Value:
         """Return a value that `read` reads from the checkpoint, `default` if the service has closed the recording."""
         try:
             if RECORDER.memory_fd >= 0:
@@ -84,7 +84,7 @@ class Handover:
         return default
 
     def is_taken(self) -> bool:
-        return self._read(ExportCheckpoint.is_taken, default=False)
+        return self._read_checkpoint(ExportCheckpoint.is_taken, default=False)
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
         """Wait until the agent has read all `recorded` rows of an ended session, before the next one overwrites them.
@@ -108,7 +108,7 @@ class Handover:
 
     def _metered_rows(self) -> int:
         state = self.agent_metrics()
-        ended_rows = self._read(lambda place: place.read_head().number("ended_rows"), 0)
+        ended_rows = self._read_checkpoint(lambda place: place.read_head().number("ended_rows"), 0)
         return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
@@ -120,7 +120,7 @@ class Handover:
             is_of_now = progress.generation == place.read_head().generation
             return progress if is_of_now else Progress(before=progress.unreported())
 
-        return self._read(read, Progress())
+        return self._read_checkpoint(read, Progress())
 
     def agent_metrics(self) -> MeterState | None:
         """Return the metrics that the agent has counted from this session, None if there are none."""
@@ -129,7 +129,7 @@ class Handover:
             state = place.read_meter()
             return state if state is not None and state.generation == place.read_head().generation else None
 
-        return self._read(read, None)
+        return self._read_checkpoint(read, None)
 
     def metrics(self) -> Metrics | None:
         """Return the state of the metrics that this process or the agent sends, None if none are sent."""
@@ -145,7 +145,7 @@ class Handover:
     def losses(self) -> Mapping[str, int]:
         """Return the counts of spans that the export has lost, in this process or in the agent, by reason."""
         progress = self.progress()
-        fates = progress.unreported() if self.is_abandoned() else progress.fates
+        fates = progress.unreported() if self.is_left_unexported() else progress.fates
         if self._exporter is None and not self.writes_dataset:  # an agent may write files nevertheless
             fates = {fate: fates[fate] for fate in ("unwritten", "unstored")}
         return {**export_checkpoint.losses_by_name(fates), **self.left}
@@ -184,9 +184,9 @@ class GaugeWatch:
 
     def facts(self) -> Mapping[str, Any] | None:
         """Return the settings that the agent needs to read the gauges, None if the profile asks for no gauge."""
-        if not self._gauges.are_wanted:
+        if not self._gauges.has_readable_gauges:
             return None
-        settings = self._gauges.wanted()
+        settings = self._gauges.readable_settings()
         environ = {name: os.environ[name] for name in (VARIABLE, ORDER) if name in os.environ}
         self._sent_settings = {"nvml_ns": settings.nvml_ns, "host_ns": settings.host_ns, "environ": environ}
         return self._sent_settings
@@ -201,7 +201,7 @@ class GaugeWatch:
 
     def _start_own_thread(self) -> None:
         """Start a thread that reads the gauges, unless another process already reads them."""
-        if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
+        if self._has_stopped or self._gauges.is_reading or not self._gauges.has_readable_gauges:
             return
         if self._membership.path and RECORDER.memory_fd >= 0:
             with suppress(OSError):
@@ -218,7 +218,7 @@ class GaugeWatch:
 
     def send_updates(self) -> None:
         """Send the agent new readings of torch's memory, and changed GPUs."""
-        if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or RECORDER.memory_fd < 0:
+        if not self._has_begun or self._has_stopped or not self._gauges.has_readable_gauges or RECORDER.memory_fd < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
             self._send_changes()
@@ -230,12 +230,12 @@ class GaugeWatch:
             return
         if "yours" in message:
             why = f"device: a thread of this process reads the gauges, not the agent: {message['yours']!s}"
-            self._gauges.note_outside((), [why])
+            self._gauges.store_agent_readings((), [why])
             if self._has_begun:
                 self._start_own_thread()
         elif "gpus" in message:
             gpus = [Gpu(int(gpu["device"]), str(gpu["model"]), str(gpu["uuid"])) for gpu in message["gpus"]]
-            self._gauges.note_outside(gpus, [str(note) for note in message["notes"]])
+            self._gauges.store_agent_readings(gpus, [str(note) for note in message["notes"]])
             self._changed()
 
     # ---------------------------------------------------------------- what the agent does not know
@@ -247,7 +247,7 @@ class GaugeWatch:
 
     def _send_torch_memory(self, *, is_last: bool = False) -> None:
         """Send readings of torch's allocator to the agent. Only this process can take them."""
-        if self._gauges.wanted().host_ns is None:
+        if self._gauges.readable_settings().host_ns is None:
             return
         now_ns = time.monotonic_ns()
         rarely = is_last or now_ns >= self._torch_ns
@@ -264,13 +264,13 @@ class GaugeWatch:
         """Take a last reading of all gauges, or wait for the agent's, and stop reading."""
         self._has_stopped = True
         is_own = self._gauges.is_reading
-        self._gauges.stop(deadline.left_s())
+        self._gauges.stop(deadline.seconds_left())
         self._close_claim()
-        if is_own or not (self._has_begun and self._gauges.are_wanted and self._membership.is_joined):
+        if is_own or not (self._has_begun and self._gauges.has_readable_gauges and self._membership.is_joined):
             return
         FAULTS.attempt("last reading of torch", lambda: self._send_torch_memory(is_last=True))
         if self._membership.send({"gauges": None}):
-            self._await_last(deadline.left_s(LAST_READING_S))
+            self._await_last(deadline.seconds_left(LAST_READING_S))
 
     def _await_last(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
@@ -281,6 +281,6 @@ class GaugeWatch:
             self.handle_message(message["gauges"])
             if isinstance(message["gauges"], dict) and message["gauges"].keys() & {"ended", "yours"}:
                 return
-        self._gauges.note_outside(
+        self._gauges.store_agent_readings(
             self._gauges.gpus(), [f"device: the agent had not read the gauges again {limit_s:.2g} s after the end"]
         )

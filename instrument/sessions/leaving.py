@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 from instrument.clock import LEAST_S, Deadline
-from instrument.instrumentors.verdict import marks_of, write_check_report
+from instrument.instrumentors.verdict import make_rule_marks, write_check_report
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
@@ -148,17 +148,19 @@ class Leaving:
         self._report()
         is_first = self._saving.destination().is_first
         is_due = (
-            RECORDER.calls or recorded.account.unmet_text() or (is_first and board.RECORDED not in board.read_marks())
+            RECORDER.calls
+            or recorded.account.describe_unrecorded_requests()
+            or (is_first and board.RECORDED not in board.read_marks())
         )
         if is_due:
-            FAULTS.attempt("last window", partial(self._deliver, deadline))
+            FAULTS.attempt("last window", partial(self._send_last_data, deadline))
         exporting.finish(has_delivered=bool(is_due))
         RECORDER.write_goodbye()
         FAULTS.attempt("goodbye", partial(self._say_goodbye, deadline, is_due=bool(is_due)))
         while self.undos:
             FAULTS.attempt("way back", self.undos.pop())
 
-    def _deliver(self, deadline: Deadline) -> None:
+    def _send_last_data(self, deadline: Deadline) -> None:
         recorded, exporting, exporter = self._recorded, self._exporting, self._recorded.exporter
         window = recorded.windows.stop(recorded.end_ns or 0)
         deadline = deadline.earlier(REPORT_S if self._membership.path else SUMMARY_S)
@@ -166,15 +168,19 @@ class Leaving:
             is_here = exporting.handover.is_here
             if is_here:  # which may not have begun yet
                 exporter.start()
-                exporting.read_remaining(time.monotonic() + deadline.earlier(LAST_SEND_S).left_s())
-            elif self._is_first() or recorded.profile.export.summary is not None or exporting.handover.is_abandoned():
-                limit_s = deadline.left_s(math.inf if self._is_first() else AGENT_SEND_S)
+                exporting.read_remaining(time.monotonic() + deadline.earlier(LAST_SEND_S).seconds_left())
+            elif (
+                self._is_first()
+                or recorded.profile.export.summary is not None
+                or exporting.handover.is_left_unexported()
+            ):
+                limit_s = deadline.seconds_left(math.inf if self._is_first() else AGENT_SEND_S)
                 if not exporting.handover.left:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, STALLED_AGENT_S)[1]
                     exporting.handover.note_undelivered(count, is_reported=_can_agent_report())
             self._wait_for_collector(deadline)
         elif exporting.handover.writes_dataset:
-            exporting.read_remaining(time.monotonic() + deadline.left_s())
+            exporting.read_remaining(time.monotonic() + deadline.seconds_left())
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
 
@@ -194,7 +200,7 @@ class Leaving:
         others_ns = board.waited_in_vain_ns()
         has_just_been = bool(others_ns) and time.monotonic_ns() - others_ns < EXIT_LIMIT_NS
         before = exporter.counts()
-        after = exporter.stop(round(deadline.left_s(LEAST_S if has_just_been else math.inf) * 1e9))
+        after = exporter.stop(round(deadline.seconds_left(LEAST_S if has_just_been else math.inf) * 1e9))
         has_lost = after.failed + after.dropped > before["failed"] + before["dropped"]
         if not has_just_been and (has_lost or not after.settled):
             board.note_wait_in_vain(time.monotonic_ns())
@@ -220,13 +226,13 @@ class Leaving:
         if answer.get("late"):
             logger.warning("the report of the run was not ready in time; the agent prints it later")
         elif answer.get("report"):
-            self._saving.write_report(settings, str(answer["report"]), round(deadline.last_s() * 1e9))
+            self._saving.write_report(settings, str(answer["report"]), round(deadline.seconds_for_last_wait() * 1e9))
         elif is_due and not self._has_little_to_report():
             if answer.get("unheard") and profile.agent != "off":
                 account.complain(UNHEARD, log=False)
                 if unreported := answer.get("unreported"):
                     account.complain(UNTOLD % ", ".join(map(str, unreported)), log=False)
-            self._saving.print_summary(settings, round(deadline.last_s() * 1e9))
+            self._saving.print_summary(settings, round(deadline.seconds_for_last_wait() * 1e9))
 
     def _log_unsent(self) -> None:
         """Log the number of spans that were not sent, unless the agent can still report them."""
@@ -244,5 +250,7 @@ class Leaving:
         """Return True if this process recorded only garbage collections while rules are active in other processes, as a
         parent of workers does."""
         called = calls_by_site(RECORDER)
-        other_marks = board.read_marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
+        other_marks = (
+            board.read_marks() - make_rule_marks(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
+        )
         return bool(called and other_marks) and all(site == COLLECTION for site in called)

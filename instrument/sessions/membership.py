@@ -84,7 +84,7 @@ class Membership:
             "pid": os.getpid(),
             "started": clock.start_ticks(clock.STAT),
             "stderr": file_of_descriptor(2),
-            "image": environment.program_of().hex(),
+            "image": environment.read_auxiliary_vector().hex(),
         }
         try:
             connection = _socket.socket(agent_socket.FAMILY, agent_socket.KIND | _socket.SOCK_CLOEXEC)
@@ -127,7 +127,7 @@ class Membership:
         """True if this process has not closed its connection to the agent."""
         return self.fileno() >= 0
 
-    def is_agent_there(self) -> bool:
+    def is_connected(self) -> bool:
         """Return True if the agent has not closed its end of the connection."""
         descriptor = self.fileno()
         if descriptor < 0:
@@ -206,7 +206,7 @@ class Membership:
         if not self.send(goodbye) and (self.join(begins=begins) or not self.send(goodbye)):
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
-                agent_socket.note_file(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
+                agent_socket.process_note_path(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
             unsent = agent_socket.read_unsent(folder)
             return {"unheard": True, "unreported": agent_socket.find_unreported(folder), "unsent": unsent}
         answer = (
@@ -223,7 +223,7 @@ class Membership:
                 save(str(answer["save"]))
                 self.send({"saved": True})
             if answer.get("wait"):
-                answer = self._await_answer(deadline.earlier(LEAST_S).last_s()) or {"late": True}
+                answer = self._await_answer(deadline.earlier(LEAST_S).seconds_for_last_wait()) or {"late": True}
             return answer
         finally:
             self.close()

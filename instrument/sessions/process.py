@@ -95,7 +95,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
                 "instrument.stop() first"
             )
         leave = _begin_run(chosen)
-        session = Session(chosen, _forget)
+        session = Session(chosen, _forget_session)
         session.leaving.undos.append(leave)
         _session = session
         try:
@@ -119,7 +119,7 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
     if profile.agent == "off" or not (is_asked and is_free and "python" in Path(sys.executable).name):
         return bool
     try:
-        path = agent_socket.socket_of(run := new_run())
+        path = agent_socket.create_run_and_socket_path(run := new_run())
     except OSError:
         return bool  # the session exports by itself
     os.environ.update({agent_socket.VARIABLE: str(path), RUN_VARIABLE: run})
@@ -129,7 +129,7 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
         for name in (agent_socket.VARIABLE, RUN_VARIABLE):
             os.environ.pop(name, None)
         if os.getpid() == pid and not agent_socket.has_listener(path):
-            agent_socket.remove(path.parent)
+            agent_socket.remove_run_folder(path.parent)
 
     return leave
 
@@ -301,14 +301,14 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
         return ""
     import pkgutil
 
-    from instrument.profile.document import nearest
+    from instrument.profile.document import find_most_similar
 
     parent, _, last = missing.rpartition(".")
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     if parent and path is None:
         return f"; {parent} is a module, not a package"
     names = [module.name for module in pkgutil.iter_modules(path)] + list(() if parent else sys.builtin_module_names)
-    nearest_name = nearest(last, names)
+    nearest_name = find_most_similar(last, names)
     return f"; nearest is {parent}.{nearest_name}".replace(" .", " ") if nearest_name else ""
 
 
@@ -369,7 +369,7 @@ def _resend_signal(number: int) -> None:
             _resending[number] = 0
 
 
-def _forget(session: Session) -> None:
+def _forget_session(session: Session) -> None:
     global _session
     with _session_lock:
         if _session is session:

@@ -113,7 +113,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     return load(path)
 
 
-def process_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
+def describe_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
     """Return a text that describes this process if a request is for other processes, else "". Raises `ProfileError`.
 
     A request is for the processes whose own file it names. With `switch` it is for all processes of the service in the
@@ -138,7 +138,7 @@ def _process_text(profile: Profile) -> str:
     return f"it runs the service {profile.service} with {profile.source}"
 
 
-def with_start_settings(profile: Profile, now: Profile) -> Profile:
+def keep_fixed_settings(profile: Profile, now: Profile) -> Profile:
     """Return a profile with the settings of `FIXED_SETTINGS` from the current profile."""
     return replace(
         profile,
@@ -154,12 +154,12 @@ def with_start_settings(profile: Profile, now: Profile) -> Profile:
 
 def refused_settings(profile: Profile, in_force: Profile) -> tuple[str, ...]:
     """Return a sentence per setting of `FIXED_SETTINGS` that differs between two profiles, with the reason."""
-    from instrument.profile.keys import setting
+    from instrument.profile.keys import get_setting
 
     return tuple(
         f"{name} keeps its value until a restart: {why}"
         for name, why in FIXED_SETTINGS.items()
-        if setting(profile, name) != setting(in_force, name)
+        if get_setting(profile, name) != get_setting(in_force, name)
     )
 
 
@@ -218,7 +218,7 @@ class Generations:
         self.lock = RLock()
 
     def stop(self, deadline: Deadline) -> None:
-        if self.lock.acquire(timeout=deadline.left_s()):
+        if self.lock.acquire(timeout=deadline.seconds_left()):
             self.lock.release()  # it has ended; there is none from now on
 
     @property
@@ -254,7 +254,7 @@ class Generations:
             else:
                 file = folder / (profile or self.file or "")
                 new_profile = load_profile(file)
-            next_profile = self._with_engines(with_start_settings(new_profile, session.profile))
+            next_profile = self._with_engines(keep_fixed_settings(new_profile, session.profile))
             attached: list[str] = []
             undone: list[str] = []
             if next_profile != session.profile:
@@ -308,7 +308,7 @@ class Generations:
             if path is not None and Path(path).exists() and not Path(path).is_file():
                 raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
             with self.lock:  # reading may import YAML, and a fork in the middle would spoil it
-                other_process = process_if_unaddressed(request, session.profile, self.file)
+                other_process = describe_if_unaddressed(request, session.profile, self.file)
             if other_process:
                 return {**facts, "generation": session.generation, "digest": session.digest, "other": other_process}
             result = self.change(path)
@@ -374,16 +374,16 @@ class ControlThread:
 
     def watch(self) -> None:
         self._has_begun = self._generations.prepare_to_watch()
-        self.go_on()
+        self.start_or_wake()
 
     def hear_agent(self) -> None:
         """Begin to handle the agent's messages, and start the thread unless it runs."""
         with self._lock:
             if self._membership.joins and not self._generations.has_ended():
                 self._has_begun = True  # there is an agent, and the session has not ended as its threads began
-                self.go_on()
+                self.start_or_wake()
 
-    def go_on(self) -> None:
+    def start_or_wake(self) -> None:
         """Start the thread or wake it to look for the agent. Does nothing before `watch` or `hear_agent` is called."""
         with self._lock:
             if self._thread is not None:
@@ -475,7 +475,7 @@ class ControlThread:
             self._agent_fd = -1
             membership.close()
             return
-        self._exporting.hear_agent(message)
+        self._exporting.handle_agent_message(message)
         if "do" not in message:
             return
         try:

@@ -127,7 +127,7 @@ class Profiler:
         self._state = state
         self._tracer_option = tracer_option
         self._timer_only = timer_only
-        self._torch_options = TorchOptions.of(torch)
+        self._torch_options = TorchOptions.from_argument(torch)
         if schedule is not None and self._torch_options.limit_s is None:
             self._torch_options = replace(self._torch_options, limit_s=WINDOW_LIMIT_S)
         self._torch: TorchProfiler | None = None
@@ -450,7 +450,7 @@ class Profiler:
 
     def benchmark(self) -> LoopTimes:
         """Return the times of the steps since the start, without the first `SKIPPED_STEPS`."""
-        return self._benchmark.loop_times()
+        return self._benchmark.measure_loop_times()
 
     def summary(
         self,

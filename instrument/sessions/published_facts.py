@@ -128,10 +128,10 @@ class PublishedFacts:
     def wants_agent(self) -> bool:
         """True if the profile has an export that an agent does while the process runs, such as scrapes."""
         profile = self._recorded.profile
-        return self.asks_agent_alone or profile.export.parquet is not None
+        return self.needs_agent_to_export or profile.export.parquet is not None
 
     @property
-    def asks_agent_alone(self) -> bool:
+    def needs_agent_to_export(self) -> bool:
         """True if the profile has an export that only an agent can do."""
         profile = self._recorded.profile
         return profile.export.prometheus is not None or profile.capture.to is not None
@@ -208,7 +208,7 @@ class PublishedFacts:
     def _publish_counts(self, books: MeteredFacts) -> None:
         calls, streams = self._marks_of_rules(lambda rule: rule.metrics), self._marks_of_rules(lambda rule: rule.gen_ai)
         if self._recorded.profile.requests:
-            calls = (*calls, request_meter.mark_of(BLOCKED_LOOP))
+            calls = (*calls, request_meter.site_mark(BLOCKED_LOOP))
         before, self._books = self._books, replace(books, calls=calls, streams=streams)
         if self._books != before:
             self.publish()
@@ -217,7 +217,7 @@ class PublishedFacts:
         """Return the marks of the targets of the wanted rules. Metrics identify functions by marks."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
         sites = self._recorded.sites_of(rules)
-        return tuple(sorted(set(map(request_meter.mark_of, sites))))[: distributions.SERIES_LIMIT] if sites else ()
+        return tuple(sorted(set(map(request_meter.site_mark, sites))))[: distributions.SERIES_LIMIT] if sites else ()
 
     # ---------------------------------------------------------------- verdicts
 
@@ -254,7 +254,7 @@ class PublishedFacts:
     def join_facts(self) -> dict[str, Any]:
         session, saving = self._recorded, self._saving
         recording = session.profile.export.recording or Recordings()
-        costs_ns = session.account.costs.usual_ns()
+        costs_ns = session.account.costs.median_ns_by_shape()
         return {
             "run": saving.run,
             "parent": os.getppid(),
@@ -274,7 +274,7 @@ class PublishedFacts:
                 str(saving.folder / saving.destination().path(path)) for path in path_templates(session.profile.export)
             ],
             "disk_bytes": session.profile.limits.disk_bytes,
-            "report": self._report_of_run(),
+            "report": self._choose_run_report(),
             "asks_for_requests": bool(session.profile.requests),
             "export": self.export_settings(),
             "gauges": self._gauges(),
@@ -287,7 +287,7 @@ class PublishedFacts:
             "losses": dict(self._recorded.account.losses()),
             "notes": self.notes_in_short(of_all=environment.is_first_of_run()),
             "own_notes": self.own_notes_in_short(of_all=environment.is_first_of_run()),
-            "unmet": self._recorded.account.unmet_text(),
+            "unmet": self._recorded.account.describe_unrecorded_requests(),
             "requests": self._recorded.selection.has_requests(),
             "cost": asdict(self._recorded.cost()),
             "files": [str(path) for path in self._saving.newest],
@@ -296,7 +296,7 @@ class PublishedFacts:
     def save(self, path: str) -> None:
         files.save_trace(path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally())
 
-    def _report_of_run(self) -> dict[str, Any] | None:
+    def _choose_run_report(self) -> dict[str, Any] | None:
         """Return the views and options of the run's report, None if the profile prints no summary to a stream."""
         settings = self._recorded.profile.export.summary
         if settings is None or settings.to not in files.STREAMS:

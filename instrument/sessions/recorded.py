@@ -42,7 +42,7 @@ from instrument.recording.trace_context import (
     encode_remote,
     is_sampled,
     remote_of,
-    state_of_share,
+    tracestate_of_share,
 )
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
@@ -108,7 +108,9 @@ class Recorded:
             self.exporter = sending.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
         self.handover = Handover(self.exporter)
         self.costs = Costs(RECORDER)
-        self.budget = Budget(RECORDER, self.costs.usual_ns, lambda: self.costs.passed_ns, self.selection.detach)
+        self.budget = Budget(
+            RECORDER, self.costs.median_ns_by_shape, lambda: self.costs.passed_ns, self.selection.detach
+        )
         self.windows = WindowReader(RECORDER, self.selection, self.origin)
         self.account = SessionDiagnostics(
             recorder=RECORDER,
@@ -194,7 +196,7 @@ class Recorded:
         trace_id, sample = ids.trace_id(root_id), self.profile.capture.sample
         is_kept = is_sampled(trace_id, sample)
         parent = RemoteParent(
-            trace_id, 0, OWN_TRACE_FLAGS ^ (not is_kept), state=state_of_share(sample) if is_kept else ""
+            trace_id, 0, OWN_TRACE_FLAGS ^ (not is_kept), state=tracestate_of_share(sample) if is_kept else ""
         )
         if ids.run or self._remote is not None:  # its exporter must keep the trace id, which others know now
             annotate = RECORDER.annotate_request if root_id & REQUEST_BIT else RECORDER.annotate_innermost
@@ -205,7 +207,7 @@ class Recorded:
         """Return the trace id and span id that a request has at a collector. `key` is its first key, "" for none."""
         from instrument.trace.request_trees import trace_id_of
 
-        trace_id, span_id = self.ids().of(span)
+        trace_id, span_id = self.ids().ids_of_root(span)
         run = self.ids().run if key and span.remote is None else ""
         return trace_id_of(run, key) if run else trace_id, span_id
 
@@ -228,7 +230,7 @@ class Recorded:
             digest=self.digest,
             boot=clock.boot_id(),
             wall_error_ns=clock.wall_error_ns(),
-            run=environment.run_shared() or environment.run_of_environment(),
+            run=environment.shared_run_name() or environment.run_of_environment(),
             start_ticks=clock.start_ticks(clock.STAT),
             version=str(environment.environment_attributes().get("service.version", "")),
             caller=self._caller,
@@ -259,7 +261,7 @@ class Recorded:
         The steps of a `Profiler` are spans, too. Without one, steps are derived from recorded phases and loaders of a
         training loop. `origin` is the process's identity at the interval's end.
         """
-        from instrument.sessions.step_columns import steps_of_batches, with_steps
+        from instrument.sessions.step_columns import derive_training_steps, insert_step_spans
 
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
@@ -267,9 +269,9 @@ class Recorded:
         profile = self.profile
         are_steps_found = profile.phases == profile.loaders == "auto" and profile.schedule is None
         if are_steps_found and self.loop.is_unused:
-            trace = with_steps(trace, steps_of_batches(trace.columns))
+            trace = insert_step_spans(trace, derive_training_steps(trace.columns))
         else:
-            trace = with_steps(trace, self.loop.steps_within(max(first, trace.held_from_ns), last))
+            trace = insert_step_spans(trace, self.loop.steps_within(max(first, trace.held_from_ns), last))
         if start_ns is None and end_ns is None:
             trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
         return trace
@@ -281,7 +283,7 @@ class Recorded:
         mapped = RECORDER.mapped()
         threads = mapped.threads()
         writing = frozenset(thread_id for thread_id, name in threads.items() if name == WINDOWS_THREAD)
-        snapshot = RowSnapshot.of(mapped, start_ns, writing, remote=self._remote)
+        snapshot = RowSnapshot.copy_from(mapped, start_ns, writing, remote=self._remote)
         return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
@@ -289,13 +291,15 @@ class Recorded:
 
         Takes 0.3 us per span, on any thread while the session runs.
         """
-        from instrument.recording.mapped import numbers_in
+        from instrument.recording.mapped import read_own_metrics
         from instrument.recording.numbers import samples_of
         from instrument.trace.columns import DeviceIntervals
         from instrument.trace.of_recording import NO_DETAIL
         from instrument.trace.trace import SpanViews, Trace
 
-        device_of = self.timing.columns_of if self.timing is not None else lambda _: DeviceIntervals.none()
+        device_of = (
+            self.timing.intervals_of_spans if self.timing is not None else lambda _: DeviceIntervals.make_empty()
+        )
         columns, lacking = stretch.snapshot.columns(stretch.end_ns, device_of, start_ns=stretch.start_ns)
         window_ns, startup = stretch.end_ns - stretch.start_ns, self.startup()
         return Trace(
@@ -307,11 +311,11 @@ class Recorded:
             losses={**self.account.losses(), **({NO_DETAIL: lacking} if lacking else {})},
             notes=self.account.notes(),
             window=stretch.window,
-            cost=self.account.cost_of(columns.calls(), columns.timed(), window_ns, self.lasted_ns()),
+            cost=self.account.cost_of(columns.count_calls(), columns.count_timed(), window_ns, self.lasted_ns()),
             held_from_ns=stretch.held_from_ns,
             samples=[
                 *self.gauges.samples(stretch.start_ns, stretch.end_ns),
-                *samples_of(*numbers_in(RECORDER.mapped()), since_ns=stretch.start_ns, until_ns=stretch.end_ns),
+                *samples_of(*read_own_metrics(RECORDER.mapped()), since_ns=stretch.start_ns, until_ns=stretch.end_ns),
             ],
             gpus=self.gauges.gpus(),
             startup=None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup,
@@ -342,7 +346,9 @@ class Recorded:
         window_ns = self.lasted_ns()
         return view.Recording(
             self.tally,
-            self.trace if torch_trace is None else lambda: chrome.join(self.trace(), chrome.read(torch_trace).trace),
+            self.trace
+            if torch_trace is None
+            else lambda: chrome.join_torch_trace(self.trace(), chrome.read(torch_trace).trace),
             make_totals=_read_totals,
             make_cost=lambda: self.account.cost(window_ns),
             losses=self.account.losses(),
@@ -423,9 +429,9 @@ def _caller_in_environment() -> str:
     """Return the remote parent span that the environment variable `TRACEPARENT` names, as in `Origin`, "" for none."""
     if not {"TRACEPARENT", "OTEL_PROPAGATORS"} & os.environ.keys():
         return ""
-    from instrument.instrumentors.requests.propagation import read_environment
+    from instrument.instrumentors.requests.propagation import read_caller_from_environment
 
-    return read_environment()
+    return read_caller_from_environment()
 
 
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:

@@ -16,14 +16,14 @@ from functools import partial
 from instrument.clock import Deadline
 from instrument.errors import InstrumentError
 from instrument.instrumentors import execution, functions
-from instrument.instrumentors.verdict import marks_of
+from instrument.instrumentors.verdict import make_rule_marks
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.recording import board
 from instrument.runtime import environment, process_context
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.threads import Thread, is_server_to_fork
+from instrument.runtime.threads import Thread, will_server_fork
 from instrument.runtime.unpatched import Event
 from instrument.sessions.exporting import Exporting, SessionLock, rows_recorded
 from instrument.sessions.files import Saving
@@ -76,10 +76,10 @@ class SessionThreads:
         await_first_span(None)
         self.stopping.set()
         if self._begun is not None:
-            self._begun.wait(deadline.left_s(START_WAIT_S))  # what has just begun to record is sent, too
+            self._begun.wait(deadline.seconds_left(START_WAIT_S))  # what has just begun to record is sent, too
         self._is_over = True
         if self.own is not None:
-            self.own.join(deadline.left_s())
+            self.own.join(deadline.seconds_left())
 
     def start_when_needed(self) -> None:
         """Start the threads: in a run at the first recorded span, else at once. Many processes of a run record no
@@ -91,7 +91,7 @@ class SessionThreads:
 
     def _start_at_first_span(self) -> None:
         """Start the threads because a first span begins. This delays the service's thread by some 0.1 ms."""
-        if is_server_to_fork():
+        if will_server_fork():
             return  # those of the workers begin there
         has_begun = self._begun = Event()
         rests = Event()
@@ -103,7 +103,7 @@ class SessionThreads:
                 FAULTS.attempt("start of threads", self._start_threads)
             finally:
                 has_begun.set()
-            FAULTS.attempt("board of the run", self._session.mark_board)
+            FAULTS.attempt("board of the run", self._session.publish_used_rules)
 
         try:
             Thread(start, "instrument-start").start(is_listed=False)
@@ -113,7 +113,7 @@ class SessionThreads:
             raise
 
     def _start_threads(self) -> None:
-        if self._is_over or is_server_to_fork():
+        if self._is_over or will_server_fork():
             return  # the session sends what there is at its end
         self.have_begun, session = True, self._session
         FAULTS.attempt("first touch of pages", lambda: RECORDER.touch_ahead(TOUCHED_BYTES))
@@ -121,10 +121,10 @@ class SessionThreads:
             session.recorded.exporter.start()
         session.gauge_watch.begin()
         self.start()
-        session.follow_threads()
+        session.announce_process()
 
     def start(self) -> None:
-        if self.have_begun and self._session.exporting.must_read() and self.own is None:
+        if self.have_begun and self._session.exporting.needs_reader_thread() and self.own is None:
             stopping = self.stopping
             self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())
             self.own.start()
@@ -173,7 +173,7 @@ class Session:
         )
         self.selection.noted = lambda: FAULTS.attempt("marks of metrics", facts.publish_marks)
         self.generations = Generations(
-            recorded, saving.folder, self._apply, self._add_rules, lambda: self.threads.stopping.is_set()
+            recorded, saving.folder, self._replace_profile, self._add_rules, lambda: self.threads.stopping.is_set()
         )
         self._prepare = prepare = self.generations.while_no_fork_comes
         self._membership = membership = Membership(facts.join_facts, lambda: RECORDER.memory_fd, prepare)
@@ -205,7 +205,7 @@ class Session:
         """Attach the probes and begin to record. After a failure, undo every change and raise the error."""
         recorded, limits = self.recorded, self.profile.limits
         folder = "" if limits.ring_folder is None else str(self._saving.folder / limits.ring_folder)
-        metered = self._facts.asks_for_metrics or recorded.gauges.are_wanted
+        metered = self._facts.asks_for_metrics or recorded.gauges.has_readable_gauges
         is_left = RECORDER.memory_fd >= 0 and bool(RECORDER.facts.get("is_awaited"))
         unread = self.handover.await_reader(
             rows_recorded(), metered=metered, is_left=lambda: is_left and self._membership.is_agent_listening()
@@ -243,7 +243,7 @@ class Session:
         undos.append(execution.watch_handovers())
         if (timing := recorded.timing) is not None:
             timing.install()
-            undos.append(lambda: timing.uninstall(self._undo_by.left_s()))
+            undos.append(lambda: timing.uninstall(self._undo_by.seconds_left()))
             undos.append(execution.watch_graphs())
         self.selection.begun = self.generations.add_engine
         undos.append(self.selection.attach())
@@ -259,7 +259,7 @@ class Session:
                 self.account.complain(f"clock: tsc is not used: {unsound}", log=False)
             else:
                 undos.append(RECORDER.stop_ticks)
-        recorded.costs.measure(with_ticks=recorded.ticks.are_used)
+        recorded.costs.measure(with_ticks=recorded.ticks.is_counter_used)
         undos.append(recorded.budget.release)
         recorded.budget.change(self.profile.budget)
         self.threads.start_when_needed()
@@ -268,13 +268,13 @@ class Session:
 
     def _join_run(self) -> None:
         if self.exporting.join_agent():
-            self.control.go_on()
+            self.control.start_or_wake()
             if self.threads.have_begun:  # before it had joined, or as it did
                 self._report_recording()
 
     # ---------------------------------------------------------------- while it runs
 
-    def follow_threads(self) -> None:
+    def announce_process(self) -> None:
         """Announce this process to the agent and to profilers, once the session's threads have begun."""
         self._report_recording()
         if self.is_of_run or self._forked:  # of which many never record
@@ -286,11 +286,11 @@ class Session:
         self._membership.send({"records": True})
         self.control.hear_agent()
 
-    def mark_board(self) -> None:
+    def publish_used_rules(self) -> None:
         """Report to the other processes of the run which rules have targets and calls in this process."""
         if self.is_of_run or self._forked:
             marks = [board.RECORDED] if RECORDER.calls or self.threads.has_met_span else []
-            board.add_marks([*marks_of(self.verdicts(of_all=False)), *marks])
+            board.add_marks([*make_rule_marks(self.verdicts(of_all=False)), *marks])
 
     def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
         """Change to another profile: a path, a `Profile`, or None to read the current file again.
@@ -309,9 +309,9 @@ class Session:
             self.generations.refuse(str(error))
             raise
 
-    def _apply(self, profile: Profile) -> None:
+    def _replace_profile(self, profile: Profile) -> None:
         """Replace the current profile by one whose rules are already attached."""
-        with self.exporting.lock.acquired():
+        with self.exporting.lock.acquire_within():
             before = self.profile
             if profile == before:
                 self.recorded.profile = profile  # it may be in another file now
@@ -325,7 +325,7 @@ class Session:
 
     def _add_rules(self, profile: Profile) -> None:
         """Replace the current profile by the same one with added rules, as the same generation."""
-        with self.exporting.lock.acquired():
+        with self.exporting.lock.acquire_within():
             self.recorded.profile = profile
             self._facts.publish()
 
@@ -353,7 +353,7 @@ class Session:
             part.after_fork_in_child()
         self._facts.publish()
         self.threads.start_when_needed()
-        self.control.go_on()
+        self.control.start_or_wake()
         self._join_run()
         self.leaving.after_fork_in_child()
 
@@ -370,12 +370,12 @@ class Session:
         while self.onlookers:
             FAULTS.attempt("end of one who looks on", self.onlookers.pop())
         self.threads.stop(before_sending)
-        self.control.stop(before_sending.left_s())
+        self.control.stop(before_sending.seconds_left())
         self.generations.stop(before_sending)
         FAULTS.attempt("last look at connections", self.selection.look_for_connections)
         while message := self._membership.next_message():  # there is no thread for it, or there never was
-            FAULTS.attempt("words of the agent", partial(self.exporting.hear_agent, message))
-        with self.exporting.lock.acquired():
+            FAULTS.attempt("words of the agent", partial(self.exporting.handle_agent_message, message))
+        with self.exporting.lock.acquire_within():
             if self._stopped:
                 return
             self._stopped = True
@@ -387,7 +387,7 @@ class Session:
             FAULTS.attempt("another agent", self.exporting.replace_lost_agent)
             FAULTS.attempt("last look at the spans", partial(self.exporting.read_recorded, meters=True))
             self.recorded.end_ns = time.monotonic_ns()
-            FAULTS.attempt("board of the run", self.mark_board)
+            FAULTS.attempt("board of the run", self.publish_used_rules)
             self.leaving.leave(deadline)
 
     def _undo(self, deadline: Deadline) -> None:

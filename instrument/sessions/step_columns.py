@@ -20,7 +20,7 @@ from instrument.sessions.window import STEP, Step
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import NONE, rows_of
 from instrument.trace.intervals import lengths_by_group
-from instrument.trace.trace import Trace, with_spans
+from instrument.trace.trace import Trace, append_spans
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
@@ -38,7 +38,7 @@ class _Call(NamedTuple):
     phase: object
 
 
-def steps_of_batches(trace: Columns) -> list[Step]:
+def derive_training_steps(trace: Columns) -> list[Step]:
     """Return the steps of training loops that do not report their steps. Each step lasts from the fetch of a batch to a
     later fetch.
 
@@ -49,7 +49,7 @@ def steps_of_batches(trace: Columns) -> list[Step]:
         return []
     fetches = _calls_by_thread(trace, trace.are_of_kind("loader"))
     passes = _calls_by_thread(
-        trace, trace.are_of_sites([_phase(site) in ("backward", "optimizer") for site in trace.sites])
+        trace, trace.are_of_sites([_phase_of_site(site) in ("backward", "optimizer") for site in trace.sites])
     )
     return [
         step
@@ -64,7 +64,7 @@ def _calls_by_thread(trace: Columns, mask: Bools) -> dict[int, list[_Call]]:
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     columns = (trace.thread_id, trace.start_ns, trace.end_ns, trace.site)
     for thread_id, start_ns, end_ns, site in zip(*(column[rows].tolist() for column in columns), strict=True):
-        calls_by_thread.setdefault(thread_id, []).append(_Call(start_ns, end_ns, _phase(trace.sites[site])))
+        calls_by_thread.setdefault(thread_id, []).append(_Call(start_ns, end_ns, _phase_of_site(trace.sites[site])))
     return calls_by_thread
 
 
@@ -93,14 +93,14 @@ def _outermost_calls(calls: Sequence[_Call]) -> list[_Call]:
     return outermost
 
 
-def _phase(site: Site) -> object:
+def _phase_of_site(site: Site) -> object:
     return dict(site.attributes).get("phase") if site.kind == "phase" else None
 
 
 # Steps among spans
 
 
-def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
+def insert_step_spans(trace: Trace, steps: Sequence[Step]) -> Trace:
     """Return the trace with a span per step. The steps of one thread are in order and do not overlap. Spans of asyncio
     tasks are in no step."""
     if not steps:
@@ -175,7 +175,7 @@ class _StepInserter:
         moved = np.where(root_row != NONE, self._root_of[root_row], 0) if len(trace) else self._root_of
         root_id = np.where(moved != 0, moved, trace.root_id)
         spans = [_span_of(step, *ids_and_time) for step, ids_and_time in zip(steps, numbers, strict=True)]
-        return with_spans(replace(trace, parent_id=self._parent_id, root_id=root_id, self_ns=self._self_ns), spans)
+        return append_spans(replace(trace, parent_id=self._parent_id, root_id=root_id, self_ns=self._self_ns), spans)
 
 
 def _span_of(step: Step, span_id: int, parent_id: int, root_id: int, self_ns: int) -> Span:

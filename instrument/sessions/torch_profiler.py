@@ -54,7 +54,7 @@ _IDS = itertools.count(3 << 60)
 _start = attrgetter("start_ns")
 
 
-def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
+def insert_operator_spans(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
     """Return the trace with a span per operator in torch.profiler's trace. Changes the spans of `trace` in place.
 
     `moved_ns` is the offset from torch's clock to ours. Kernels in `trace` become device times of operators.
@@ -257,7 +257,7 @@ class TorchOptions:
     limit_s: float | None = None
 
     @classmethod
-    def of(cls, options: bool | Mapping[str, Any] | None) -> TorchOptions:
+    def from_argument(cls, options: bool | Mapping[str, Any] | None) -> TorchOptions:
         """Return the options for a value of `Profiler(torch=...)`. Raises `ProfileError` for an invalid one."""
         if options is None or isinstance(options, bool):
             return cls(options)
@@ -329,12 +329,12 @@ class TorchProfiler:
             began_ns = time.monotonic_ns()
             if not _holding.acquire(blocking=False):
                 if self._options.is_wanted:
-                    self._say(BUSY)
+                    self._complain_once(BUSY)
                 return
             autograd = sys.modules["torch"].autograd
             if autograd._profiler_enabled() or getattr(autograd.profiler, "_is_profiler_enabled", False):
                 _holding.release()
-                self._say(BUSY)
+                self._complain_once(BUSY)
                 return
             try:
                 prepared = self._new_profiler()
@@ -379,7 +379,7 @@ class TorchProfiler:
         """Stop torch.profiler at the end of a window. Return its record, None if it did not run."""
         with self._lock:
             if self._running is not None and not self._can_end_here():
-                self._say(
+                self._complain_once(
                     "torch.profiler was started on another thread, and can only stop there; its operators are not "
                     "joined"
                 )
@@ -469,9 +469,11 @@ class TorchProfiler:
         self._is_broken, self._prepared, self._running = True, None, None
         self._undo()
         _holding.release()
-        self._say(f"torch.profiler did not {verb} ({type(error).__name__}: {error}); its operators are not joined")
+        self._complain_once(
+            f"torch.profiler did not {verb} ({type(error).__name__}: {error}); its operators are not joined"
+        )
 
-    def _say(self, message: str) -> None:
+    def _complain_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             self._complain(message)
@@ -536,8 +538,8 @@ class TorchRecord:
         watched = self.begin_ns - moved_ns, self.end_ns - moved_ns
         # On our clock by the marks: the wall clock may have been set since the session began.
         origin = replace(torch_trace.origin, monotonic_ns=0, realtime_ns=trace.origin.realtime_of(0) + moved_ns)
-        joined = chrome.join(trace, replace(torch_trace, origin=origin, watched=watched))
-        return with_operators(joined, torch_trace, moved_ns)
+        joined = chrome.join_torch_trace(trace, replace(torch_trace, origin=origin, watched=watched))
+        return insert_operator_spans(joined, torch_trace, moved_ns)
 
     def _clock_offset_ns(self, trace: Trace, torch_trace: Trace) -> int:
         """Return the offset from torch's clock to ours in ns. Each mark is between two readings of our clock."""

@@ -159,11 +159,11 @@ class Windows:
         self._index = 0
         self._opened_ns: int | None = None
         self.first_step = 0
-        self._follow(schedule)
+        self._adopt_schedule(schedule)
         if start_ns is not None:
             self.begin_window(start_ns)
 
-    def _follow(self, schedule: Schedule | States | None) -> None:
+    def _adopt_schedule(self, schedule: Schedule | States | None) -> None:
         if schedule is None:
             self._states: States = lambda step: State.RECORD
         else:
@@ -204,7 +204,7 @@ class Windows:
         no window."""
         window = self.stop(now_ns)
         self._opened_ns = None
-        self._follow(schedule)
+        self._adopt_schedule(schedule)
         self.begin_window(now_ns)
         return window
 
@@ -242,7 +242,7 @@ class Stretch(NamedTuple):
     @property
     def held_from_ns(self) -> int:
         """The time from which on no span of the interval is missing, 0 if none is missing."""
-        return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
+        return self.snapshot.find_complete_from(self.start_ns, self.end_ns)
 
     def has_span_since(self, at_ns: int) -> bool:
         return self.snapshot.has_begun(at_ns, self.end_ns)
@@ -271,7 +271,7 @@ class WindowReader:
 
     def read_new_rows(self) -> None:
         for end_ns in sorted(self._window_ends()):
-            self._cut_off(self._windows.step(end_ns))
+            self._queue_window(self._windows.step(end_ns))
 
     def _window_ends(self) -> Iterator[int]:
         schedule, cursor = self._schedule, self._cursor
@@ -289,7 +289,7 @@ class WindowReader:
                 ends = zip(rows["node"].tolist(), rows["end_ns"].tolist(), strict=True)
                 yield from (end_ns for node, end_ns in ends if node in nodes)
 
-    def _cut_off(self, window: Cut | None) -> None:
+    def _queue_window(self, window: Cut | None) -> None:
         if window is not None:
             self.cut.append((window, self._make_origin()))
 
@@ -298,7 +298,7 @@ class WindowReader:
         if profile.schedule != self._schedule:
             self.read_new_rows()
             self._schedule = profile.schedule
-            self._cut_off(self._windows.change(profile.schedule, now_ns))
+            self._queue_window(self._windows.change(profile.schedule, now_ns))
             self._lost_before = self.lost_rows
             self._cursor = None if profile.schedule is None else self._recorder.cursor()
 

@@ -41,7 +41,7 @@ from instrument.trace.indices import (
 )
 from instrument.trace.intervals import FARTHEST, Union, Unions, measure_overlap, union_by_group
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, compute_portion, divide_own_and_waiting
+from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, compute_portion, split_batch_time
 from instrument.trace.self_times import compute_turns
 
 BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
@@ -63,7 +63,7 @@ class Lanes:
     blocker: Int64s
 
     @classmethod
-    def of(cls, trace: Columns, joined: Joined) -> Lanes:
+    def from_trace(cls, trace: Columns, joined: Joined) -> Lanes:
         """Return the lanes of a trace. Time in several overlapping intervals belongs to the last one that began."""
         batches = find_distinct(joined.served.batch)
         blocked = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
@@ -105,7 +105,7 @@ class Account:
         self._trace, self._joined, self._turns, self._count = trace, joined, all_turns, count
         self._group, self._is_charged = group, is_charged
         self._charged_turns = np.flatnonzero(is_charged[all_turns.request])
-        self.lanes = lanes = Lanes.of(trace, joined)
+        self.lanes = lanes = Lanes.from_trace(trace, joined)
         served = joined.served
         # The members of each piece: the pairs of its batch, or the request that blocks the loop.
         self._batches = find_distinct(served.batch)
@@ -124,7 +124,8 @@ class Account:
             lanes, waiting = self.lanes.lanes_of_threads(threads[waits]), group[self._turns.request[waits]]
             starts, lengths = self._turns.start_ns[waits], self._turns.length_ns[waits]
             ran, blocked = (
-                self._measure_runs(waiting, lanes, starts, starts + lengths, blocked=is_so) for is_so in (False, True)
+                self._measure_blocking_runs(waiting, lanes, starts, starts + lengths, blocked=is_so)
+                for is_so in (False, True)
             )
             charged[way] += ran
             charged[BLOCKED] += blocked
@@ -161,7 +162,7 @@ class Account:
             np.add.at(weights, self._of_pair[members], self._joined.served.weight[members])
             yield number, weights
 
-    def _measure_runs(
+    def _measure_blocking_runs(
         self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool
     ) -> NDArray[np.int64]:
         """Return the time for which batches or blocked loops ran within the intervals, per pair of a waiting and a
@@ -194,7 +195,7 @@ class Account:
     def _charge_batches(self, given_ns: Int64s) -> NDArray[np.int64]:
         served, rows = self._joined.served, self._charged_turns
         rows = rows[self._turns.pair[rows] != NONE]
-        pairs, _, waited_ns = divide_own_and_waiting(given_ns, self._turns.pair[rows], self._turns.length_ns[rows])
+        pairs, _, waited_ns = split_batch_time(given_ns, self._turns.pair[rows], self._turns.length_ns[rows])
         own_group, weight, batch = self._group[served.request[pairs]], served.weight[pairs], self._of_pair[pairs]
         groups, other_weights = Groups(own_group, self._count), self._sums[batch] - weight
         upto = np.zeros((self._count, self._count + 1), dtype=np.int64)
@@ -227,7 +228,7 @@ class Account:
             (-1, self._turns.request[rows], starts, starts + turn_lengths),
         ):
             group = self._group[request]
-            work += sign * self._measure_runs(group, lane_of[request], begins, ends, blocked=True)
+            work += sign * self._measure_blocking_runs(group, lane_of[request], begins, ends, blocked=True)
             own_ns = Groups(group, self._count).sum_by_group(stretches.length_within(request, begins, ends))
             work[np.arange(self._count), np.arange(self._count)] -= sign * own_ns.astype(np.int64)
         return work
@@ -338,7 +339,7 @@ class Engine:
                             queues[item[0]] = now_ns - arrivals[item[0]]
                         item[1] += 1
                     ratio = max(some, key=itemgetter(0))[1]
-                    now_ns += ratio * cost.of(len(some), sum(weight for weight, _, _ in some)) + self._gap_ns
+                    now_ns += ratio * cost.estimate_ns(len(some), sum(weight for weight, _, _ in some)) + self._gap_ns
             active = [item for item in active if self._next_batch_name(item) != NONE]
         replayed = np.array([queues[number] for number in present.tolist()], dtype=np.float64)
         replayed_ns = np.round(replayed).astype(np.int64) + self._latency_ns
@@ -363,6 +364,6 @@ class _Costs:
         modelled = columns @ fitted
         self.ratios = np.where(modelled > 0, took / np.where(modelled > 0, modelled, 1), 1).clip(max=1e3)
 
-    def of(self, members: int, weight: int) -> float:
+    def estimate_ns(self, members: int, weight: int) -> float:
         modelled: float = self._base + self._per_member * members + self._per_weight * weight
         return max(modelled, 0.0)

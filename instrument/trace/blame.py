@@ -27,12 +27,12 @@ from instrument.trace.indices import (
     find_last_up_to,
     index_rows,
     mask_of,
-    nearest,
     nearest_above,
+    nearest_at_or_above,
     number_combinations,
     rows_of,
 )
-from instrument.trace.intervals import Union, shared_ns, union
+from instrument.trace.intervals import Union, measure_intersection, union
 from instrument.trace.joined import THOUSANDTHS, Joined, Served
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, list_moments
 
@@ -110,18 +110,18 @@ def _find_cause(
     rows = np.array(sorted({moment.row for _, moment in turns if moment.row != NONE}), dtype=np.int64)
     if not len(rows):
         return other_cause
-    own_cause = _find_longest(trace, joined, place, times, _is_below(trace, joined, place, rows))
+    own_cause = _find_longest(trace, joined, place, times, _are_spans_below(trace, joined, place, rows))
     if own_cause is None or (other_cause is not None and other_cause.ran_ns >= own_cause.ran_ns):
         return other_cause
     return own_cause
 
 
-def _is_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
+def _are_spans_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
     """Return an array over all rows, True for the request's spans below the given rows."""
     family = np.flatnonzero(joined.of == place)
     parents = rows_of(family, trace.parent[family].astype(np.int64))
     is_given = np.isin(family, rows)
-    return mask_of(family[(nearest(parents, is_given) != NONE) & ~is_given], len(trace))
+    return mask_of(family[(nearest_at_or_above(parents, is_given) != NONE) & ~is_given], len(trace))
 
 
 def _find_threads(
@@ -163,7 +163,9 @@ def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_w
     if not groups:
         return None
     sums = {
-        key: shared_ns(times, union(trace.start_ns[named_rows], trace.end_ns[named_rows]))  # overlaps count once
+        key: measure_intersection(
+            times, union(trace.start_ns[named_rows], trace.end_ns[named_rows])
+        )  # overlaps count once
         for key, named_rows in groups.items()
     }
     (name, request), ran_ns = max(sums.items(), key=lambda item: (item[1], item[0]))
@@ -290,8 +292,8 @@ def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCos
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     is_step = mask_of(rows, len(trace))
     place = index_rows(rows, len(trace))
-    step_of = np.append(place[nearest(trace.parent, is_step)], NONE).astype(np.int64)
-    spent_ns, first_cells, sites = _measure_paths(trace, rows, step_of)
+    step_of = np.append(place[nearest_at_or_above(trace.parent, is_step)], NONE).astype(np.int64)
+    spent_ns, first_cells, sites = _measure_site_times(trace, rows, step_of)
     members, weight, largest, heaviest, heavy = _measure_loads(served, place, len(rows), requests)
     length_ns = (trace.end_ns - trace.start_ns)[rows].astype(np.float64)
     names = {name: number for number, name in enumerate(dict.fromkeys(site.name for site in trace.sites))}
@@ -328,7 +330,7 @@ def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCos
     )  # fmt: skip
 
 
-def _measure_paths(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
+def _measure_site_times(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
     """Return the self time of each step and site, a mask of the first calls of sites, and the sites. The last column
     has the remaining time of each step."""
     inner = np.flatnonzero(step_of[:-1] != NONE)

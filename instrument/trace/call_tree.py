@@ -19,22 +19,22 @@ from numpy.typing import NDArray
 
 from instrument.recording.distributions import LAST_BUCKET, bucket_start
 from instrument.recording.spans import OUTCOME, Interval, Site
-from instrument.recording.tally import LARGEST, LARGEST_COPY_BYTES, TOTALS, Records, Tally, buckets_of
+from instrument.recording.tally import LARGEST, LARGEST_COPY_BYTES, TOTALS, Records, Tally, make_buckets
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
     Groups,
     are_at_or_above,
     count_ancestors,
-    counted,
+    count_distinct,
+    find_least_at_or_below,
     index_rows,
-    least_number_below,
     mask_of,
-    nearest,
+    nearest_at_or_above,
     number_combinations,
     rows_by_level,
 )
-from instrument.trace.intervals import clip_intervals, do_overlap, union_by_group
+from instrument.trace.intervals import are_in_window, clip_intervals, union_by_group
 from instrument.trace.layout import order_by_start
 from instrument.trace.self_times import waiting_times
 
@@ -49,12 +49,12 @@ class NodeTimes:
     least_ns: Int64s
 
     @classmethod
-    def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
+    def sum_calls(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
         return cls(
             groups.count_members(),
             groups.sum_by_group(lengths_ns),
-            groups.most(lengths_ns, 0),
-            groups.least(lengths_ns, FARTHEST_NS),
+            groups.max_by_group(lengths_ns, 0),
+            groups.min_by_group(lengths_ns, FARTHEST_NS),
         )
 
 
@@ -99,25 +99,27 @@ def call_tree(
     Only calls of `kinds` and the calls right below them get device times.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
-    counted = do_overlap(trace.start_ns, trace.end_ns, (first, last))
+    counted = are_in_window(trace.start_ns, trace.end_ns, (first, last))
     is_included = counted if counted.all() else are_at_or_above(trace.parent, np.flatnonzero(counted))
     level = trace.level
     if among is not None:
         counted, is_included = counted & among, is_included & among
         level = count_ancestors(np.where(np.append(is_included, False)[trace.parent], trace.parent, np.int32(NONE)))
-    on_line = trace.on_line_of_parent & is_included[trace.parent]
+    on_line = trace.is_on_track_of_parent & is_included[trace.parent]
     node_of, parent, some_row = _number_nodes(trace, level, is_included, on_line)
     count, calls = len(parent), np.flatnonzero(counted)
     first_row = np.full(count, len(trace))
     first_row[node_of[calls[::-1]]] = calls[::-1]
-    old = np.argsort(np.array(least_number_below(parent.tolist(), first_row.tolist()), dtype=np.int64), kind="stable")
+    old = np.argsort(
+        np.array(find_least_at_or_below(parent.tolist(), first_row.tolist()), dtype=np.int64), kind="stable"
+    )
     new_of = index_rows(old, count)
     node_of, parent, some_row = new_of[node_of], new_of[parent[old]], some_row[old]
     is_elsewhere = ~on_line[some_row]
     is_of = np.array([*(site.kind in kinds for site in trace.sites), False])[trace.site[some_row]]
     around = np.where(is_elsewhere, NONE, parent)
     below = (around != NONE) & is_of[around] if count else is_of
-    inside = nearest(around.astype(np.int32), below) != NONE
+    inside = nearest_at_or_above(around.astype(np.int32), below) != NONE
     groups = Groups(node_of[calls], count)
     starts, ends = clip_intervals(trace.start_ns[calls], trace.end_ns[calls], (first, last))
     device, streams = _measure_device(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
@@ -126,8 +128,8 @@ def call_tree(
         site=trace.site[some_row].astype(np.int64),
         thread_id=trace.thread_id[some_row],
         is_elsewhere=is_elsewhere,
-        first_ns=groups.least(starts, FARTHEST_NS),
-        host=NodeTimes.of(groups, ends - starts),
+        first_ns=groups.min_by_group(starts, FARTHEST_NS),
+        host=NodeTimes.sum_calls(groups, ends - starts),
         device=device,
         streams=streams,
     )
@@ -165,30 +167,33 @@ def _measure_device(
     work, (first, last) = trace.device, window
     if not len(work) or not count:
         nothing = np.zeros(0, dtype=np.int64)
-        return NodeTimes.of(Groups(nothing, count), nothing), []
+        return NodeTimes.sum_calls(Groups(nothing, count), nothing), []
     nodes = node_of[work.row]
     is_kept = (
-        work.timed & counted[work.row] & (is_timed | inside)[nodes] & do_overlap(work.start_ns, work.end_ns, window)
+        work.is_measured
+        & counted[work.row]
+        & (is_timed | inside)[nodes]
+        & are_in_window(work.start_ns, work.end_ns, window)
     )
     rows, nodes = work.row[is_kept], nodes[is_kept]
     starts, ends = np.maximum(work.start_ns[is_kept], first), np.minimum(work.end_ns[is_kept], last)
     devices, streams = work.device[is_kept], work.stream[is_kept]
     keys, firsts = number_combinations(nodes, devices, streams)
-    times = NodeTimes.of(Groups(keys, len(firsts)), ends - starts)
+    times = NodeTimes.sum_calls(Groups(keys, len(firsts)), ends - starts)
     columns = (nodes[firsts], devices[firsts], streams[firsts], *(getattr(times, name) for name in times.__slots__))
     stream_times = [StreamTimes(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
     is_call = (node_of != NONE) & is_timed[node_of]
     around = np.where(on_line, trace.parent, np.int32(NONE))
-    calls, lengths_ns = device_lengths_below(around, is_call, rows, starts, ends)
+    calls, lengths_ns = measure_calls_on_device(around, is_call, rows, starts, ends)
     is_counted = counted[calls]
-    return NodeTimes.of(Groups(node_of[calls[is_counted]], count), lengths_ns[is_counted]), stream_times
+    return NodeTimes.sum_calls(Groups(node_of[calls[is_counted]], count), lengths_ns[is_counted]), stream_times
 
 
-def device_lengths_below(
+def measure_calls_on_device(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
     """Return the calls with intervals at or below them on their track, and the length of the intervals' union."""
-    nearest_call = nearest(around, is_call)
+    nearest_call = nearest_at_or_above(around, is_call)
     up = np.where(around == NONE, NONE, nearest_call[around]).astype(np.int32)
     owner = nearest_call[rows]
     has_owner = owner != NONE
@@ -202,7 +207,7 @@ def device_lengths_below(
     joins = has_intervals | (children != 1)
     # A call that joins nothing has the length of the nearest call below it that joins intervals.
     lengths_ns = np.zeros(len(calls), dtype=np.int64)
-    above = np.where(up == NONE, NONE, nearest(up, joins)[up]).astype(np.int32)
+    above = np.where(up == NONE, NONE, nearest_at_or_above(up, joins)[up]).astype(np.int32)
     level = count_ancestors(above)
     joining = np.flatnonzero(joins)
     order = joining[np.argsort(-level[joining], kind="stable")]
@@ -225,7 +230,7 @@ def device_lengths_below(
     below = np.full(len(calls), NONE, dtype=np.int32)
     hands_on = (up != NONE) & ~joins[up]
     below[up[hands_on]] = np.flatnonzero(hands_on)
-    return calls, lengths_ns[nearest(below, joins)] if len(calls) else lengths_ns
+    return calls, lengths_ns[nearest_at_or_above(below, joins)] if len(calls) else lengths_ns
 
 
 # The tally
@@ -292,7 +297,7 @@ def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
     return node_of, paths.all_paths(trace.sites)
 
 
-def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
+def tally_spans(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
     """Return the tally of all spans. Raises `ValueError` if the call paths have more than `limit_links` sites in
     all."""
     if not len(trace):
@@ -394,11 +399,11 @@ def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple
     for name, column in sums.items():
         lines[name] = groups.sum_by_group(column).clip(-LARGEST, LARGEST)
     lines["calls"] = groups.count_members()
-    lines["min_ns"], lines["max_ns"] = groups.least(elapsed_ns, 0), groups.most(elapsed_ns, 0)
-    lines["first_ns"] = groups.least(trace.start_ns, 0)
+    lines["min_ns"], lines["max_ns"] = groups.min_by_group(elapsed_ns, 0), groups.max_by_group(elapsed_ns, 0)
+    lines["first_ns"] = groups.min_by_group(trace.start_ns, 0)
     buckets = np.searchsorted(_STARTS, elapsed_ns, side="right") - 1
-    keys, sizes = counted(cells * (LAST_BUCKET + 1) + buckets, count * (LAST_BUCKET + 1))
-    return lines, buckets_of(*np.divmod(keys, LAST_BUCKET + 1), sizes)
+    keys, sizes = count_distinct(cells * (LAST_BUCKET + 1) + buckets, count * (LAST_BUCKET + 1))
+    return lines, make_buckets(*np.divmod(keys, LAST_BUCKET + 1), sizes)
 
 
 def _measure_rows(trace: Columns) -> tuple[Int64s, Int64s]:
@@ -433,5 +438,5 @@ def _order_cells(trace: Columns, cells: Int64s, count: int) -> list[int]:
         firsts = np.flatnonzero(np.diff(parent[rows], prepend=NONE - 1))
         before -= np.repeat(before[firsts], np.diff(firsts, append=len(rows)))
         places[rows] = places[parent[rows]] + 1 + before
-    ordered: list[int] = np.argsort(Groups(cells, count).least(places[:-1], 0)).tolist()
+    ordered: list[int] = np.argsort(Groups(cells, count).min_by_group(places[:-1], 0)).tolist()
     return ordered

@@ -17,7 +17,7 @@ from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.indices import NONE, count_ancestors, index_rows, mask_of, rows_of, sort_stably
-from instrument.trace.intervals import Union, clip_intervals, do_overlap, lengths_by_group, union
+from instrument.trace.intervals import Union, are_in_window, clip_intervals, lengths_by_group, union
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -153,7 +153,7 @@ class DeviceIntervals:
         return len(self.row)
 
     @property
-    def timed(self) -> Bools:
+    def is_measured(self) -> Bools:
         return np.array([*(label not in UNTIMED for label in self.labels), False], dtype=np.bool_)[self.label]
 
     @property
@@ -167,13 +167,13 @@ class DeviceIntervals:
         columns = {item.name: getattr(self, item.name)[is_wanted] for item in fields(self) if item.name != "labels"}
         return DeviceIntervals(**columns, labels=self.labels)
 
-    def ordered(self) -> DeviceIntervals:
+    def sort_by_row(self) -> DeviceIntervals:
         """Return the intervals ordered by row, without those that belong to no row. The sort is stable."""
         order = sort_stably(self.row, int(self.row.max(initial=0)) + 1)
         return self.select(order[self.row[order] != NONE])
 
     def clip_to(self, window: Interval) -> DeviceIntervals:
-        inner = self.select(do_overlap(self.start_ns, self.end_ns, window))
+        inner = self.select(are_in_window(self.start_ns, self.end_ns, window))
         start_ns, end_ns = clip_intervals(inner.start_ns, inner.end_ns, window)
         return replace(inner, start_ns=start_ns, end_ns=end_ns)
 
@@ -181,7 +181,7 @@ class DeviceIntervals:
         return union(self.start_ns, self.end_ns)
 
     @classmethod
-    def none(cls) -> DeviceIntervals:
+    def make_empty(cls) -> DeviceIntervals:
         rows, numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         return cls(rows, numbers, numbers, numbers, numbers, rows, numbers, ())
 
@@ -250,10 +250,10 @@ class Columns:
         of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
 
-    def calls(self) -> dict[Site, int]:
+    def count_calls(self) -> dict[Site, int]:
         return dict(zip(self.sites, np.bincount(self.site, minlength=len(self.sites)).tolist(), strict=True))
 
-    def timed(self) -> int:
+    def count_timed(self) -> int:
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def count_untimed(self) -> int:
@@ -277,7 +277,7 @@ class Columns:
         """Return the given rows in this order, without attributes and remote parents. `changes` replaces columns."""
         device = self.device
         if len(device):
-            device = replace(device, row=index_rows(rows, len(self))[device.row].astype(np.int32)).ordered()
+            device = replace(device, row=index_rows(rows, len(self))[device.row].astype(np.int32)).sort_by_row()
         nothing: dict[str, Any] = {"attributes": AttributesOfRows({}), "remote": {}, "device": device}
         columns = {name: getattr(self, name)[rows] for name in _BY_ROW if name not in changes}
         return Columns(sites=self.sites, errors=self.errors, **(nothing | columns | changes))
@@ -304,19 +304,19 @@ class Columns:
         numbers = index_rows(rows, len(self))[device.row]
         is_given = numbers != NONE
         lengths_ns = lengths_by_group(numbers[is_given], device.start_ns[is_given], device.end_ns[is_given], len(rows))
-        timed = mask_of(numbers[is_given & device.timed], len(rows))
+        timed = mask_of(numbers[is_given & device.is_measured], len(rows))
         return lengths_ns, timed
 
     @cached_property
-    def on_line_of_parent(self) -> Bools:
+    def is_on_track_of_parent(self) -> Bools:
         around = self.parent
         same = (self.thread_id == self.thread_id[around]) & (self.task_id == self.task_id[around])
         return np.asarray(same & (around != NONE)) if len(self) else np.zeros(0, dtype=np.bool_)
 
     @cached_property
-    def around(self) -> Int32s:
+    def parent_on_same_track(self) -> Int32s:
         """The parent of each row, `NONE` if the parent is on another thread or task."""
-        around: Int32s = np.where(self.on_line_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
+        around: Int32s = np.where(self.is_on_track_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
         return around
 
 
@@ -369,4 +369,4 @@ def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceInterval
         uncertainty_ns=cells["uncertainty_ns"],
         labels=LABELS,
     )
-    return intervals.ordered()
+    return intervals.sort_by_row()

@@ -67,7 +67,7 @@ class Folder:
         except (OSError, ValueError) as problem:
             raise TraceError(f"cannot write to {path}: {problem}") from problem
 
-    def why_not_written(self) -> str:
+    def explain_unwritable(self) -> str:
         """Return the reason why a local folder cannot be written to, else ""."""
         path = self.path
         while self.is_local and not os.path.lexists(path):
@@ -274,7 +274,7 @@ def _read_ints(table: Any, name: str) -> Int64s:
     return np.asarray(table.column(name).fill_null(0).to_numpy(), dtype=np.int64)
 
 
-def _set_offset(table: Any, offset_ns: int) -> Any:
+def _align_clock_offsets(table: Any, offset_ns: int) -> Any:
     """Return the rows of a process, with start times converted to one offset between the monotonic and the wall clock.
     The wall clock may have been set between rows."""
     starts = _read_ints(table, "start_unix_ns") - _read_ints(table, "clock_offset_ns") + offset_ns
@@ -285,13 +285,13 @@ def _set_offset(table: Any, offset_ns: int) -> Any:
 
 def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) -> ReadProcess:
     offset_ns = int(_read_ints(spans, "clock_offset_ns")[_read_ints(spans, "start_unix_ns").argmax()])
-    spans = _set_offset(spans, offset_ns)
-    tables = {name: _set_offset(table, offset_ns) for name, table in tables.items() if table is not None}
+    spans = _align_clock_offsets(spans, offset_ns)
+    tables = {name: _align_clock_offsets(table, offset_ns) for name, table in tables.items() if table is not None}
     trace_id, span, above, root = (
         _read_ids(spans.column(name)) for name in ("trace_id", "span_id", "parent_span_id", "root_span_id")
     )
     ids = SpanKeys(trace_id[:, 0], trace_id[:, 1], span[:, 0], above[:, 0], root[:, 0])
-    order, columns = _sort_rows(spans, ids, everywhere)
+    order, columns = _order_and_number_rows(spans, ids, everywhere)
     spans, ids = spans.take(order), SpanKeys(*(column[order] for column in ids))
     starts = _read_ints(spans, "start_unix_ns") - offset_ns
     durations = _read_ints(spans, "duration_ns")
@@ -329,7 +329,7 @@ def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) 
     return ReadProcess(Saved(facts, None), ids)
 
 
-def _sort_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dict[str, Int64s]]:
+def _order_and_number_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dict[str, Int64s]]:
     """Return the order of rows by start time, and in that order the numbers of spans, parents and roots.
 
     A parent or root in another process becomes 0. One that no process has gets an unused number.
@@ -389,7 +389,7 @@ def _read_attributes(
 
 def _read_intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceIntervals:
     if table is None or not len(table):
-        return DeviceIntervals.none()
+        return DeviceIntervals.make_empty()
     table = table.sort_by("start_unix_ns").combine_chunks()
     row = rows_of(ids.span.view(np.int64), _read_ids(table.column("span_id"))[:, 0].view(np.int64))
     start_ns = _read_ints(table, "start_unix_ns") - offset_ns
@@ -397,7 +397,7 @@ def _read_intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceInterval
     numbers = {name: _read_ints(table, name) for name in ("device", "stream", "uncertainty_ns")}
     end_ns = start_ns + _read_ints(table, "duration_ns")
     intervals = DeviceIntervals(row, start_ns=start_ns, end_ns=end_ns, label=label, labels=tuple(labels), **numbers)
-    return intervals.ordered()
+    return intervals.sort_by_row()
 
 
 def _read_facts(row: Mapping[str, Any], trace: Columns, offset_ns: int, tables: Mapping[str, Any]) -> Trace:

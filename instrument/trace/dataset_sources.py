@@ -31,7 +31,7 @@ from instrument.trace.indices import NONE, rows_of
 from instrument.trace.joined import join
 from instrument.trace.merge import Merged
 from instrument.trace.merged_facts import restore_numbers
-from instrument.trace.request_trees import grafted, make_remotes_by_key
+from instrument.trace.request_trees import build_request_trees, derive_traces_from_keys
 from instrument.trace.text import remove_surrogates
 from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.unsettled import WAITING
@@ -48,7 +48,7 @@ class DatasetRows(TraceRows):
         self.merged = merged
         self._facts = facts = merged.saved.trace
         joined = join(facts.columns, facts.apart_ns)
-        trace = grafted(facts.columns, joined, facts.origin.run)
+        trace = build_request_trees(facts.columns, joined, facts.origin.run)
         base_ns = facts.origin.realtime_of(0)
         process = np.zeros(len(trace), dtype=np.int64)
         members: list[DatasetProcess] = []
@@ -227,7 +227,7 @@ class SettledRows(TraceRows):
         if cause != NONE:
             high, low, span = (int(ids[cause]) for ids in self.keys[:3])
             return high, low, span
-        numbers, ids = np.array(link, dtype=np.int64).astype(np.uint64), self.members[process].numbered
+        numbers, ids = np.array(link, dtype=np.int64).astype(np.uint64), self.members[process].id_converter
         span, high, low = (int(ids.make_ids(numbers, part)[min(part, 1)]) for part in range(3))
         trace_id = self._unsettled[process].traces.get(link[1], high << 64 | low)
         return trace_id >> 64, trace_id & (1 << 64) - 1, span
@@ -236,12 +236,12 @@ class SettledRows(TraceRows):
 def _add_key_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
     """Return the trace with trace ids made from keys. Only the first request with a key, over all rounds, gets the
     key's id."""
-    remotes = make_remotes_by_key(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
+    remotes = derive_traces_from_keys(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
     rows = decisions.joined.rows
     for place, keys in decisions.joined.keys.items():
         row = int(rows[place])
         request = int(decisions.gathered.member[row]), int(decisions.gathered.own[row])
-        are_first = [remembered.is_first_with(key, request) for key in keys]
+        are_first = [remembered.is_first_of_key(key, request) for key in keys]
         if not are_first[0]:
             remotes.pop(row, None)
     requests = set(rows.tolist())
@@ -261,7 +261,7 @@ def _join_device_intervals(
         intervals = intervals_of[number](own_id[rows], np.flatnonzero(asking[rows]), trace.start_ns[rows])
         parts.append(replace(intervals, row=rows[intervals.row].astype(np.int32)))
     if not parts:
-        return DeviceIntervals.none()
+        return DeviceIntervals.make_empty()
     names = ("row", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
     columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return DeviceIntervals(**columns, labels=parts[0].labels).ordered()
+    return DeviceIntervals(**columns, labels=parts[0].labels).sort_by_row()

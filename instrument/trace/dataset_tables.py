@@ -150,7 +150,7 @@ class SpanKeys(NamedTuple):
     parent: UInt64s
     root: UInt64s
 
-    def of(self, rows: Int64s) -> Values:
+    def select_columns(self, rows: Int64s) -> Values:
         return {"trace_id": make_ids(self.high[rows], self.low[rows]), "span_id": make_ids(self.span[rows])}
 
 
@@ -164,7 +164,7 @@ class DatasetProcess(NamedTuple):
     ids: NumberedIds | None = None
 
     @property
-    def numbered(self) -> NumberedIds:
+    def id_converter(self) -> NumberedIds:
         """The converter from the numbers of the process's spans to ids."""
         return self.ids or ConsecutiveIds(self.facts.origin)
 
@@ -236,7 +236,7 @@ class TraceRows:
     def _make_table(self, name: str, rows: Int64s, start_ns: Int64s, columns: Values) -> Any:
         process = self.process[rows]
         times = {"start_unix_ns": start_ns + self._base_ns[process]}
-        return make_table(name, {**self.keys.of(rows), **times, **columns}, process, self.members)
+        return make_table(name, {**self.keys.select_columns(rows), **times, **columns}, process, self.members)
 
     def _name_sites(self, rows: Int64s) -> Any:
         return make_texts(self.trace.site[rows], [site.name for site in self.trace.sites])
@@ -406,7 +406,7 @@ def make_keys(
         ids = np.zeros(len(numbers), dtype=np.uint64)
         for member, (first, end) in zip(members, pairwise(bounds), strict=True):
             if len(rows := order[first:end]):
-                ids[rows] = member.numbered.make_ids(numbers[rows].astype(np.uint64), part)
+                ids[rows] = member.id_converter.make_ids(numbers[rows].astype(np.uint64), part)
         return ids
 
     def outer_ids(ids: Int64s, part: int) -> UInt64s:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
-from instrument.recording.trace_context import RemoteParent, is_sampled, state_of_share
+from instrument.recording.trace_context import RemoteParent, is_sampled, tracestate_of_share
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.indices import NONE, mask_of, nearest, number_combinations, rows_of
+from instrument.trace.indices import NONE, mask_of, nearest_at_or_above, number_combinations, rows_of
 from instrument.trace.joined import join
 from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows, have_details, split_remote
-from instrument.trace.request_trees import grafted
+from instrument.trace.request_trees import build_request_trees
 from instrument.trace.sampling_criteria import EndedRequest
 from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, Newest, UnsettledRows
 
@@ -81,7 +81,7 @@ class Gathered:
             site=columns["site"].astype(np.int32),
             error=details.error,
             clipped=self.state == OPEN,
-            device=DeviceIntervals.none(),
+            device=DeviceIntervals.make_empty(),
             attributes=AttributesOfRows(attributes),
             remote=details.remote,
         )
@@ -171,7 +171,7 @@ class RememberedTraces:
         self.kept = Newest[int, None](MOST_TRACES)
         self.first_of_key = Newest[str, tuple[int, int]](MOST_TRACES)
 
-    def is_first_with(self, key: str, request: tuple[int, int]) -> bool:
+    def is_first_of_key(self, key: str, request: tuple[int, int]) -> bool:
         """Return True if a request is the first with a key. Only that request has the key's trace."""
         return self.first_of_key.setdefault(key, request) == request
 
@@ -188,7 +188,9 @@ class Decisions:
         trace = gathered.trace
         self.joined = join(trace)
         self.run = self.members[0].ids.run if self.members else ""
-        grafted_trace = grafted(trace, self.joined, self.run) if self.run else grafted(trace, self.joined)
+        grafted_trace = (
+            build_request_trees(trace, self.joined, self.run) if self.run else build_request_trees(trace, self.joined)
+        )
         self.found = self._limit_key_traces(grafted_trace) if self.run else grafted_trace
         count = len(trace)
         self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
@@ -206,7 +208,7 @@ class Decisions:
         self._decide_requests()
         self._settle_trees()
         self._settle_batches()
-        self._settle_others()
+        self._settle_trees_without_request()
 
     def _limit_key_traces(self, trace: Columns) -> Columns:
         """Return the trace in which only the first request with a key, over all rounds, has the key's trace id."""
@@ -215,7 +217,7 @@ class Decisions:
         for row, key in key_by_row.items():
             request = (int(self.gathered.member[row]), int(self.gathered.own[row]))
             is_of_key = row in remote and row not in self.gathered.trace.remote
-            if is_of_key and not self._remembered.is_first_with(key, request):
+            if is_of_key and not self._remembered.is_first_of_key(key, request):
                 del remote[row]
         return replace(trace, remote=remote)
 
@@ -286,7 +288,7 @@ class Decisions:
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):
             return
-        served, sampled = self.served, self.are_sampled()
+        served, sampled = self.served_roots_by_batch, self.are_sampled()
         for row in adopted.tolist():
             member, unit = self.member_of(row), int(self.unit[row])
             is_late = gathered.trace.end_ns[row] > member.adopted_until_ns
@@ -312,7 +314,7 @@ class Decisions:
         # If a request has a caller's trace, the caller has decided about the random sample.
         is_of_sample = self._ended_request(unit).remote is None and is_sampled(trace_id, sample)
         if is_of_sample:
-            self.states[unit] = state_of_share(sample)
+            self.states[unit] = tracestate_of_share(sample)
         is_kept = is_of_sample or trace_id in self._remembered.kept
         if is_kept or any(sampler.is_asked_for(request) for sampler, request, _ in ended):
             self._keep_tree(unit)
@@ -328,7 +330,7 @@ class Decisions:
                     self.passed.add(unit)
                 return
         for sampler, request, row in ended:
-            if sampler.is_early(request) and not (self.member_of(row).is_over or self._is_last):
+            if sampler.lacks_usual_time(request) and not (self.member_of(row).is_over or self._is_last):
                 self.member_of(row).early.add(request.root_id)
                 return
         if self._is_last or trace_id not in undue_traces:
@@ -380,23 +382,23 @@ class Decisions:
                 self.gone[row] = True
 
     @property
-    def _are_of_others(self) -> Bools:
+    def _is_due_without_request(self) -> Bools:
         is_request = np.append(self.is_root, False)[self.unit]
         is_unknown = (self.unit == NONE) & (self.gathered.own_root & REQUEST_BIT != 0)
         return np.asarray(
             self.is_undecided & ~is_request & ~is_unknown & (self.gathered.trace.end_ns <= self._horizon_ns)
         )
 
-    def _settle_others(self) -> None:
+    def _settle_trees_without_request(self) -> None:
         """Settle the rows of trees without a request, by the random sample."""
         gathered = self.gathered
-        due = self._are_of_others
+        due = self._is_due_without_request
         batches = self.found.attributes.having(BATCH_KEYS)
         due[batches] = False
         if not due.any():
             return
         keyed = mask_of(self.found.attributes.having(KEY), len(due))
-        waits = (nearest(self.found.parent, keyed) != NONE) & (
+        waits = (nearest_at_or_above(self.found.parent, keyed) != NONE) & (
             gathered.trace.end_ns > self._horizon_ns - (0 if self._at_once or self._is_last else PATIENCE_NS)
         )
         due &= ~waits
@@ -413,7 +415,7 @@ class Decisions:
         return are_of_share
 
     @cached_property
-    def served(self) -> Mapping[int, list[int]]:
+    def served_roots_by_batch(self) -> Mapping[int, list[int]]:
         """The roots of the requests that each batch serves, `NONE` for an unknown request."""
         served, roots_by_batch = self.joined.served, dict[int, list[int]]()
         roots = np.append(self.unit[self.joined.rows], NONE)[served.request]
@@ -421,7 +423,7 @@ class Decisions:
             roots_by_batch.setdefault(batch, []).append(root)
         return roots_by_batch
 
-    def find_fate(self, root: int) -> bool | None:
+    def find_decision(self, root: int) -> bool | None:
         """Return True for a kept request, False for a dropped one, None for an undecided one."""
         if self.gathered.state[root] == SETTLED:
             decided = self.member_of(root).decided.get(int(self.gathered.own[root]))
@@ -432,13 +434,13 @@ class Decisions:
 
     def _settle_batches(self) -> None:
         """Settle batches outside of requests. A batch is kept if it serves a kept request, or by the random sample."""
-        due, sampled = self._are_of_others, self.are_sampled()
+        due, sampled = self._is_due_without_request, self.are_sampled()
         state, end_ns = self.gathered.state, self.gathered.trace.end_ns
-        served, hurries = self.served, self._is_last or self._at_once
+        served, hurries = self.served_roots_by_batch, self._is_last or self._at_once
         for batch in self.found.attributes.having(BATCH_KEYS).tolist():
             if not due[batch]:
                 continue
-            fates = [None if root == NONE else self.find_fate(root) for root in served.get(batch, ())]
+            fates = [None if root == NONE else self.find_decision(root) for root in served.get(batch, ())]
             is_open = [root != NONE and state[root] == OPEN for root in served.get(batch, ())]
             is_patient = not hurries and end_ns[batch] > self._horizon_ns - PATIENCE_NS
             if is_patient and any(fate is None and not opened for fate, opened in zip(fates, is_open, strict=True)):

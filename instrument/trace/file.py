@@ -26,7 +26,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
-from instrument.trace.call_tree import tally_of
+from instrument.trace.call_tree import tally_spans
 from instrument.trace.layout import (
     Column,
     pack_allocations,
@@ -88,13 +88,13 @@ class Saved:
     trace: Trace
     tally: Tally | None
 
-    def counted(self) -> Tally:
+    def tally_or_count(self) -> Tally:
         """Return the saved tally, else a tally counted from the spans. Raises `TraceError` for too deeply nested
         calls."""
         if self.tally is not None:
             return self.tally
         try:
-            return tally_of(self.trace.columns, self.trace.threads, limit_links=LIMIT_LINKS)
+            return tally_spans(self.trace.columns, self.trace.threads, limit_links=LIMIT_LINKS)
         except ValueError as problem:
             raise TraceError(f"cannot count the calls of the recording: {problem}") from problem
 
@@ -107,7 +107,7 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     `TraceError`."""
     target = Path(path)
     try:
-        with file_writing.replacing(target) as file:
+        with file_writing.open_replacement(target) as file:
             _write_members(file, trace, tally)
     except OSError as problem:
         raise TraceError(f"cannot write the recording {target}: {problem.strerror or problem}") from problem
@@ -171,16 +171,16 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         names = [check_type(name, str) for name in more["kernel_names"]]
         facts.kernels = unpack_kernels(arrays, names, read.base_ns)
         facts.allocations = unpack_allocations(arrays, read.base_ns)
-        return refuse_endless(Saved(facts, read.read_tally()))
+        return refuse_deep_calls(Saved(facts, read.read_tally()))
 
 
-def refuse_endless(saved: Saved) -> Saved:
+def refuse_deep_calls(saved: Saved) -> Saved:
     """Return the recording. Raises `ValueError` or `TraceError` if its call paths are too long for a real program."""
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls are nested too deeply; it is damaged")
     if saved.tally is None and int(level.sum(dtype=np.int64)) > LIMIT_LINKS:
-        return replace(saved, tally=saved.counted())
+        return replace(saved, tally=saved.tally_or_count())
     return saved
 
 

@@ -46,10 +46,10 @@ class Groups:
             totals[self._known] = np.add.reduceat(numbers[self._order].astype(object), self._firsts)
         return totals
 
-    def least(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
+    def min_by_group(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
         return self._reduce_groups(np.minimum, numbers, otherwise)
 
-    def most(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
+    def max_by_group(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
         return self._reduce_groups(np.maximum, numbers, otherwise)
 
     def _reduce_groups(self, reduce: np.ufunc, numbers: NDArray[Any], otherwise: int) -> Int64s:
@@ -108,7 +108,7 @@ def find_distinct(numbers: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(run[np.flatnonzero(np.concatenate([[True], run[1:] != run[:-1]]))] if len(run) else run)
 
 
-def counted(numbers: Int64s, end: int) -> tuple[Int64s, Int64s]:
+def count_distinct(numbers: Int64s, end: int) -> tuple[Int64s, Int64s]:
     """Return the distinct numbers in order, and the count of each. Numbers are from 0 to below `end`."""
     if end > 4 * len(numbers):
         return np.unique(numbers, return_counts=True)
@@ -161,13 +161,13 @@ def find_group_starts(groups: NDArray[Any]) -> Int64s:
     return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])[: len(groups)])
 
 
-def compute_running_most(numbers: Int64s, groups: Int64s) -> Int64s:
+def compute_running_max(numbers: Int64s, groups: Int64s) -> Int64s:
     """Return, for each number, the maximum of its group's numbers up to there. Numbers must be ordered by group."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
         values, places = np.unique(numbers, return_inverse=True)
-        return values[compute_running_most(places.astype(np.int64), groups)]
+        return values[compute_running_max(places.astype(np.int64), groups)]
     base = groups * (int(numbers.max()) + 1)
     return np.asarray(np.maximum.accumulate(numbers + base) - base)
 
@@ -252,7 +252,7 @@ def topmost_rows(parents: Int32s) -> Int32s:
     raise ValueError("a span in it is its own ancestor; it is damaged")
 
 
-def nearest(above: Int32s, is_wanted: Bools) -> Int32s:
+def nearest_at_or_above(above: Int32s, is_wanted: Bools) -> Int32s:
     """Return the nearest wanted row at or above each row, -1 without one."""
     nearest_row = np.where(is_wanted, np.arange(len(above), dtype=np.int32), np.int32(NONE)).astype(np.int32)
     up = np.where(is_wanted, np.int32(NONE), above).astype(np.int32)
@@ -268,7 +268,7 @@ def nearest(above: Int32s, is_wanted: Bools) -> Int32s:
 
 def nearest_above(parents: Int32s, is_wanted: Bools) -> Int32s:
     """Return the nearest wanted row above each row, -1 without one."""
-    return np.append(nearest(parents, is_wanted), np.int32(NONE))[parents]
+    return np.append(nearest_at_or_above(parents, is_wanted), np.int32(NONE))[parents]
 
 
 def are_at_or_above(parents: Int32s, rows: NDArray[Any]) -> Bools:
@@ -281,7 +281,7 @@ def are_at_or_above(parents: Int32s, rows: NDArray[Any]) -> Bools:
     return is_included
 
 
-def least_number_below(parents: list[int], numbers: list[int]) -> list[int]:
+def find_least_at_or_below(parents: list[int], numbers: list[int]) -> list[int]:
     """Return the least number at or below each row. Parents must come before their children."""
     least = [*numbers]
     for row in range(len(parents) - 1, -1, -1):
@@ -297,17 +297,17 @@ def rows_by_level(level: Int32s) -> list[Int64s]:
     return np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []
 
 
-def column(numbers: array[int]) -> Int64s:
+def view_numbers(numbers: array[int]) -> Int64s:
     """Return a view of an array's 64-bit numbers. The array must not grow while the view exists."""
     return np.frombuffer(numbers, dtype=np.int64)
 
 
-def extend(column: array[int], numbers: Sequence[int]) -> None:
+def append_numbers(column: array[int], numbers: Sequence[int]) -> None:
     """Append 64-bit numbers to a column. `array.extend` takes four times as long."""
     column.frombytes(pack(f"{len(numbers)}q", *numbers))
 
 
-def rank_of(order: Int64s) -> Int32s:
+def invert_order(order: Int64s) -> Int32s:
     rank = np.empty(len(order), dtype=np.int32)
     rank[order] = np.arange(len(order), dtype=np.int32)
     return rank

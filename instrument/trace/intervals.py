@@ -156,7 +156,7 @@ def lengths_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[A
     return Groups(grouped, count).sum_by_group(ends - starts)
 
 
-def do_overlap(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
+def are_in_window(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
     """Return True for each interval that overlaps the window. An empty interval on an edge overlaps it."""
     first, last = window
     outside = ((ends <= first) & (starts < first)) | ((starts >= last) & (ends > last))
@@ -181,7 +181,7 @@ def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
     return encloses_none
 
 
-def shared_ns(first: Union, second: Union) -> int:
+def measure_intersection(first: Union, second: Union) -> int:
     """Return the length of the intersection of two unions."""
     return int(first.length_within(second.starts, second.ends).sum())
 

@@ -23,11 +23,11 @@ from instrument.trace.columns import Attributes, Bools, Columns, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
     Groups,
-    compute_running_most,
+    compute_running_max,
     count_up_to,
     find_last_up_to,
     mask_of,
-    nearest,
+    nearest_at_or_above,
     number_by_first_sight,
     rows_of,
 )
@@ -124,14 +124,14 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     batch, weights, member_keys = _read_members(trace.attributes)
     key_of_member = np.array([numbers.get(key, NONE) for key in member_keys], dtype=np.int64)
     request = place_of[bound.request_at(key_of_member, trace.start_ns[batch])]
-    served = merge_repeated(Served(batch, request, weights, member_keys))
+    served = merge_repeated_members(Served(batch, request, weights, member_keys))
     around = of[served.batch]  # the request in whose tree a batch is, which may serve only others
     serves = served.batch[(around != NONE) & (served.request != NONE)]
     foreign = np.setdiff1d(serves, served.batch[served.request == around])
     if len(foreign):
         has_owner = np.zeros(len(trace), dtype=np.bool_)
         has_owner[keyed] = has_owner[foreign] = True
-        of = np.where(np.isin(nearest(trace.parent, has_owner), foreign), NONE, of)
+        of = np.where(np.isin(nearest_at_or_above(trace.parent, has_owner), foreign), NONE, of)
     return Joined(
         rows=rows,
         of=of,
@@ -169,7 +169,7 @@ def _resolve_requests(
     of_key[keyed[outside]] = requests
     is_known = mask_of(keyed[outside[requests != NONE]], len(trace))
     if is_known.any():
-        of = np.where(of == NONE, of_key[nearest(above, is_known)], of)
+        of = np.where(of == NONE, of_key[nearest_at_or_above(above, is_known)], of)
     return rows, place_of, of, int((requests == NONE).sum())
 
 
@@ -261,7 +261,7 @@ def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ..
     return members
 
 
-def merge_repeated(served: Served) -> Served:
+def merge_repeated_members(served: Served) -> Served:
     """Return the pairs with each request only once per batch, and the sum of its weights there."""
     further = served.request.max(initial=NONE) + 1 + np.arange(len(served.batch))
     members = np.where(served.request == NONE, further, served.request)  # a key of no request stays distinct
@@ -303,7 +303,7 @@ def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
     if not inner.any() or not len(keyed):
         return owner
-    of = nearest(trace.parent, is_request)
+    of = nearest_at_or_above(trace.parent, is_request)
     is_theirs = inner[of[keyed]] & (of[keyed] != NONE)
     if not is_theirs.any():
         return owner
@@ -313,7 +313,7 @@ def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int
     is_own = is_request & ~inner
     candidates = np.unique(of[keyed[is_theirs]])
     for level in np.unique(trace.level[candidates]).tolist():
-        around = nearest(trace.parent, is_own)
+        around = nearest_at_or_above(trace.parent, is_own)
         inner_by_outer: dict[int, list[int]] = {}
         for row in candidates[trace.level[candidates] == level].tolist():
             inner_by_outer.setdefault(int(around[row]), []).append(row)
@@ -322,7 +322,7 @@ def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int
             inner_rows = [row for row in rows if not keys[row] & outer_keys]
             if outer_keys or len({frozenset(keys[row]) for row in inner_rows}) > 1:
                 is_own[inner_rows] = True
-    nearest_own = nearest(trace.parent, is_own)
+    nearest_own = nearest_at_or_above(trace.parent, is_own)
     is_within = (nearest_own != NONE) & inner[nearest_own]
     return np.where(is_within, nearest_own, owner).astype(np.int32)
 
@@ -331,7 +331,7 @@ class FirstKeys:
     """Finds the requests of a trace, also nested ones, by their first keys."""
 
     def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
-        near = nearest(trace.parent, trace.are_of_kind("request"))
+        near = nearest_at_or_above(trace.parent, trace.are_of_kind("request"))
         self.around = np.where((near == NONE) | (owner == NONE), owner, near).astype(np.int64)
         """The nearest request at or above each row."""
         borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
@@ -345,12 +345,12 @@ class FirstKeys:
         order = np.lexsort((trace.start_ns[rows], first))
         self.rows, self.keys = rows[order].astype(np.int64), first[order]
         self.starts, self.ends = trace.start_ns[self.rows], trace.end_ns[self.rows]
-        self._reach = compute_running_most(self.ends, self.keys)
+        self._reach = compute_running_max(self.ends, self.keys)
 
     def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
         return np.asarray(self._first_of[rows] == keys)
 
-    def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
+    def belong_to_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
         """Return True for each key that is the first key of another request. At `at_ns` that request was open, or had
         begun since `start_ns`."""
         last = find_last_up_to(self.keys, self.starts, keys, at_ns)
@@ -369,10 +369,10 @@ def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
         np.stack([around, first.borne_keys]), axis=1, return_index=True, return_inverse=True
     )  # fmt: skip
     at_ns = trace.start_ns[first.borne[began]]
-    are_astray = ~first.are_first(*pairs) & first.are_of_others(pairs[1], at_ns, trace.start_ns[pairs[0]])
+    are_astray = ~first.are_first(*pairs) & first.belong_to_others(pairs[1], at_ns, trace.start_ns[pairs[0]])
     if not are_astray.any():
         return owner
     is_stray = np.zeros(len(trace), dtype=np.bool_)
     is_stray[first.borne] = are_astray[pair_of.reshape(-1)]
-    top = nearest(trace.parent, is_stray | (owner == np.arange(len(trace))))
+    top = nearest_at_or_above(trace.parent, is_stray | (owner == np.arange(len(trace))))
     return np.where((top != NONE) & is_stray[top], np.int32(NONE), owner).astype(np.int32)

@@ -178,17 +178,19 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
         sites=tuple(sites),
         errors=errors,
         span_id=span_id,
-        parent_id=_fill_rare(arrays, "parent_id", np.where(is_top, 0, span_id[above])),
-        root_id=_fill_rare(arrays, "root_id", span_id[topmost_rows(np.where(is_top, NONE, above).astype(np.int32))]),
+        parent_id=_unpack_sparse(arrays, "parent_id", np.where(is_top, 0, span_id[above])),
+        root_id=_unpack_sparse(
+            arrays, "root_id", span_id[topmost_rows(np.where(is_top, NONE, above).astype(np.int32))]
+        ),
         thread_id=_read_table(arrays, "thread"),
         task_id=_read_table(arrays, "task"),
         start_ns=start_ns,
         end_ns=start_ns + total_ns,
-        active_ns=_fill_rare(arrays, "active_ns", total_ns.copy()),
+        active_ns=_unpack_sparse(arrays, "active_ns", total_ns.copy()),
         self_ns=total_ns - arrays["children_ns"],
         site=arrays["site"].astype(np.int32),
-        error=_fill_rare(arrays, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
-        clipped=_fill_rare(arrays, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
+        error=_unpack_sparse(arrays, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
+        clipped=_unpack_sparse(arrays, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
         device=_unpack_intervals(arrays, start_ns, labels),
         attributes=PackedAttributes(count, rows, numbers, ends, texts),
         remote={
@@ -197,7 +199,7 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
             )
             for row, trace_id, span_id, flags, is_local, in_server_span in facts["remote"]
         },
-        own_id=_fill_rare(arrays, "own_id", span_id.copy()) if "own_id" in arrays else span_id,
+        own_id=_unpack_sparse(arrays, "own_id", span_id.copy()) if "own_id" in arrays else span_id,
     )
 
 
@@ -212,7 +214,7 @@ def _check_rows(rows: Column, count: int) -> None:
         raise ValueError("it refers to a row that does not exist; it is damaged")
 
 
-def _fill_rare(arrays: Arrays, name: str, usual: Int64s) -> Int64s:
+def _unpack_sparse(arrays: Arrays, name: str, usual: Int64s) -> Int64s:
     rows = sum_differences(arrays[f"{name}_row_steps"])
     _check_rows(rows, len(usual))
     usual[rows] = arrays[name]
@@ -254,7 +256,7 @@ class KernelColumns(Views[Kernel]):
     launched_ns: Int64s
 
     @classmethod
-    def of(cls, kernels: Sequence[Kernel]) -> KernelColumns:
+    def from_objects(cls, kernels: Sequence[Kernel]) -> KernelColumns:
         """Return kernels as columns. Raises `OverflowError` for numbers beyond 64 bits."""
         if isinstance(kernels, KernelColumns):
             return kernels
@@ -265,7 +267,7 @@ class KernelColumns(Views[Kernel]):
         numbers = [np.fromiter(map(itemgetter(place), kernels), np.int64, count) for place in range(2, 8)]
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
 
-    def move_times(self, by_ns: int) -> KernelColumns:
+    def shift_times(self, by_ns: int) -> KernelColumns:
         """Return the kernels with all times moved by `by_ns`. Raises `ValueError` for times that no clock reads."""
         times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
         edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
@@ -298,17 +300,20 @@ LEVELS = ("allocated_bytes", "reserved_bytes")
 them."""
 
 
-def move_watched(
+def shift_torch_data(
     facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
 ) -> dict[str, Any]:
     """Return torch.profiler's data with all times moved by `moved_ns`, and with the devices and threads renumbered."""
-    kernels, allocations = KernelColumns.of(facts.kernels).move_times(moved_ns), Allocations.of(facts.allocations)
+    kernels, allocations = (
+        KernelColumns.from_objects(facts.kernels).shift_times(moved_ns),
+        Allocations.from_objects(facts.allocations),
+    )
     rows = allocations.rows.copy()
     rows["device"], rows["thread_id"] = devices(rows["device"]), threads(rows["thread_id"])
     flop_threads = threads(np.array([flops.thread_id for flops in facts.flops], dtype=np.int64)).tolist()
     return {
         "kernels": replace(kernels, device=devices(kernels.device), thread_id=threads(kernels.thread_id)),
-        "allocations": Allocations(rows, allocations.base_ns).move_times(moved_ns),
+        "allocations": Allocations(rows, allocations.base_ns).shift_times(moved_ns),
         "watched": facts.watched and (facts.watched[0] + moved_ns, facts.watched[1] + moved_ns),
         "flops": [
             flops._replace(thread_id=thread_id, at_ns=flops.at_ns + moved_ns)
@@ -319,7 +324,7 @@ def move_watched(
 
 def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
     """Return the packed columns of kernels, with times relative to `base_ns`, and the kernels' names."""
-    work = KernelColumns.of(kernels)
+    work = KernelColumns.from_objects(kernels)
     names: dict[str, int] = {}
     of_name = np.array([names.setdefault(remove_surrogates(name), len(names)) for name in work.names], dtype=np.int64)
     kinds = np.array([WORK.index(kind) for kind in work.kinds], dtype=np.int64)
@@ -357,7 +362,7 @@ def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> Kerne
 
 
 def pack_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
-    packed = Allocations.of(allocations)
+    packed = Allocations.from_objects(allocations)
     rows = packed.rows
     threads, thread = rank_distinct(rows["thread_id"])
     return {

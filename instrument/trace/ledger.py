@@ -32,14 +32,14 @@ from instrument.trace.indices import (
     NONE,
     Groups,
     are_at_or_above,
-    compute_running_most,
+    compute_running_max,
     count_up_to,
     find_distinct,
     find_last_up_to,
     index_rows,
     mask_of,
-    nearest,
     nearest_above,
+    nearest_at_or_above,
     number_combinations,
 )
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
@@ -181,7 +181,7 @@ def _may_overlap(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
     is_overlapping = np.zeros(len(groups), dtype=np.bool_)
     order = np.lexsort((starts, groups))
     group_numbers = np.cumsum(np.diff(groups[order], prepend=groups[order[:1]]) != 0)
-    begins_before = starts[order][1:] < compute_running_most(ends[order], group_numbers)[:-1]
+    begins_before = starts[order][1:] < compute_running_max(ends[order], group_numbers)[:-1]
     later = np.flatnonzero(begins_before & (group_numbers[1:] == group_numbers[:-1])) + 1
     is_overlapping[order[later]] = is_overlapping[order[later - 1]] = True
     return is_overlapping
@@ -265,7 +265,7 @@ def compute_ledger(trace: Columns, joined: Joined, all_turns: Turns | None = Non
     numbers = {name: number for number, name in enumerate(all_turns.names)}
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
     is_own = all_turns.pair == NONE
-    pairs, own_shares, waiting = divide_own_and_waiting(given_ns, all_turns.pair[~is_own], all_turns.length_ns[~is_own])
+    pairs, own_shares, waiting = split_batch_time(given_ns, all_turns.pair[~is_own], all_turns.length_ns[~is_own])
     of_batches = joined.served.request[pairs]
     waits = numbers.setdefault(WAITING, len(numbers))
     request = np.concatenate([all_turns.request[is_own], of_batches, of_batches])
@@ -317,7 +317,7 @@ def list_moments(trace: Columns, joined: Joined, place: int) -> list[Moment]:
     return moments
 
 
-def divide_own_and_waiting(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def split_batch_time(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the pairs that have turns in batches, each pair's own share, and its waiting time."""
     groups, firsts = number_combinations(pairs)
     spent = Groups(groups, len(firsts)).sum_by_group(lengths)
@@ -375,7 +375,7 @@ def _find_gaps(
         return Intervals(nothing, nothing, nothing, nothing, nothing)
     is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])[: len(batches.request)]
     # A pipeline's batches overlap. A stall begins when all earlier batches have ended.
-    reach = compute_running_most(batches.end_ns, np.cumsum(is_first) - 1)
+    reach = compute_running_max(batches.end_ns, np.cumsum(is_first) - 1)
     firsts = np.flatnonzero(is_first)
     hand_offs = _find_hand_offs(trace, joined)
     parts = [
@@ -537,10 +537,10 @@ class DeviceLedger:
 
 def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     device, served = trace.device, joined.served
-    timed = np.flatnonzero(device.timed)
+    timed = np.flatnonzero(device.is_measured)
     is_batch = mask_of(trace.attributes.having(BATCH_KEYS), len(trace))
     rows = device.row[timed]
-    batch = nearest(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
+    batch = nearest_at_or_above(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
     of_batches, owners, devices = _unite_device_intervals(trace, timed[batch != NONE], batch[batch != NONE])
     batch_ns = (

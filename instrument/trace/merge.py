@@ -24,7 +24,7 @@ from instrument.recording.tally import Tally
 from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.indices import NONE, index_rows, rank_distinct, rows_of, topmost_rows
-from instrument.trace.layout import move_watched
+from instrument.trace.layout import shift_torch_data
 from instrument.trace.merged_facts import (
     MergedFile,
     Numbers,
@@ -176,8 +176,8 @@ class _Merge:
         order = kept_rows[np.lexsort((kept_rows, -end_ns[kept_rows], start_ns[kept_rows]))]
         row_of = index_rows(order, count)[chosen]
         for part in parts:
-            part.row = row_of[part.of_all]
-            part.is_kept = chosen[part.of_all] == np.arange(part.first, part.first + len(part.trace))
+            part.row = row_of[part.slice_of_all_rows]
+            part.is_kept = chosen[part.slice_of_all_rows] == np.arange(part.first, part.first + len(part.trace))
         errors, error = _join_tables([(part.trace.errors, part.trace.error) for part in parts])
         parent_id, root_id = self._merge_ids_above()
         columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
@@ -264,7 +264,7 @@ class _Merge:
         columns = {name: _join_columns(getattr(device, name) for device in moved) for name in names}
         return DeviceIntervals(
             row=row.astype(np.int32), label=label.astype(np.int32), labels=labels, **columns
-        ).ordered()
+        ).sort_by_row()
 
 
 def _join_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
@@ -334,7 +334,7 @@ def fold_recordings(files: Sequence[Saved]) -> Saved:
         processes=(),
         died="",  # each was reported when it happened; the run's report counts them
     )
-    return Saved(facts.with_columns(columns), _fold_threads(saved.counted()))
+    return Saved(facts.with_columns(columns), _fold_threads(saved.tally_or_count()))
 
 
 def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
@@ -362,7 +362,7 @@ def _fold_threads(tally: Tally) -> Tally:
         kept_paths.add(path)
         return path
 
-    return tally.with_paths(limit_path, lambda _: thread, {thread: name})
+    return tally.change_paths(limit_path, lambda _: thread, {thread: name})
 
 
 def parse_link(link: Any) -> Int64s | None:
@@ -413,7 +413,7 @@ def split_by_process(saved: Saved) -> list[Saved]:
                     for thread, name in saved.tally.threads.items()
                     if (own_thread := find_own(thread)) is not None
                 }
-                tally = saved.tally.with_paths(thread_of=find_own, threads=names, moved_ns=-process.moved_ns)
+                tally = saved.tally.change_paths(thread_of=find_own, threads=names, moved_ns=-process.moved_ns)
             recordings.append(Saved(part.with_columns(columns), tally))
     return recordings
 
@@ -481,7 +481,7 @@ def _select_facts(facts: Trace, number: int) -> Trace:
         ],
         gpus=[replace(gpu, device=devices[gpu.device]) for gpu in facts.gpus if gpu.device in devices],
         **(
-            move_watched(
+            shift_torch_data(
                 facts,
                 lambda numbers: restore_numbers(numbers, process.devices),
                 lambda numbers: restore_numbers(numbers, process.threads),

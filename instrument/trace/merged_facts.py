@@ -29,11 +29,11 @@ from instrument.recording.spans import (
     is_request,
 )
 from instrument.recording.tally import Tally
-from instrument.trace.call_tree import tally_of
+from instrument.trace.call_tree import tally_spans
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.indices import rank_distinct
-from instrument.trace.layout import move_watched
+from instrument.trace.layout import shift_torch_data
 from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.trace import MergedProcess, Trace
 
@@ -56,13 +56,13 @@ class DistinctNumbers:
         return number
 
     def distinct_column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
-        return _renumber(numbers, lambda number: self.distinct_number(number, owner))
+        return _map_distinct_numbers(numbers, lambda number: self.distinct_number(number, owner))
 
     def map_to_own_numbers(self, owner: Hashable) -> dict[int, int]:
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
 
-def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
+def _map_distinct_numbers(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
     """Return the result of `become` for each number. `become` is called once per distinct number."""
     distinct, places = rank_distinct(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
@@ -70,7 +70,7 @@ def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
 
 def restore_numbers(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
     """Convert merged numbers to the numbers of one process. An unknown number is returned unchanged."""
-    return _renumber(numbers, lambda number: own_numbers.get(number, number))
+    return _map_distinct_numbers(numbers, lambda number: own_numbers.get(number, number))
 
 
 _FLAGS = [item.name for item in fields(Site) if item.type == "bool"]
@@ -87,7 +87,7 @@ class MergedFile:
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
     @property
-    def of_all(self) -> slice:
+    def slice_of_all_rows(self) -> slice:
         """The slice of this file's rows among the rows of all files."""
         return slice(self.first, self.first + len(self.trace))
 
@@ -126,10 +126,12 @@ class Numbers:
 
     def merged_threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the merged numbers of threads. The number 0 means no thread and remains 0."""
-        return _renumber(numbers, lambda number: number and self.threads.distinct_number(number, part.process))
+        return _map_distinct_numbers(
+            numbers, lambda number: number and self.threads.distinct_number(number, part.process)
+        )
 
     def merged_devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        return _renumber(numbers, lambda number: self.merged_device(number, part))
+        return _map_distinct_numbers(numbers, lambda number: self.merged_device(number, part))
 
     def merged_device(self, number: int, part: MergedFile) -> int:
         """Return the merged number of a device. A GPU with a known UUID has one number in all processes."""
@@ -182,10 +184,10 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
         counting = _choose_files(files)
         if not counting or any(part.saved.tally is None for part in counting):
             rows = np.sort(np.concatenate([part.row[part.is_kept] for part in files]))
-            counted.append(tally_of(columns.take(rows), threads, limit_links=LIMIT_LINKS))
+            counted.append(tally_spans(columns.take(rows), threads, limit_links=LIMIT_LINKS))
             continue
         counted += (
-            part.saved.counted().with_paths(
+            part.saved.tally_or_count().change_paths(
                 lambda path: tuple(map(numbers.joined_site, path)),
                 partial(numbers.threads.distinct_number, owner=part.process),
                 {},
@@ -205,7 +207,7 @@ def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     if len(watched) == 1:
         part = watched[0]
         devices, threads = partial(numbers.merged_devices, part=part), partial(numbers.merged_threads, part=part)
-        profiled = move_watched(part.saved.trace, devices, threads, part.moved_ns)
+        profiled = shift_torch_data(part.saved.trace, devices, threads, part.moved_ns)
     losses = Counter[str]()
     for part in newest:
         losses.update(part.saved.trace.losses)
@@ -354,12 +356,12 @@ def _merge_cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Co
     )
 
 
-def _is_own(sample: Sample) -> bool:
+def _is_process_gauge(sample: Sample) -> bool:
     return sample.device == HOST and sample.name not in OF_ALL
 
 
 def _own_samples_of(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
-    return _sort_by_time(sample for part in files for sample in part.saved.trace.samples if _is_own(sample))
+    return _sort_by_time(sample for part in files for sample in part.saved.trace.samples if _is_process_gauge(sample))
 
 
 def _merge_samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
@@ -368,7 +370,7 @@ def _merge_samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_proc
         replace(sample, device=numbers.merged_device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
         for part in parts
         for sample in part.saved.trace.samples
-        if is_one_process or not _is_own(sample)
+        if is_one_process or not _is_process_gauge(sample)
     )
 
 

@@ -37,7 +37,7 @@ from instrument.recording.spans import (
     Startup,
     plain_fields,
 )
-from instrument.recording.tally import TOTALS, Tally, Totals, buckets_of
+from instrument.recording.tally import TOTALS, Tally, Totals, make_buckets
 from instrument.trace.layout import (
     WIDTHS,
     Column,
@@ -58,7 +58,7 @@ from instrument.trace.text import (
     make_safe,
     remove_surrogates,
 )
-from instrument.trace.trace import Allocation, MergedProcess, Trace
+from instrument.trace.trace import Allocation, Allocations, MergedProcess, Trace
 
 FORMAT = 6
 """The version of the metadata."""
@@ -238,7 +238,7 @@ class Metadata:
             for name, device, since_ns in facts.get("not_told", ())
         ]
         samples.sort(key=lambda s: (s.at_ns, s.device, s.name))
-        kernels, allocations = self._read_work()
+        kernels, allocations = self._read_torch_data()
         watched: Interval | None = None
         if "watched" in facts:
             first, last = (check_type(self.base_ns + check_type(at_ns, int), int) for at_ns in facts["watched"])
@@ -283,10 +283,10 @@ class Metadata:
             self.sites[check_index(site)], self.base_ns + check_type(since_ns, int), check_type(total_ns, int)
         )
 
-    def _read_work(self) -> tuple[Sequence[Kernel], Sequence[Allocation]]:
+    def _read_torch_data(self) -> tuple[Sequence[Kernel], Sequence[Allocation]]:
         texts = check_type(self._facts.pop("columns", {}), dict)
         if not texts:
-            return (), ()
+            return (), Allocations.from_objects(())
         columns = {name: _read_column(*of_name) for name, of_name in texts.items()}
         names = [check_type(name, str) for name in self._facts["kernel_names"]]
         return unpack_kernels(columns, names, self.base_ns), unpack_allocations(columns, self.base_ns)
@@ -298,7 +298,7 @@ class Metadata:
         paths: list[CallPath] = [()]
         links = 0
         for parent, site in saved["nodes"]:
-            paths.append((*paths[_read_place(parent)], self.sites[check_index(site)]))
+            paths.append((*paths[_path_index_of_node(parent)], self.sites[check_index(site)]))
             links += len(paths[-1])
             if links > LIMIT_LINKS:
                 raise ValueError("its call paths are too long; it is damaged")
@@ -314,12 +314,12 @@ class Metadata:
             of_line += [len(lines)] * len(pairs)
             buckets += (bucket for bucket, _ in pairs)
             times += (calls for _, calls in pairs)
-            lines.append(Totals(node=_read_place(node), thread_id=check_type(thread_id, int), **sums))
-        histograms = buckets_of(*(np.array(column, np.int64) for column in (of_line, buckets, times)))
+            lines.append(Totals(node=_path_index_of_node(node), thread_id=check_type(thread_id, int), **sums))
+        histograms = make_buckets(*(np.array(column, np.int64) for column in (of_line, buckets, times)))
         return Tally.of_paths(paths, np.array(lines, TOTALS), histograms, _read_names(saved["threads"]))
 
 
-def _read_place(node: Any) -> int:
+def _path_index_of_node(node: Any) -> int:
     """Return the index of the call path of a node. Index 0 is the empty path, for node -1."""
     return 0 if node == -1 else check_index(node) + 1
 

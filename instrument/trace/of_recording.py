@@ -23,7 +23,7 @@ from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s, de
 from instrument.trace.indices import NONE
 from instrument.trace.metadata import own_notes_of
 from instrument.trace.self_times import self_times_of
-from instrument.trace.text import GatheredAttributes, to_json
+from instrument.trace.text import GatheredAttributes, attributes_to_json
 from instrument.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RowDetail(NamedTuple):
     remote: RemoteParent | None = None
 
     @classmethod
-    def of(cls, active_ns: int, text: bytes) -> RowDetail:
+    def from_recorded(cls, active_ns: int, text: bytes) -> RowDetail:
         """Return the details of a row from their form in a recording: an active time and a text."""
         active_ns, error, attributes = detail_of(active_ns, facts_in(text))
         return cls(active_ns, error, *split_remote(attributes))
@@ -69,7 +69,7 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
     of reading, by default the newest time in the recording. Raises `TraceError` for a damaged recording.
     """
     header = mapped.header
-    snapshot = RowSnapshot.of(mapped, since_ns, remote=read_origin(header).remote)
+    snapshot = RowSnapshot.copy_from(mapped, since_ns, remote=read_origin(header).remote)
     intervals, samples = mapped.intervals(), mapped.samples(since_ns)
     if end_ns is None:
         newest = [int(ring.rows["end_ns"].max()) for ring in snapshot.rings if len(ring.rows)]
@@ -91,7 +91,7 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
             losses=losses,
             notes=header.notes,
             own_notes=own_notes,
-            held_from_ns=snapshot.held_from_ns(since_ns, end_ns),
+            held_from_ns=snapshot.find_complete_from(since_ns, end_ns),
             gpus=header.gpus,
             samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
         )
@@ -194,7 +194,7 @@ class RowSnapshot:
     served_from_ns: int = NEVER_NS
 
     @classmethod
-    def of(
+    def copy_from(
         cls,
         mapped: Mapped,
         since_ns: int = 0,
@@ -209,7 +209,7 @@ class RowSnapshot:
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
         has_details = any(bool(have_details(ring.rows).any()) for ring in rings) or open_spans
         details, _ = mapped.copied_details(details_from) if has_details else ([], 0)
-        wrapped, given_up = map(frozenset, mapped.overwritten_since(since_ns))
+        wrapped, given_up = map(frozenset, mapped.find_threads_with_losses(since_ns))
         served_from_ns = NEVER_NS if remote is None else find_first_request(mapped)
         return cls(mapped.tree(), rings, open_spans, details, wrapped, given_up, read_ns, remote, served_from_ns)
 
@@ -217,7 +217,7 @@ class RowSnapshot:
     def size(self) -> int:
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
-    def held_from_ns(self, start_ns: int, end_ns: int) -> int:
+    def find_complete_from(self, start_ns: int, end_ns: int) -> int:
         """Return the time from which on no span of a window is missing, 0 if none is missing at all."""
         if not (self.wrapped or self.given_up):
             return 0
@@ -274,11 +274,11 @@ class RowSnapshot:
                 children_ns[span.parent_id] += max(read_ns - span.start_ns, 0)
         columns["children_ns"][count:] = list(children_ns.values())
         gathered, lacking = GatheredAttributes(), 0
-        further = RowDetails(columns, lambda row, attributes: gathered.add(row, to_json(attributes)))
+        further = RowDetails(columns, lambda row, attributes: gathered.add(row, attributes_to_json(attributes)))
         details = details_in(self.details)
         for row in [*np.flatnonzero(have_details(rows)).tolist(), *range(count, len(span_id))]:
             written_detail = details.get(int(span_id[row]))
-            detail = RowDetail() if written_detail is None else RowDetail.of(*written_detail)
+            detail = RowDetail() if written_detail is None else RowDetail.from_recorded(*written_detail)
             if row >= count:
                 attributes, remote = split_remote({**detail.attributes, **opened[row - count].attributes})
                 attributes = {**attributes, OPEN: True} if marks else attributes

@@ -35,12 +35,12 @@ class PartSeries(NamedTuple):
     spent_ns: Int64s
 
     @property
-    def begin(self) -> Int64s:
+    def first_batches(self) -> Int64s:
         """The first batch of each series."""
         return np.asarray(self.order[self.first])
 
     @property
-    def last(self) -> Int64s:
+    def last_batches(self) -> Int64s:
         """The last batch of each series."""
         return np.asarray(self.order[self.first + self.size - 1])
 
@@ -85,14 +85,19 @@ class Parts:
         return PartSeries(order, first, counts, self.request[begin], self.name[begin], spent_ns)
 
     @cached_property
-    def named(self) -> NamedParts:
+    def parts_by_name(self) -> NamedParts:
         runs = self.series
         first = find_group_starts(runs.request * len(self.names) + runs.name)
         of = np.repeat(np.arange(len(first)), np.diff(first, append=len(runs.first)))
-        longest = np.lexsort((runs.begin, -runs.spent_ns, of))[first]
+        longest = np.lexsort((runs.first_batches, -runs.spent_ns, of))[first]
         if not len(first):
             return NamedParts(first, first, first, first)
-        return NamedParts(first, longest, np.minimum.reduceat(runs.begin, first), np.maximum.reduceat(runs.last, first))
+        return NamedParts(
+            first,
+            longest,
+            np.minimum.reduceat(runs.first_batches, first),
+            np.maximum.reduceat(runs.last_batches, first),
+        )
 
 
 class StepKinds:
@@ -111,7 +116,7 @@ class StepKinds:
         """The smallest weight in any batch with weights, by the batch's name."""
 
     def learn(self, parts: Parts) -> None:
-        names, series, per_name = parts.names, parts.series, parts.named
+        names, series, per_name = parts.names, parts.series, parts.parts_by_name
         spent_ns = np.zeros(len(names), dtype=np.int64)
         np.add.at(spent_ns, series.name, series.spent_ns)
         for name in np.unique(series.name).tolist():
@@ -186,18 +191,18 @@ class Steps:
     end_ns: Int64s
 
     @cached_property
-    def count(self) -> Int64s:
+    def steps_per_request(self) -> Int64s:
         return np.diff(self.first, append=len(self.lead))
 
     @cached_property
-    def ordinal(self) -> Int64s:
+    def number_in_request(self) -> Int64s:
         """The number of each step in its request, from 0."""
-        return np.arange(len(self.lead)) - np.repeat(self.first, self.count)
+        return np.arange(len(self.lead)) - np.repeat(self.first, self.steps_per_request)
 
 
 def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     """Return the steps that served each request. `kinds` has the kind and the representing name of each batch name."""
-    series, per_name = parts.series, parts.named
+    series, per_name = parts.series, parts.parts_by_name
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
     pairs = [kinds.get(name, (name, name)) for name in parts.names]
     kind_of_name = np.array([numbers.get(kind, 0) for kind, _ in pairs], dtype=np.int64)
@@ -218,15 +223,17 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     ends = parts.end_ns[lead]
     of_series = kind_of_named[named_of]
     alike = np.flatnonzero(series.size == counts[of_series])
-    for_steps = _make_runs(begins[of_series[alike]], series.size[alike])
-    np.maximum.at(ends, for_steps, parts.end_ns[series.order[_make_runs(series.first[alike], series.size[alike])]])
+    for_steps = _concatenate_ranges(begins[of_series[alike]], series.size[alike])
+    np.maximum.at(
+        ends, for_steps, parts.end_ns[series.order[_concatenate_ranges(series.first[alike], series.size[alike])]]
+    )
     request = np.repeat(series.request[longest], counts)
     order = np.lexsort((np.repeat(appears, counts), parts.start_ns[lead], request))
     request = request[order]
     return Steps(request, find_group_starts(request), lead[order], ends[order])
 
 
-def _make_runs(firsts: Int64s, counts: Int64s) -> Int64s:
+def _concatenate_ranges(firsts: Int64s, counts: Int64s) -> Int64s:
     """Return runs of consecutive numbers, one after the other: run `i` has `counts[i]` numbers from `firsts[i]` on."""
     begins = np.cumsum(counts) - counts
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts))
@@ -239,18 +246,18 @@ def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longes
     Threads that run equally many batches of a name at once are workers of the same steps. Other threads take turns.
     """
     series = parts.series
-    of_chosen = np.full(len(parts.named.first), -1, dtype=np.int64)
+    of_chosen = np.full(len(parts.parts_by_name.first), -1, dtype=np.int64)
     of_chosen[chosen] = np.arange(len(chosen))
     place = of_chosen[named_of]
     other_series = np.flatnonzero((place >= 0) & (np.append(longest, -1)[place] != np.arange(len(place))))
     longest_of_others = longest[place[other_series]]
-    is_at_once = (parts.start_ns[series.begin[other_series]] < parts.end_ns[series.last[longest_of_others]]) & (
-        parts.start_ns[series.begin[longest_of_others]] < parts.end_ns[series.last[other_series]]
-    )
+    is_at_once = (
+        parts.start_ns[series.first_batches[other_series]] < parts.end_ns[series.last_batches[longest_of_others]]
+    ) & (parts.start_ns[series.first_batches[longest_of_others]] < parts.end_ns[series.last_batches[other_series]])
     other_series = other_series[~is_at_once | (series.size[other_series] != series.size[longest_of_others])]
     counts = series.size[longest].copy()
     if not len(other_series):
-        return series.order[_make_runs(series.first[longest], counts)], counts
+        return series.order[_concatenate_ranges(series.first[longest], counts)], counts
     merged = {
         number: _merge_series(parts, [int(longest[number]), *other_series[place[other_series] == number].tolist()])
         for number in np.unique(place[other_series]).tolist()
@@ -261,8 +268,8 @@ def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longes
     leads = np.empty(int(counts.sum()), dtype=np.int64)
     alone = np.ones(len(longest), dtype=np.bool_)
     alone[list(merged)] = False
-    leads[_make_runs(begins[alone], counts[alone])] = series.order[
-        _make_runs(series.first[longest[alone]], counts[alone])
+    leads[_concatenate_ranges(begins[alone], counts[alone])] = series.order[
+        _concatenate_ranges(series.first[longest[alone]], counts[alone])
     ]
     for number, merged_parts in merged.items():
         leads[begins[number] : begins[number] + len(merged_parts)] = merged_parts
@@ -273,7 +280,7 @@ def _merge_series(parts: Parts, series_places: Sequence[int]) -> list[int]:
     series = parts.series
     items = [
         place
-        for index in sorted(series_places, key=lambda index: (-series.spent_ns[index], series.begin[index]))
+        for index in sorted(series_places, key=lambda index: (-series.spent_ns[index], series.first_batches[index]))
         for place in series.order[series.first[index] : series.first[index] + series.size[index]].tolist()
     ]
     starts, ends = (dict(zip(items, column[items].tolist(), strict=True)) for column in (parts.start_ns, parts.end_ns))
@@ -298,32 +305,34 @@ def count_prefills(
     counts = np.ones(len(steps.first), dtype=np.int64)
     if not len(counts):
         return counts
-    weights, names, ordinal = parts.weight[steps.lead], parts.name[steps.lead], steps.ordinal
+    weights, names, ordinal = parts.weight[steps.lead], parts.name[steps.lead], steps.number_in_request
     is_first = ordinal == 0
     lightest = np.maximum(np.minimum.reduceat(weights, steps.first), 1)
     most = np.maximum.reduceat(weights, steps.first)
-    is_called_otherwise = names != np.repeat(names[steps.first], steps.count)
+    is_called_otherwise = names != np.repeat(names[steps.first], steps.steps_per_request)
     first_other = np.minimum.reduceat(np.where(is_called_otherwise, ordinal, FARTHEST), steps.first)
     are_alike = most <= lightest
     are_named = are_alike & (first_other < FARTHEST)
     counts[are_named] = first_other[are_named]
-    undecided = np.flatnonzero(are_alike & ~are_named & (steps.count > 1))
+    undecided = np.flatnonzero(are_alike & ~are_named & (steps.steps_per_request > 1))
     if len(undecided):
         answer_ns = np.full(len(counts), -FARTHEST)
         answer_ns[undecided] = streamed_ns(undecided)
-        past = np.add.reduceat(steps.end_ns <= np.repeat(answer_ns, steps.count), steps.first, dtype=np.int64)
-        counts[undecided] = np.where(past < steps.count, np.maximum(past, 1), 1)[undecided]  # else at once
+        past = np.add.reduceat(
+            steps.end_ns <= np.repeat(answer_ns, steps.steps_per_request), steps.first, dtype=np.int64
+        )
+        counts[undecided] = np.where(past < steps.steps_per_request, np.maximum(past, 1), 1)[undecided]  # else at once
     later_least = np.minimum.reduceat(np.where(is_first, FARTHEST, weights), steps.first)
     later_most = np.maximum.reduceat(np.where(is_first, -1, weights), steps.first)
     # If all later steps have equal weights, the first step alone is the prefill.
     unlike = np.flatnonzero(~are_alike & (later_least != later_most))
-    pieces = zip(unlike.tolist(), steps.first[unlike].tolist(), steps.count[unlike].tolist(), strict=True)
+    pieces = zip(unlike.tolist(), steps.first[unlike].tolist(), steps.steps_per_request[unlike].tolist(), strict=True)
     for request, first, count in pieces:
         counts[request] = _count_prefills(weights[first : first + count].tolist())
     least_of_all = np.array([least.get(name, 0) for name in parts.names], dtype=np.int64)[names[steps.first]]
     says_weight = np.minimum.reduceat(parts.says_weight[steps.lead], steps.first)
     is_prompt = says_weight & (least_of_all > 0) & (lightest >= APART * least_of_all)
-    counts[is_prompt] = steps.count[is_prompt]
+    counts[is_prompt] = steps.steps_per_request[is_prompt]
     return counts
 
 

@@ -37,10 +37,10 @@ from instrument.recording.spans import (
 )
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import Columns, Int64s, override_rows
-from instrument.trace.indices import NONE, nearest, topmost_rows
+from instrument.trace.indices import NONE, nearest_at_or_above, topmost_rows
 from instrument.trace.joined import Joined, join
 from instrument.trace.layout import order_by_start
-from instrument.trace.trace import MergedProcess, Trace, spans_of, with_spans
+from instrument.trace.trace import MergedProcess, Trace, append_spans, spans_of
 
 if TYPE_CHECKING:  # an exporter reads no files
     from instrument.trace.file import Saved
@@ -51,10 +51,12 @@ LOOK_BACK = 64
 """The number of newest spans with a request's key among which its hand-off span is searched."""
 
 
-def graft(saved: Saved) -> Saved:
+def graft_requests(saved: Saved) -> Saved:
     """Return a saved recording in which each request has one tree."""
     trace, facts = saved.trace.columns, saved.trace
-    return replace(saved, trace=facts.with_columns(grafted(trace, join(trace, facts.apart_ns), facts.origin.run)))
+    return replace(
+        saved, trace=facts.with_columns(build_request_trees(trace, join(trace, facts.apart_ns), facts.origin.run))
+    )
 
 
 def with_own_facts(facts: Trace) -> Trace:
@@ -64,7 +66,7 @@ def with_own_facts(facts: Trace) -> Trace:
     return facts.with_columns(move_facts(facts.columns, joined.rows, joined.of, joined.keys))
 
 
-def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
+def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Columns:
     """Return the trace with one tree for each request, and with the requests' facts. Without a `run`, no request gets a
     trace id."""
     trace = move_facts(trace, joined.rows, joined.of, joined.keys)
@@ -93,7 +95,7 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     root_id[served_rows[is_below]] = trace.root_id[around[is_below]]
     remote = {row: remote_parent for row, remote_parent in trace.remote.items() if root_id[row] == trace.root_id[row]}
     if run:
-        remote |= make_remotes_by_key(trace, joined, run, root_id, remote)
+        remote |= derive_traces_from_keys(trace, joined, run, root_id, remote)
     return replace(trace, parent_id=parent_id, root_id=root_id, remote=remote)
 
 
@@ -126,7 +128,7 @@ def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
     keyed = trace.attributes.having(KEY)
     is_top = np.zeros(len(trace), dtype=np.bool_)
     is_top[joined.rows] = is_top[moves] = True
-    top = nearest(trace.parent, is_top)
+    top = nearest_at_or_above(trace.parent, is_top)
     keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE) & ~np.isin(keyed, joined.rows)]
     if not len(keyed) or not len(moves):
         return hand_offs
@@ -157,7 +159,7 @@ def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
     return hand_offs
 
 
-def make_remotes_by_key(
+def derive_traces_from_keys(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
     """Return trace ids made from keys, for requests and for roots whose key no request here has. Only the first request
@@ -340,7 +342,7 @@ class Interruptions:
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)
             alone &= (sizes == 1)[trees.reshape(-1)]
         rows, alone_rows = np.flatnonzero(~alone), np.flatnonzero(alone)
-        extended = with_spans(trace, self._newest)
+        extended = append_spans(trace, self._newest)
         hits = find_interruptions(extended, rows, np.concatenate([alone_rows, np.arange(len(trace), len(extended))]))
         self._newest = sorted([*self._newest, *spans_of(trace, alone_rows)], key=attrgetter("end_ns"))[-NEWEST:]
         return rows, hits

@@ -72,7 +72,7 @@ class TailSampler:
         """Compute the usual times of endpoints again if they are old or lack the endpoint of a request."""
         usual = self.capture.slow_over
         newest_ns = max((request.end_ns for request in ended), default=0)
-        is_recent = newest_ns - self._looked_ns < USUAL_FOR_NS and not any(map(self.is_early, ended))
+        is_recent = newest_ns - self._looked_ns < USUAL_FOR_NS and not any(map(self.lacks_usual_time, ended))
         if usual is None or not newest_ns or is_recent:
             return
         self._looked_ns = newest_ns
@@ -84,7 +84,7 @@ class TailSampler:
             if calls >= LEAST_CALLS and time_ns is not None:
                 self._slow_ns[endpoint] = round(time_ns * usual.factor)
 
-    def is_early(self, request: EndedRequest) -> bool:
+    def lacks_usual_time(self, request: EndedRequest) -> bool:
         """Return True if the usual time of the request's endpoint is not known yet."""
         return self.capture.slow_over is not None and request.site.key not in self._slow_ns
 

@@ -20,7 +20,7 @@ from instrument.trace.indices import (
     find_distinct,
     index_rows,
     mask_of,
-    nearest,
+    nearest_at_or_above,
     number_combinations,
     rows_by_level,
 )
@@ -31,7 +31,7 @@ from instrument.trace.layout import order_by_start
 def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
     """Return the self time of the given rows: the total time without the union of the children on the same track."""
     is_wanted = mask_of(rows, len(trace))
-    children = np.flatnonzero(trace.on_line_of_parent & is_wanted[trace.parent])
+    children = np.flatnonzero(trace.is_on_track_of_parent & is_wanted[trace.parent])
     parents = trace.parent[children]
     starts = np.maximum(trace.start_ns[children], trace.start_ns[parents])
     ends = np.minimum(trace.end_ns[children], trace.end_ns[parents])
@@ -43,7 +43,7 @@ def waiting_times(trace: Columns) -> Int64s:
     if not (trace.active_ns < trace.total_ns).any():
         return np.zeros(len(trace), dtype=np.int64)
     in_children_ns = np.zeros(len(trace), dtype=np.int64)
-    children = np.flatnonzero(trace.on_line_of_parent)
+    children = np.flatnonzero(trace.is_on_track_of_parent)
     np.add.at(in_children_ns, trace.parent[children], trace.active_ns[children])
     ran_ns = np.maximum(trace.active_ns - in_children_ns, 0)
     return np.asarray(np.clip(trace.self_ns - ran_ns, 0, np.maximum(trace.total_ns - trace.active_ns, 0)))
@@ -56,7 +56,7 @@ def were_suspended(trace: Columns) -> Bools:
         return np.zeros(len(trace), dtype=np.bool_)
     # The self times at and below each span on its line. They count for its consumer.
     counted_ns = trace.self_ns.copy()
-    is_on_line = trace.on_line_of_parent
+    is_on_line = trace.is_on_track_of_parent
     for rows in reversed(rows_by_level(trace.level)):
         below = rows[is_on_line[rows]]
         np.add.at(counted_ns, trace.parent[below], counted_ns[below])
@@ -152,11 +152,11 @@ def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_n
         return np.full(len(query_moments), NONE, dtype=np.int64)
     last = find_highest(opened.first, opened.end, np.arange(len(opened.row)), len(moments))
     rows = np.where(last == NONE, NONE, opened.row[last])
-    rows[_find_several(trace, opened, last)] = SEVERAL
+    rows[_find_moments_of_several_tasks(trace, opened, last)] = SEVERAL
     return np.asarray(rows[np.searchsorted(moments, query_moments)])
 
 
-def _find_several(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
+def _find_moments_of_several_tasks(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
     """Return the moments at which another task had an open span that does not enclose the innermost open span."""
     line, firsts = number_combinations(trace.thread_id[opened.row], trace.task_id[opened.row])
     if len(firsts) == len(find_distinct(trace.thread_id[opened.row[firsts]])):
@@ -181,7 +181,7 @@ def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, sp
     threads = trace.thread_id[opened.row]
     up = np.where(threads[above] == threads, above, NONE).astype(np.int32)
     is_run = (up != NONE) & (line[up] == line) & (opened.first[up] <= opened.first) & (opened.end <= opened.end[up])
-    top = nearest(up, ~is_run)
+    top = nearest_at_or_above(up, ~is_run)
     counts, own_line = np.zeros(len(spans), dtype=np.int64), line[spans]
     walking = np.arange(len(spans))
     while len(walking):

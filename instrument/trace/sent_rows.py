@@ -18,7 +18,7 @@ from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
 from instrument.recording.trace_context import LINK, LINK_TRACE_ID, OWN_TRACE_FLAGS, LinkedSpan, RemoteParent, link_of
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, Int64s
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
-from instrument.trace.indices import NONE, are_at_or_above, nearest, nearest_above
+from instrument.trace.indices import NONE, are_at_or_above, nearest_above, nearest_at_or_above
 from instrument.trace.request_steps import StepKinds
 from instrument.trace.request_trees import find_outer_spans, trace_id_of
 from instrument.trace.stages import Stages, find_stages, make_stage_spans
@@ -99,7 +99,7 @@ class SentRows:
         crosses = parent != NONE
         crosses[crosses] = gathered.member[parent[crosses]] != gathered.member[crosses]
         crosses &= gathered.trace.parent != parent  # only what was moved
-        top = nearest(parent, crosses & (trace.root_id != trace.span_id))
+        top = nearest_at_or_above(parent, crosses & (trace.root_id != trace.span_id))
         is_apart = self._out & ~self._decisions.are_sampled() & (gathered.own_root & REQUEST_BIT == 0)
         for number in np.unique(gathered.member[is_apart]).tolist():
             apart_ids = gathered.own[is_apart & (gathered.member == number)].tolist()
@@ -131,7 +131,7 @@ class SentRows:
                 caller[at] = len(callers)
                 callers.append(remote)
         alone = is_apart[rows] & (piece == NONE) & ~((above != NONE) & self._out[above])
-        for row, (root, remote) in self._find_unknown_traces().items():
+        for row, (root, remote) in self._derive_traces_of_unknown_keys().items():
             if piece[at := int(np.searchsorted(rows, row))] == NONE:
                 root_id[at], caller[at], alone[at] = root, len(callers), False
                 callers.append(remote)
@@ -190,7 +190,7 @@ class SentRows:
                     attributes[row] = {**attributes[row], LINK_TRACE_ID: f"{trace_id:032x}"}
         return attributes
 
-    def _find_unknown_traces(self) -> Mapping[int, tuple[int, RemoteParent]]:
+    def _derive_traces_of_unknown_keys(self) -> Mapping[int, tuple[int, RemoteParent]]:
         """Return the root and the trace of each row whose key names no request here. The trace is made from the key."""
         run = self._decisions.run
         trace = self._found
@@ -201,7 +201,7 @@ class SentRows:
             return {}
         keyed &= nearest_above(trace.parent, keyed) == NONE
         rows = np.flatnonzero(self._out)
-        tops = nearest(trace.parent, keyed)[rows]
+        tops = nearest_at_or_above(trace.parent, keyed)[rows]
         parent_by_row: dict[int, tuple[int, RemoteParent]] = {}
         for row, top in zip(rows.tolist(), tops.tolist(), strict=True):
             key = None if top == NONE or top in self._gathered.trace.remote else trace.attributes[top].get(KEY)
@@ -217,7 +217,7 @@ class SentRows:
             if place not in linked:
                 row = int(self._joined.rows[place])
                 root = int(self._unit[row])
-                is_dropped = root == NONE or self._decisions.find_fate(root) is False
+                is_dropped = root == NONE or self._decisions.find_decision(root) is False
                 linked[place] = None if is_dropped else LinkedSpan(
                     self._decisions.sent_trace_id(root), self._decisions.sent_span_id(row)
                 )  # fmt: skip
@@ -336,15 +336,15 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
         says_keys[trace.attributes.having(name)] = True
     says_keys = are_at_or_above(gathered.trace.parent, np.flatnonzero(says_keys))  # a key counts for all below it
     needed = np.zeros(len(says_keys), np.bool_)
-    waiting = [row for place in joined.keys if decisions.find_fate(row := int(joined.rows[place])) is None]
+    waiting = [row for place in joined.keys if decisions.find_decision(row := int(joined.rows[place])) is None]
     since_ns = int(trace.start_ns[waiting].min()) if waiting else OPEN_NS
-    batches = np.fromiter(decisions.served, np.int64, len(decisions.served))
+    batches = np.fromiter(decisions.served_roots_by_batch, np.int64, len(decisions.served_roots_by_batch))
     needed[batches[trace.end_ns[batches] >= since_ns]] = True  # they serve such a request, or keep it waiting
     settled = out | dropped
-    recent = dropped & _may_be_needed(decisions, set() if is_last else decisions.passed)
+    recent = dropped & _may_precede_notable_request(decisions, set() if is_last else decisions.passed)
     passed_before = (gathered.state == PASSED) & ~settled
     roots_before = set() if is_last else set(np.flatnonzero(is_root & passed_before).tolist())
-    expired = passed_before & ~_may_be_needed(decisions, roots_before)
+    expired = passed_before & ~_may_precede_notable_request(decisions, roots_before)
     # Waiting rows that can still be decided, and those of them that wait for an open span.
     waits = decisions.is_undecided & (gathered.state == WAITING)
     waits &= (decisions.unit != NONE) | (gathered.own_root & REQUEST_BIT == 0)
@@ -353,7 +353,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
         rows = np.flatnonzero((gathered.member == number) & (gathered.place != NONE))
         member.passed += int(np.count_nonzero(dropped[rows] & (gathered.state[rows] != PASSED)))
         undecided = waits & (gathered.member == number) & ~(is_open & member.is_over)
-        member.lingers = member.packed > 0 or bool(undecided.any())
+        member.lingers = member.packed_count > 0 or bool(undecided.any())
         is_context = (settled[rows] & ~recent[rows]) | (gathered.state[rows] == SETTLED)
         stays = is_context & says_keys[rows] & (not is_last)
         old = np.flatnonzero(stays & ~needed[rows] & (trace.end_ns[rows] <= horizon_ns - CONTEXT_NS))
@@ -368,7 +368,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
         member.keep_rows(is_kept)
 
 
-def _may_be_needed(decisions: Decisions, units: set[int]) -> Bools:
+def _may_precede_notable_request(decisions: Decisions, units: set[int]) -> Bools:
     """Return True for rows of dropped requests that a later notable request may need."""
     member, end_ns = decisions.gathered.member, decisions.found.end_ns
     newest: dict[int, int] = {}

@@ -81,7 +81,7 @@ class Stages:
     stalls: tuple[tuple[int, int], ...]
     is_generation: bool
 
-    def named(self) -> Iterator[tuple[str, int, int]]:
+    def list_named_intervals(self) -> Iterator[tuple[str, int, int]]:
         names = LATENCIES[self.is_generation]
         for name, interval in zip(names, (self.queue, self.prefill, self.decode), strict=True):
             if interval is not None:
@@ -147,14 +147,14 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
     has_loop = np.isin(steps.request[steps.first], several)
     is_generation = np.isin(place, list(generating)) | ((sent_ns < FARTHEST) & has_loop)
     is_whole = ~trace.clipped[joined.rows[place]]
-    is_prefill = steps.ordinal < np.repeat(counts, steps.count)
+    is_prefill = steps.number_in_request < np.repeat(counts, steps.steps_per_request)
     prefilled_ns = np.maximum.reduceat(np.where(is_prefill, steps.end_ns, -FARTHEST), steps.first)
     columns = (
-        place, parts.start_ns[first], prefilled_ns, np.maximum.reduceat(parts.end_ns, first), steps.count, counts,
-        is_generation, is_whole,
+        place, parts.start_ns[first], prefilled_ns, np.maximum.reduceat(parts.end_ns, first),
+        steps.steps_per_request, counts, is_generation, is_whole,
     )  # fmt: skip
     lengths = (parts.end_ns - parts.start_ns)[steps.lead]
-    median_ns = lengths[np.lexsort((lengths, steps.request))][steps.first + steps.count // 2]
+    median_ns = lengths[np.lexsort((lengths, steps.request))][steps.first + steps.steps_per_request // 2]
     stalls = _find_stalls(between, place, median_ns)
     result = given_up
     for request, start_ns, until_ns, last_ns, count, of_prefill, generates, is_complete in zip(
@@ -221,7 +221,7 @@ def make_stage_spans(
         )
         attributes = trace.attributes[row]
         generation: dict[str, AttributeValue] = {name: attributes[name] for name in GENERATION if name in attributes}
-        for name, start_ns, end_ns in item.named():
+        for name, start_ns, end_ns in item.list_named_intervals():
             length_ns = end_ns - start_ns
             span = Span(
                 SITES[name], number, span_id, root_id, thread_id, task_id, start_ns, end_ns, length_ns, length_ns

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording.spans import AttributeValue
 from instrument.trace.columns import Attributes, Int32s, Int64s
-from instrument.trace.indices import NONE, column, extend, find_distinct, mask_of, rank_distinct
+from instrument.trace.indices import NONE, append_numbers, find_distinct, mask_of, rank_distinct, view_numbers
 
 INT64 = 1 << 63
 """The lowest number that does not fit into a signed 64-bit integer. Viewers cannot read such numbers."""
@@ -197,7 +197,7 @@ class PackedAttributes:
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
         numbers = find_distinct(of_rows[of_rows != NONE])
-        value_in, texts = _make_reader(name), self._texts
+        value_in, texts = _make_value_reader(name), self._texts
         firsts, ends = np.where(numbers > 0, self._ends[numbers - 1], 0), self._ends[numbers]
         values: dict[int, AttributeValue | None] = {NONE: None}
         for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends.tolist(), strict=True):
@@ -236,7 +236,7 @@ def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=64)
-def _make_reader(name: str) -> Callable[[bytes], Any]:
+def _make_value_reader(name: str) -> Callable[[bytes], Any]:
     """Return a function that reads the value of one attribute from JSON, without making objects of other values."""
 
     def value_in(text: bytes) -> Any:
@@ -293,20 +293,20 @@ class GatheredAttributes:
 
     def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
         number = len(self._ends)
-        extend(self._ends, [*accumulate(map(len, texts), initial=len(self._texts))][1:])
+        append_numbers(self._ends, [*accumulate(map(len, texts), initial=len(self._texts))][1:])
         self._texts += b"".join(texts)
-        extend(self._rows, rows)
-        extend(self._numbers, range(number, number + len(rows)))
+        append_numbers(self._rows, rows)
+        append_numbers(self._numbers, range(number, number + len(rows)))
 
     def packed(self, rank: Int32s) -> PackedAttributes:
         """Return the attributes of all rows, with row `i` renumbered to `rank[i]`."""
-        rows = rank[column(self._rows)]
+        rows = rank[view_numbers(self._rows)]
         order = np.argsort(rows, kind="stable")
-        numbers = column(self._numbers).astype(np.int32)[order]
-        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, column(self._ends), self._texts)
+        numbers = view_numbers(self._numbers).astype(np.int32)[order]
+        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, view_numbers(self._ends), self._texts)
 
 
-def to_json(attributes: Mapping[str, object]) -> bytes:
+def attributes_to_json(attributes: Mapping[str, object]) -> bytes:
     """Return attributes as JSON. Names are not escaped, because `PackedAttributes.having` searches the text for
     them."""
     try:

@@ -108,7 +108,7 @@ class Allocations(Views[Allocation]):
         self.rows, self.base_ns = np.zeros(0, ALLOCATION) if rows is None else rows, base_ns
 
     @classmethod
-    def of(cls, allocations: Iterable[Allocation]) -> Allocations:
+    def from_objects(cls, allocations: Iterable[Allocation]) -> Allocations:
         if isinstance(allocations, Allocations):
             return allocations
         try:
@@ -116,7 +116,7 @@ class Allocations(Views[Allocation]):
         except OverflowError as problem:
             raise OverflowError("an allocation has a number beyond 64 bits") from problem
 
-    def move_times(self, by_ns: int) -> Allocations:
+    def shift_times(self, by_ns: int) -> Allocations:
         return Allocations(self.rows, self.base_ns + by_ns)
 
     @property
@@ -164,7 +164,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
     )  # fmt: skip
 
 
-def with_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
+def append_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
     """Return the trace with additional spans, without device intervals and remote parents."""
     if not spans:
         return trace

@@ -96,7 +96,7 @@ class _PackedRows(NamedTuple):
     first_ns: int
 
     @classmethod
-    def of(cls, rows: NDArray[np.void], thread_id: int) -> _PackedRows:
+    def from_rows(cls, rows: NDArray[np.void], thread_id: int) -> _PackedRows:
         """Pack rows. Each byte position of all rows becomes one run of similar bytes, which compresses well."""
         by_place = np.ascontiguousarray(rows.view(np.uint8).reshape(len(rows), -1).T)
         return cls(zlib.compress(by_place.data, 1), len(rows), thread_id, int(rows["end_ns"].min()))
@@ -171,12 +171,12 @@ class UnsettledRows:
         return bool(((self.rows["span_id"] == span_id) & (self.state == WAITING)).any())
 
     @property
-    def waiting(self) -> int:
+    def undecided_count(self) -> int:
         """The number of undecided rows."""
-        return int(np.count_nonzero(self.state != SETTLED)) + self.packed
+        return int(np.count_nonzero(self.state != SETTLED)) + self.packed_count
 
     @property
-    def packed(self) -> int:
+    def packed_count(self) -> int:
         return sum(piece.size for piece in self._packed)
 
     # ---------------------------------------------------------------- reading
@@ -197,7 +197,7 @@ class UnsettledRows:
             )
         if self.has_keys:
             self.unpack()
-        self._note_service(rings, details)
+        self._note_begin_of_service(rings, details)
         pieces: list[tuple[NDArray[np.void], int]] = []
         for ring in rings:
             is_kept = self._select_kept(ring.rows)
@@ -208,16 +208,16 @@ class UnsettledRows:
                 if (detail := self.unmatched.pop(span_id, None)) is not None:
                     self._early_bytes -= len(detail[1])
                     if has_row:
-                        self.details[span_id] = RowDetail.of(*detail)
+                        self.details[span_id] = RowDetail.from_recorded(*detail)
             if not self.has_keys and len(rows) >= LEAST_PACKED:
                 rows = self._pack_rows(rows, ring.thread_id)
             pieces.append((rows, ring.thread_id))
         self._append_rows(pieces)
-        if len(self.rows) + self.packed > MOST_ROWS:
+        if len(self.rows) + self.packed_count > MOST_ROWS:
             self.unpack()
             self._drop_oldest()
 
-    def _note_service(self, rings: Sequence[RingRows], details: Details) -> None:
+    def _note_begin_of_service(self, rings: Sequence[RingRows], details: Details) -> None:
         """Set the time at which the process began to serve, from newly read rows and open spans, if there is a
         `caller`."""
         if self.caller is None:
@@ -259,7 +259,7 @@ class UnsettledRows:
         if np.count_nonzero(is_plain) < LEAST_PACKED:
             return rows
         self.lingers = True
-        self._packed.append(_PackedRows.of(rows[is_plain], thread_id))
+        self._packed.append(_PackedRows.from_rows(rows[is_plain], thread_id))
         left_over: NDArray[np.void] = rows[~is_plain]
         return left_over
 
@@ -289,7 +289,7 @@ class UnsettledRows:
         `undecided` are the roots of requests that ended later or are open.
         """
         self.opened, self.adopted_until_ns = opened, settled_ns
-        self._note_service(rings, details)
+        self._note_begin_of_service(rings, details)
         self.has_keys = self.has_keys or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())
         for ring in rings:
             rows = ring.rows
@@ -301,7 +301,7 @@ class UnsettledRows:
             is_late = rows["end_ns"] > settled_ns
             is_kept = is_undecided | (is_request & (is_root | has_detail)) | (~is_request & (is_late | self.has_keys))
             for span_id in rows["span_id"][is_kept & has_detail].tolist():
-                self.details[span_id] = RowDetail.of(*details[span_id])
+                self.details[span_id] = RowDetail.from_recorded(*details[span_id])
             for root_id in rows["root_id"][is_root & ~is_undecided].tolist():
                 self.decided[root_id] = Decided(False, root_id, None)
             self.rows = np.concatenate([self.rows, rows[is_kept]])

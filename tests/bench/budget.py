@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import instrument  # noqa: E402
-from instrument.instrumentors.probe_cost import measure_costs, measure_passed_ns  # noqa: E402
+from instrument.instrumentors.probe_cost import measure_costs, measure_muted_call_ns  # noqa: E402
 
 BUDGET = 0.01
 SLACK = 0.003
@@ -172,7 +172,7 @@ def turns_of(wanted_ns: float) -> int:
 def scopes() -> Kind:
     """As many scopes, among other work, as can be counted within the budget."""
     scope = instrument.scope
-    turns = turns_of(min(measure_passed_ns()["scope"] for _ in range(5)) / COUNTED)
+    turns = turns_of(min(measure_muted_call_ns()["scope"] for _ in range(5)) / COUNTED)
 
     def recorded(calls: int) -> None:
         for _ in range(calls // 20):

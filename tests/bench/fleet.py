@@ -44,7 +44,7 @@ from instrument.trace.dataset_files import DatasetWriter, Folder  # noqa: E402
 from instrument.trace.dataset_sources import DatasetRows  # noqa: E402
 from instrument.trace.file import Saved  # noqa: E402
 from instrument.trace.merge import merge  # noqa: E402
-from instrument.trace.request_trees import graft  # noqa: E402
+from instrument.trace.request_trees import graft_requests  # noqa: E402
 from instrument.trace.trace import Trace  # noqa: E402
 
 PARTS = {"queue": "queue_ns", "waiting in batches": "waiting_ns", "stall": "stall_ns", "share of batches": "share_ns"}
@@ -110,7 +110,7 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
     blocked = [0, 0]
     copies = max(hosts // SIMULATED, 1)
     for host in range(min(hosts, SIMULATED)):
-        recording = Recording.of_saved(graft(Saved(trace_of(host, seconds), None)))
+        recording = Recording.of_saved(graft_requests(Saved(trace_of(host, seconds), None)))
         trace, joined = recording.columns, recording.once(joined_requests)
         ledger, device = recording.once(request_ledger), recording.once(request_device_ledger)
         for place, row in enumerate(joined.rows.tolist()):

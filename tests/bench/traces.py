@@ -94,11 +94,11 @@ def make(count: int, in_tasks: bool) -> Any:
 
 def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
     from instrument import chrome
-    from instrument.trace.call_tree import tally_of
+    from instrument.trace.call_tree import tally_spans
 
     trace = make(count, in_tasks)
     started = time.perf_counter()
-    tally = tally_of(trace.columns, trace.threads)
+    tally = tally_spans(trace.columns, trace.threads)
     found = {"tally s": time.perf_counter() - started}
     for suffix in (".json", ".json.gz"):
         best = best_processor = float("inf")

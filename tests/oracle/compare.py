@@ -69,7 +69,7 @@ SHOWN, SHOWN_CHARACTERS = (PLAIN, "full on devices", "full on the host"), 60_000
 def through_recording(path: Path) -> Recording:
     """The trace as a recording has it that was saved of it; one that is not sound as it is, for none has that."""
     saved = chrome.read(path)
-    tally = None if saved.trace.origin.recorder == "other" else saved.counted()
+    tally = None if saved.trace.origin.recorder == "other" else saved.tally_or_count()
     with tempfile.TemporaryDirectory() as folder:
         try:
             return Recording.of_saved(file.load(file.dump(Path(folder, "recording.npz"), saved.trace, tally)))

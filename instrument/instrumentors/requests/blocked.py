@@ -156,7 +156,7 @@ def _note_slow_callback(
         function, facts = _describe_function(callback)
         site = _find_blocking_site(recorder, run_in_context, rows, begun_ns, ended_ns)
         facts[BLOCKED_BY] = (function if site is None else site.name)[:VALUE_LIMIT]
-        facts |= attributes_of(places.take_places(begun_ns), VALUE_LIMIT)
+        facts |= make_block_attributes(places.take_stack(begun_ns), VALUE_LIMIT)
         if site is not None and (site in BLOCKERS or len(BLOCKERS) < BLOCKERS_KNOWN):
             stretches, longest_ns = BLOCKERS.get(site, (0, 0))
             BLOCKERS[site] = stretches + 1, max(longest_ns, ended_ns - begun_ns)
@@ -277,7 +277,7 @@ class LoopPlaces:
         self._thread: Thread | None = None
         self.is_on = False
 
-    def take_places(self, begun_ns: int) -> tuple[str, ...]:
+    def take_stack(self, begun_ns: int) -> tuple[str, ...]:
         """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
@@ -330,7 +330,7 @@ def _list_installed() -> tuple[str, ...]:
     return tuple({path for path in paths if path})
 
 
-def attributes_of(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
+def make_block_attributes(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
     """Return a blocked loop's attributes: the stack's innermost line, and the stack, up to `limit` characters each."""
     if not stack:
         return {}

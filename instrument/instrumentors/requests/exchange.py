@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
 from instrument.instrumentors.functions import Undo
-from instrument.instrumentors.requests.propagation import Caller, Extract, choose_extractor, read_w3c, with_state
+from instrument.instrumentors.requests.propagation import (
+    Caller,
+    Extract,
+    choose_extractor,
+    pair_with_tracestate,
+    read_w3c,
+)
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS, outcome_of
@@ -213,7 +219,7 @@ class _HandedItem:
         return iter((self,))  # one of a generator takes longer
 
 
-async def _hand_over(items: AsyncIterator[Any]) -> None:
+async def _yield_items(items: AsyncIterator[Any]) -> None:
     async for item in items:
         await _HandedItem(item)
 
@@ -226,7 +232,7 @@ class SteppedItems:
     def __init__(self, exchange: Exchange, items: Any) -> None:
         self._exchange = exchange
         self._items = items
-        self._steps = exchange.track_waits(_hand_over(items)).__await__()  # one for all items, with the times between
+        self._steps = exchange.track_waits(_yield_items(items)).__await__()  # one for all items, with the times between
 
     def __aiter__(self) -> SteppedItems:
         return self
@@ -322,7 +328,7 @@ class Exchange:
         try:
             self.answer_bytes += len(body)
             if self.timing is not None:
-                self.timing.note_sent(bytes(body))
+                self.timing.note_body_part(bytes(body))
             if len(body) and (self.stream is not None or not is_last):
                 is_events = getattr(self, "is_events", False)
                 self.add_items((bytes(body).count(b"\n\n") or 1) if is_events else 1)
@@ -339,7 +345,7 @@ class Exchange:
         is_broken_off = isinstance(failure, OSError) and not isinstance(failure, TimeoutError)
         if is_gone and failure is not None and (is_broken_off or not isinstance(failure, Exception)):
             self._forget_failure()
-            self.break_off()
+            self.end_incomplete()
         elif failure is not None:
             self.fail(failure)
         elif not in_parts or getattr(self, "is_events", False):
@@ -373,17 +379,17 @@ class Exchange:
         frame, self.frame = self.frame, None
         if frame is None:
             if isinstance(error, BaseException):
-                self._fail_late(error)
+                self._record_late_failure(error)
             return
         try:
             if error is not None or self.stream is not None or self.prefix:
-                error = self._add_rare_facts(frame, error)
+                error = self._add_final_attributes(frame, error)
             self.method.close_request(frame, self.facts, self.status, self.answer_bytes, error)
         except Exception as fault:
             self.method.recorder.close(frame, error, True)  # without its attributes
             FAULTS.note("end of a request", fault)
 
-    def _add_rare_facts(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
+    def _add_final_attributes(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
         """Add the attributes of a stream, mount or outcome. Return the error, None if the client has disconnected."""
         if self.prefix and not self.route:
             self.method.recorder.rename(frame, self.method.site_of(self.prefix + "/{path}"))
@@ -393,7 +399,7 @@ class Exchange:
             self.facts[OUTCOME] = outcome
         return None if outcome == CLIENT_GONE else error
 
-    def _fail_late(self, error: BaseException) -> None:
+    def _record_late_failure(self, error: BaseException) -> None:
         """Record an exception that the app raises after its answer, such as in a background task."""
         recorder = self.method.recorder
         if outcome_of(error) is not None or outcome_by(error) == CLIENT_GONE or not recorder.on:
@@ -405,7 +411,7 @@ class Exchange:
         except Exception as fault:
             FAULTS.note("end of a request", fault)
 
-    def break_off(self, outcome: str = CLIENT_GONE) -> None:
+    def end_incomplete(self, outcome: str = CLIENT_GONE) -> None:
         """End the exchange of an incomplete answer. The outcome is the reason."""
         if self.frame is not None:
             self.facts[OUTCOME] = outcome
@@ -535,7 +541,7 @@ def make_readers(
     def read_plain(request: Any) -> tuple[Arrival, Caller | None, str | None]:
         fields = headers(request)
         caller, state = fields.get("traceparent"), fields.get("tracestate")
-        caller = caller if state is None else with_state(caller, state)
+        caller = caller if state is None else pair_with_tracestate(caller, state)
         return read_arrival(request), caller, fields.get("content-length")
 
     def read_all(request: Any, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
@@ -609,7 +615,7 @@ class Endpoints:
             parts: dict[str, AttributeValue] = {"http.request.method": method}
             if route:
                 parts["http.route"] = route
-                if self._generations and metric_definitions.is_among(route, self._generations):
+                if self._generations and metric_definitions.matches_route(route, self._generations):
                     parts[metric_definitions.OPERATION] = metric_definitions.operation_of(route)
                     parts |= {metric_definitions.PROVIDER: self._provider} if self._provider else {}
             parts |= {"network.protocol.name": "websocket"} if protocol == "websocket" else {}

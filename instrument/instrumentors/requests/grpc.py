@@ -131,7 +131,7 @@ class _Call:
                 raise
             finally:
                 CURRENT.reset(token)
-            self._note_return(context)
+            self._end_after_return(context)
             return answer
 
         async def call_coroutine(request: Any, context: Any) -> Any:
@@ -143,7 +143,7 @@ class _Call:
             except BaseException as error:
                 self.end(context, error)
                 raise
-            self._note_return(context)
+            self._end_after_return(context)
             return answer
 
         async def call_async_generator(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -222,13 +222,13 @@ class _Call:
         except Exception as fault:
             FAULTS.note("server timing", fault)
 
-    def _note_return(self, context: Any) -> None:
+    def _end_after_return(self, context: Any) -> None:
         """End the span after the handler's return. The span of a unary call ends later, when the answer is
         serialized."""
         self._add_timings(context)
         try:
             is_last = self._is_streamed or type(context) is _NotedContext or self._service.status_of(context) != "OK"
-            is_last = is_last or _is_gone(context)
+            is_last = is_last or _has_caller_disconnected(context)
         except Exception as fault:
             FAULTS.note("end of a gRPC call", fault)
             is_last = True
@@ -246,7 +246,7 @@ class _Call:
             is_broken_off = error is not None and type(error).__name__ in ("CancelledError", "GeneratorExit")
             if self._broken is not None and not self._is_async:
                 status, error = "INTERNAL", self._broken
-            elif is_broken_off or _is_gone(context):
+            elif is_broken_off or _has_caller_disconnected(context):
                 left_s = context.time_remaining()
                 is_late = left_s is not None and left_s < DEADLINE_SLACK_S
                 status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
@@ -327,7 +327,7 @@ class _NotedContext:
         return self._status
 
 
-def _is_gone(context: Any) -> bool:
+def _has_caller_disconnected(context: Any) -> bool:
     """Return True if the caller of a sync server has disconnected. On asyncio, the handler is cancelled instead."""
     is_active = getattr(context, "is_active", None)
     return is_active is not None and not is_active()

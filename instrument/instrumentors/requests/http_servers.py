@@ -83,7 +83,7 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
             if exchange is not None:
                 _forget_parts(self.wfile)
                 if isinstance(error, ConnectionError):
-                    exchange.break_off()
+                    exchange.end_incomplete()
                 elif error is not None:
                     exchange.end(error)
                 exchange.finish()
@@ -162,7 +162,7 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
                 try:
                     exchange.begin_answer(int(status_line.split(" ", 2)[1]), headers.get("Content-Type"))
                     if exchange.timing is not None:
-                        exchange.timing.begin_parts(headers.items(), self.method)
+                        exchange.timing.decide_comment(headers.items(), self.method)
                         headers = headers.copy()  # an application may send them again
                         headers.add(SERVER_TIMING, exchange.timing.header_text(exchange))
                 except Exception:
@@ -281,11 +281,11 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
             raise
         finally:
             close_code = getattr(self, "close_code", None)
-            is_gone = _is_gone(request.connection) if is_http else close_code is None
+            is_gone = _has_client_closed(request.connection) if is_http else close_code is None
             if close_code is not None:
                 exchange.facts[CLOSE_CODE] = close_code
             elif is_gone and exchange.status in (0, 101) and error is getattr(exchange, "failure", None):
-                exchange.break_off()
+                exchange.end_incomplete()
             if error is not None or is_gone or self._finished or self._auto_finish:
                 exchange.finish(error, is_gone=is_gone, in_parts=is_http)
         return None
@@ -313,7 +313,7 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
         finish(self)
         exchange = exchange_of(self)
         if exchange is not None and 200 <= exchange.status < 500 and getattr(exchange, "failure", None) is None:
-            exchange.finish(is_gone=_is_gone(self))
+            exchange.finish(is_gone=_has_client_closed(self))
 
     undo_exception = call_before(handler, "_handle_request_exception", note_exception)
     undo_part = call_before(connection, "write", note_part)
@@ -342,7 +342,7 @@ def _attach_tornado_websocket(module: Any, _: Exchanges) -> list[Undo]:
     return [undo_write, undo_run]
 
 
-def _is_gone(connection: Any) -> bool:
+def _has_client_closed(connection: Any) -> bool:
     stream = connection.stream
     return stream is None or bool(stream.closed())
 
@@ -386,7 +386,7 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
                 if close_code is not None:
                     exchange.facts[CLOSE_CODE] = close_code.code
                 elif exchange.status == 101 and is_gone and getattr(exchange, "failure", None) is None:
-                    exchange.break_off()
+                    exchange.end_incomplete()
                 exchange.finish(error, is_gone=is_gone, in_parts=is_http)
 
         self.request_handler = handle_recorded

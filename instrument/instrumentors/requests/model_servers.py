@@ -316,9 +316,9 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     def undo_call(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(self, "_local_testing_mode", False):
             return call(self, metadata, *args, **kwargs)
-        return called(self, metadata, *args, **kwargs)
+        return call_recorded(self, metadata, *args, **kwargs)
 
-    async def called(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    async def call_recorded(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         exchange = calls.begin((self, metadata))
         if exchange is None:
             return await call(self, metadata, *args, **kwargs)

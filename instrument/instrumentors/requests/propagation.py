@@ -19,7 +19,7 @@ from typing import Any
 from instrument.instrumentors.functions import Switch, Undo, replace_attribute, replaces
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.trace_context import STATE_LIMIT, RemoteParent, encode_remote, remote_of, state_of
+from instrument.recording.trace_context import STATE_LIMIT, RemoteParent, encode_remote, remote_of, sanitise_tracestate
 from instrument.runtime.faults import FAULTS
 
 OPENTELEMETRY = "opentelemetry.trace"
@@ -33,7 +33,7 @@ Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 """A function that reads the caller's span from headers with lower-case names."""
 
 
-def with_state(parent: Header | None, state: Header) -> Caller | None:
+def pair_with_tracestate(parent: Header | None, state: Header) -> Caller | None:
     """Pair a `traceparent` with its `tracestate`. Without a `traceparent`, return None.
 
     A `tracestate` beyond `STATE_LIMIT` is cut to one more than the limit.
@@ -43,10 +43,10 @@ def with_state(parent: Header | None, state: Header) -> Caller | None:
 
 def read_w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
     parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
-    return parent if state is None else with_state(parent, state)
+    return parent if state is None else pair_with_tracestate(parent, state)
 
 
-def read_configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
+def read_by_configured_propagators(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
     """Read the caller's span from headers by the propagators in `OTEL_PROPAGATORS`."""
     try:
         from opentelemetry import propagate, trace
@@ -55,7 +55,11 @@ def read_configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
         context = trace.get_current_span(propagate.extract(carrier)).get_span_context()
         if not context.is_valid:
             return None
-        state = state_of(context.trace_state.to_header().encode("latin-1", "replace")) if context.trace_state else ""
+        state = (
+            sanitise_tracestate(context.trace_state.to_header().encode("latin-1", "replace"))
+            if context.trace_state
+            else ""
+        )
         return encode_remote(RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state))
     except Exception as fault:  # a propagator that is not installed, or somebody else's
         FAULTS.note("OTEL_PROPAGATORS", fault)
@@ -63,19 +67,19 @@ def read_configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
 
 
 def choose_extractor() -> Extract:
-    """Return `read_configured` if `OTEL_PROPAGATORS` names a format besides W3C Trace Context, else `read_w3c`."""
+    """Return the reader of the formats that `OTEL_PROPAGATORS` names, or `read_w3c` if these are W3C's alone."""
     propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
     if propagators <= {"tracecontext"}:
         return read_w3c
     try:
         import_module("opentelemetry.propagate")  # raises at each import of a bad setting
     except Exception as problem:
-        FAULTS.note_of_rule("OTEL_PROPAGATORS", str(problem))
+        FAULTS.note_unreadable_value("OTEL_PROPAGATORS", str(problem))
         return read_w3c
-    return read_configured
+    return read_by_configured_propagators
 
 
-def read_environment() -> str:
+def read_caller_from_environment() -> str:
     """Return the caller's span from the variables `TRACEPARENT` and `TRACESTATE`, in the form of `Origin`."""
     variables = ((name, value) for name, value in os.environ.items() if name.isupper())
     headers = {name.lower().replace("_", "-").encode(): os.fsencode(value) for name, value in variables}

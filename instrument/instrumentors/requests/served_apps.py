@@ -26,7 +26,7 @@ from instrument.instrumentors.requests.exchange import (
     Exchanges,
     ServedApp,
 )
-from instrument.instrumentors.requests.propagation import Caller, with_state
+from instrument.instrumentors.requests.propagation import Caller, pair_with_tracestate
 from instrument.recorder.recorder import header_values
 from instrument.recorder.wrapping import FIRST_OF_SERVER
 from instrument.runtime.faults import FAULTS
@@ -86,7 +86,7 @@ async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive:
         raise
     if exchange.frame is not None:
         is_served = not is_http or hasattr(channel, "is_complete") or hasattr(channel, "is_last_cancelled")
-        channel.end() if is_served else exchange.break_off()
+        channel.end() if is_served else exchange.end_incomplete()
     return result
 
 
@@ -211,7 +211,7 @@ class TimedHttp(Http):
             return message
         if kind == "http.response.start":
             pairs = [*message.get("headers", ()), (TIMINGS, timing.header_text(self.exchange).encode())]
-            timing.begin_parts(pairs, self._method)
+            timing.decide_comment(pairs, self._method)
             (length,) = header_values(pairs, CONTENT_LENGTH)
             has_parts = length is None and self._method != "HEAD" and message["status"] not in (204, 304)
             if self._takes_trailer and has_parts and not message.get("trailers"):
@@ -219,7 +219,7 @@ class TimedHttp(Http):
                 pairs.append((b"trailer", TIMINGS))
             return {**message, "headers": pairs}
         if kind == "http.response.body":
-            timing.note_sent(message.get("body", b""))
+            timing.note_body_part(message.get("body", b""))
         elif kind == TRAILERS and self._timings_at_end and not message.get("more_trailers"):
             return {**message, "headers": [*message.get("headers", ()), (TIMINGS, self._timings_at_end)]}
         return message
@@ -287,7 +287,7 @@ def _read_plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
     # A websocket begins with a GET. Daphne names no scheme for it.
     scheme = scope.get("scheme") or ("http" if scope["type"] == "http" else "ws")
     arrival = scope.get("method", "GET"), scheme, address, port
-    return arrival, parent if state is None else with_state(parent, state), length
+    return arrival, parent if state is None else pair_with_tracestate(parent, state), length
 
 
 def _read_all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
@@ -374,7 +374,7 @@ def _wrap_start(
     def start(*arguments: Any, **kwargs: Any) -> Any:
         try:
             status, headers, *more = arguments
-            timing.begin_parts(headers, environ["REQUEST_METHOD"])
+            timing.decide_comment(headers, environ["REQUEST_METHOD"])
             arguments = status, [*headers, (SERVER_TIMING, timing.header_text(exchange))], *more
         except Exception as fault:
             FAULTS.note("server timing", fault)
@@ -410,7 +410,7 @@ def _path_of_environ(environ: dict[str, Any]) -> str:
 def _read_plain_environ(environ: dict[str, Any]) -> tuple[Arrival, Caller | None, str | None]:
     caller = environ.get("HTTP_TRACEPARENT")
     if "HTTP_TRACESTATE" in environ:
-        caller = with_state(caller, environ["HTTP_TRACESTATE"])
+        caller = pair_with_tracestate(caller, environ["HTTP_TRACESTATE"])
     return ARRIVAL(environ), caller, environ.get("CONTENT_LENGTH")
 
 
@@ -461,7 +461,7 @@ class _Body:
             CURRENT.reset(token)
         try:
             if exchange.timing is not None:
-                exchange.timing.note_sent(part)
+                exchange.timing.note_body_part(part)
             exchange.answer_bytes += len(part)
             if part:
                 exchange.add_items()
@@ -471,7 +471,7 @@ class _Body:
 
     def __del__(self) -> None:
         """End the exchange if the server has dropped the body without closing it."""
-        self._exchange.break_off()
+        self._exchange.end_incomplete()
 
     def close(self) -> None:
         exchange = self._exchange
@@ -486,7 +486,7 @@ class _Body:
         finally:
             CURRENT.reset(token)
             if self._items is not None:
-                exchange.break_off()
+                exchange.end_incomplete()
             exchange.end()
 
 

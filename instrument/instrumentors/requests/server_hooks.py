@@ -129,7 +129,7 @@ def _read_django_route(_: Any, match: Any) -> str:
     return route if route.startswith(("/", "^")) else "/" + route
 
 
-def _channels(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
+def _read_channels_route(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
     """Return the pattern that matched in a router of Channels, and True if its route leads to another router. Return
     None without a match."""
     path = scope.get("path_remaining")
@@ -148,7 +148,7 @@ def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
     return None if resource is None else resource.canonical
 
 
-def _end_failed(exchange: Exchange, error: BaseException) -> None:
+def _end_with_exception(exchange: Exchange, error: BaseException) -> None:
     """End a websocket with an exception. The framework hides it from the server, and only closes the websocket."""
     exchange.finish(error, is_gone=True, in_parts=False)
 
@@ -161,7 +161,7 @@ def _read_litestar_error(_: Any, __: Any, error: BaseException) -> BaseException
     return None if hasattr(error, "code") else error  # a code is an answer
 
 
-def _note_channels(exchange: Exchange, route: tuple[str, bool]) -> None:
+def _note_channels_route(exchange: Exchange, route: tuple[str, bool]) -> None:
     (exchange.add_prefix if route[1] else exchange.set_route)(route[0])
 
 
@@ -174,13 +174,19 @@ _ROUTERS = (
     ("fastapi.routing", Router("APIWebSocketRoute", "handle", _read_fastapi_path, older=True)),
     ("litestar.routes.http", Router("HTTPRoute", "handle", _read_route_path)),
     ("litestar.routes.websocket", Router("WebSocketRoute", "handle", _read_route_path)),
-    (_LITESTAR, Router("ExceptionHandlerMiddleware", _HANDLE, _read_litestar_error, note=_end_failed, older=True)),
+    (
+        _LITESTAR,
+        Router("ExceptionHandlerMiddleware", _HANDLE, _read_litestar_error, note=_end_with_exception, older=True),
+    ),
     ("flask.app", Router("Flask", "full_dispatch_request", _flask_reader("request"))),
     ("quart.app", Router("Quart", "full_dispatch_request", _flask_reader("request"))),
     ("quart.app", Router("Quart", "full_dispatch_websocket", _flask_reader("websocket"))),
-    ("quart.app", Router("Quart", "handle_websocket_exception", lambda *call: call[-1], note=_end_failed, older=True)),
+    (
+        "quart.app",
+        Router("Quart", "handle_websocket_exception", lambda *call: call[-1], note=_end_with_exception, older=True),
+    ),
     ("django.core.handlers.base", Router("BaseHandler", "resolve_request", _read_django_route, after=True)),
-    ("channels.routing", Router("URLRouter", "__call__", _channels, note=_note_channels)),
+    ("channels.routing", Router("URLRouter", "__call__", _read_channels_route, note=_note_channels_route)),
     ("falcon.app", Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True)),
     ("bottle", Router("Router", "match", lambda _, match: match[0].rule, after=True)),
     ("blacksheep.server.routing", Router("Router", "get_match", _read_blacksheep, after=True)),
@@ -461,9 +467,15 @@ class Requests(Instrumentor):
                 why += "; mosec's requests are not seen, but its workers' batches"
             state = "attached" if sites or "mosec" in met.values() else "uncalled"
             verdict = Verdict(rule.text, state, rule.text, why, calls=calls or None)
-        return [verdict, *self._check_unmet(rule, sites, calls_of), *self._check_routes(rule, sites, calls_of)]
+        return [
+            verdict,
+            *self._explain_unrecorded_requests(rule, sites, calls_of),
+            *self._explain_missing_routes(rule, sites, calls_of),
+        ]
 
-    def _check_unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
+    def _explain_unrecorded_requests(
+        self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]
+    ) -> Iterator[Verdict]:
         """Yield verdicts on this process's connections and queues without a recorded request."""
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
         strangers = filter_by_role(sys.modules, "unmet")
@@ -478,7 +490,9 @@ class Requests(Instrumentor):
             names = " and ".join(name.partition(".")[0] for name in queues)
             yield Verdict(rule.text, "unmet", "jobs", f"{names} takes jobs from a queue; none was recorded; {REMEDY}")
 
-    def _check_routes(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
+    def _explain_missing_routes(
+        self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]
+    ) -> Iterator[Verdict]:
         """Yield a verdict if no request has a route and no known router is imported."""
         strangers = filter_by_role(sys.modules, "unrouted")
         rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]

@@ -54,7 +54,7 @@ class AnswerTimings:
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
                 exchange.facts.update(exchange.stream.facts(frame.start_ns))
-            texts, trace_of = _time_texts(recorder, frame, self._details_from), recorder.trace_of
+            texts, trace_of = _describe_times(recorder, frame, self._details_from), recorder.trace_of
             innermost = None if trace_of is None else recorder.current_trace()
             if trace_of is not None and innermost is not None and innermost[1] == frame.root_id:
                 trace_id, span_id, flags, _ = trace_of(frame.span_id, frame.root_id, innermost[2])
@@ -64,14 +64,14 @@ class AnswerTimings:
             FAULTS.note("server timing", fault)
             return _total_text(recorder, frame)
 
-    def begin_parts(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
+    def decide_comment(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
         """Decide from the answer's headers and the request's method if a comment may end the body."""
         texts = ([text.decode("latin-1") if isinstance(text, bytes) else str(text) for text in pair] for pair in pairs)
         headers = {name.lower(): value for name, value in texts}
         is_open = method != "HEAD" and "content-length" not in headers and "content-encoding" not in headers
         self._is_events = is_open and headers.get("content-type", "").startswith(EVENTS)
 
-    def note_sent(self, part: bytes) -> None:
+    def note_body_part(self, part: bytes) -> None:
         if self._is_events:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]
 
@@ -89,7 +89,7 @@ def _milliseconds_text(time_ns: int) -> str:
     return f"{time_ns / 1e6:.6f}".rstrip("0").rstrip(".")
 
 
-def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
+def _describe_times(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
     """Return an open request's parts, total and stages, each as a text with its time in ms."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
     heads, firsts = mapped.read_heads(), mapped.first_row_after(frame.start_ns)
@@ -105,7 +105,9 @@ def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
     times["total"] = int(trace.total_ns[row])
     for stage in find_stages(trace, joined):
         if stage.place == place:
-            times.update((name, end - begin) for name, begin, end in stage.named() if name not in (QUEUE, STALL))
+            times.update(
+                (name, end - begin) for name, begin, end in stage.list_named_intervals() if name not in (QUEUE, STALL)
+            )
     facts: dict[str, int] = {}
     for fact_row in np.intersect1d(trace.attributes.having(FACTS), np.flatnonzero(joined.of == place)).tolist():
         attributes = trace.attributes[fact_row]
@@ -118,7 +120,7 @@ def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
 def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
     """Return an open request's trace: the spans since its start that are in its tree or in trees with its keys."""
     mapped = recorder.mapped()
-    snapshot = RowSnapshot.of(mapped, frame.start_ns, details_from=details_from)
+    snapshot = RowSnapshot.copy_from(mapped, frame.start_ns, details_from=details_from)
     texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}
     root_by_id = {span.span_id: span.root_id for span in snapshot.open_spans}
     for ring in snapshot.rings if texts else ():

@@ -45,7 +45,7 @@ class _Answer:
     def __del__(self) -> None:
         """End the request if the sender is deleted without a final response."""
         if self.is_left:
-            self.exchange.break_off(DROPPED)
+            self.exchange.end_incomplete(DROPPED)
 
 
 class _Batch:
@@ -218,7 +218,7 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
     requests_of = _Requests(exchanges)
 
     @functools.wraps(execute)
-    def executed(self: Any, requests: Any) -> Any:
+    def execute_recorded(self: Any, requests: Any) -> Any:
         batch = requests_of.begin(requests)
         if batch is None:
             return execute(self, requests)
@@ -234,11 +234,11 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
         return responses
 
     @functools.wraps(execute)
-    async def awaited(self: Any, requests: Any) -> Any:
+    async def await_recorded(self: Any, requests: Any) -> Any:
         """Begin the requests in a task of their own. The calling thread continues with the next requests."""
         batch = requests_of.begin(requests)
         coroutine = execute(self, requests)
         return await (coroutine if batch is None else batch.await_and_end(coroutine))
 
-    recorded = awaited if inspect.iscoroutinefunction(execute) else executed
+    recorded = await_recorded if inspect.iscoroutinefunction(execute) else execute_recorded
     return [requests_of.undo, replace_attribute(model, "execute", recorded)]

@@ -99,7 +99,7 @@ def _end_request(exchange: Exchange | None, connection: Any, error: BaseExceptio
         exchange.facts[CLOSE_CODE] = code
     is_closed = error is not None and "ConnectionClosed" in {kind.__name__ for kind in type(error).__mro__}
     if code == ABNORMAL and (error is None or is_closed):
-        exchange.break_off(CLIENT_GONE)
+        exchange.end_incomplete(CLIENT_GONE)
     exchange.finish(None if is_closed else error, in_parts=False)
 
 

@@ -31,17 +31,17 @@ PRESETS: tuple[str, ...] = ("serving", "training", *ENGINES.values(), "fastapi",
 _FOLDER = Path(__file__).parent
 
 
-def path_of(preset: str) -> str:
+def preset_path(preset: str) -> str:
     return str(_FOLDER / f"{preset}.yaml")
 
 
-def text_of(preset: str) -> str:
-    return Path(path_of(preset)).read_text("utf-8")
+def read_preset(preset: str) -> str:
+    return Path(preset_path(preset)).read_text("utf-8")
 
 
-def named_by(path: str | os.PathLike[str]) -> str | None:
+def preset_of_file(path: str | os.PathLike[str]) -> str | None:
     """Return the name of the preset in a file, None if the file is no preset."""
-    return next((preset for preset in PRESETS if os.fspath(path) == path_of(preset)), None)
+    return next((preset for preset in PRESETS if os.fspath(path) == preset_path(preset)), None)
 
 
 def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
@@ -51,7 +51,7 @@ def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
     key, value = profile.pairs.get("preset", (profile, profile))
     if value.kind != "text" or value.text not in PRESETS:
         return profile, {}
-    preset = Document(text_of(value.text), name=path_of(value.text), environ=profile.document.environ)
+    preset = Document(read_preset(value.text), name=preset_path(value.text), environ=profile.document.environ)
     preset_texts: dict[str, str] = {}
     return _merge_mappings(profile, _with_place(preset.read(lambda node: node), key), preset_texts), preset_texts
 

@@ -127,7 +127,7 @@ def _start() -> None:
 
         if process.start() is not None:
             process.stop_on_sigterm()
-        shadowing.release()
+        shadowing.restore_service_modules()
     except Exception as error:
         why = str(error) or type(error).__name__
         sys.stderr.write(f"instrument: this process is not instrumented: {why}\n")
