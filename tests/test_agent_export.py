@@ -410,6 +410,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_what_none_sends_where_it_may_not(
     collector: Collector,
 ) -> None:

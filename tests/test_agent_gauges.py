@@ -294,6 +294,7 @@ class cuda:
 """
 
 
+@pytest.mark.slow
 def test_gauges_of_torchs_allocator_from_the_process_are_reported_with_the_agents() -> None:
     service = serve(FUNCTIONS + GAUGES)
     do(service, f"import types; exec({TORCH!r}, found := types.ModuleType('torch').__dict__); 0")

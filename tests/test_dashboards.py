@@ -283,6 +283,7 @@ CASES: dict[str, tuple[list[dict[str, str]], int, int]] = {
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+@pytest.mark.slow
 def test_each_alert_fires_and_clears(tmp_path: Path) -> None:
     assert PROMTOOL is not None
     rules = ROOT / "examples/prometheus/alerts.yaml"

@@ -423,6 +423,7 @@ def test_a_folder_that_cannot_be_written_to_loses_rows_and_says_so_once(
 
 
 @pytest.mark.usefixtures("_spool")
+@pytest.mark.slow
 def test_files_that_a_store_does_not_take_wait_within_the_bound_and_are_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -204,6 +204,7 @@ def test_a_stream_may_be_named(torch: Any, session: Any) -> None:
         instrument.scope("x", stream="fast")
 
 
+@pytest.mark.slow
 def test_a_window_of_a_loop_says_which_device_times_had_not_come(torch: Any, session: Any) -> None:
     running = session()
     found: list[Any] = []
@@ -580,6 +581,7 @@ with instrument.scope("request", kind="request"):
 """
 
 
+@pytest.mark.slow
 def test_device_times_and_gauges_of_a_process_outlive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {**os.environ, **environment(), "PYTHONPATH": str(Path(__file__).parent)}
     victim = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, cwd=tmp_path, env=env, text=True)

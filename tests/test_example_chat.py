@@ -146,6 +146,7 @@ def scores_of_slot(model: ChatModel, slot: int, company: int) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("without_gradients")
+@pytest.mark.slow
 def test_slot_and_company_change_scores_far_less_than_two_tokens_differ(model: ChatModel) -> None:
     alone = scores_of_slot(model, 3, company=1)
     best, second = alone.topk(2).values.unbind(1)

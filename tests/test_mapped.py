@@ -715,6 +715,7 @@ def test_a_forked_child_records_into_a_memory_of_its_own(recorder: Any) -> None:
     assert len(ids_of(mapped)) == 12
 
 
+@pytest.mark.slow
 def test_forks_while_threads_record_leave_parent_and_children_sound(recorder: Any) -> None:
     """More of them in `test_a_storm_of_forks`."""
     _fork_in_a_storm(recorder, 10)

@@ -364,6 +364,7 @@ def test_without_a_collector_what_was_not_reported_is_counted_and_the_end_is_not
     assert session.losses()["series of metrics dropped by the OTLP export"] > 0
 
 
+@pytest.mark.slow
 def test_a_collector_that_never_answers_leaves_the_newest_totals_alone_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter, "PATIENCE_NS", 10**8)
     with collecting(take, metrics=swallow) as server:

@@ -331,6 +331,7 @@ UNTIL_THE_TIME_IS_UP = {"never answers": 1.0, "answers for ever": 1.0} | {
 
 
 @pytest.mark.parametrize("what", FATES)
+@pytest.mark.slow
 def test_every_span_has_one_fate_whatever_the_collector_does(what: str) -> None:
     behave, fate, reason = FATES[what]
     timeout_ns = round(UNTIL_THE_TIME_IS_UP.get(what, 30) * SECOND)
@@ -576,6 +577,7 @@ def test_a_kept_connection_that_the_collector_has_closed_costs_no_wait(monkeypat
         assert exporter.flush(60 * SECOND).complete
 
 
+@pytest.mark.slow
 def test_a_collector_that_dies_and_comes_back_gets_what_is_offered_then() -> None:
     port = free_port()
     with exporting(Otlp(f"http://127.0.0.1:{port}/v1/traces", timeout_ns=2 * SECOND)) as exporter:
@@ -679,6 +681,7 @@ def test_device_intervals_count_as_the_spans_that_they_become() -> None:
     assert server.taken == ["op", "op (device)", "op (device)"]
 
 
+@pytest.mark.slow
 def test_sums_hold_while_threads_offer_and_the_collector_wavers() -> None:
     def waver(handler: Handler, spans: int) -> None:
         (take, refuse_with(400), reject_two, hang_up, at_most(50))[handler.server.tries % 5](handler, spans)

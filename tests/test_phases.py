@@ -243,6 +243,7 @@ def test_no_graph_breaks_and_what_is_compiled_stays_right_when_the_phases_go(
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
+@pytest.mark.slow
 def test_a_compiled_optimizer_and_a_compiled_step_compute_the_same(phases: Phases, recording: Recorder) -> None:
     def trained(compiles: bool) -> Any:
         torch.manual_seed(1)

@@ -814,6 +814,7 @@ def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost(to
     assert profiler.step_info() == "batch_cost: - s ips: - steps/s"
 
 
+@pytest.mark.slow
 def test_the_record_of_torch_profiler_is_in_the_views_of_a_window(torch: Any) -> None:
     kept = []
     watching = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)

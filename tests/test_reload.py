@@ -749,6 +749,7 @@ def test_exit_codes_are_1_for_a_refused_setting_and_2_for_a_bad_profile_or_no_pr
         assert (code, "stays in force" in lines[service.pid]) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_reload_reaches_its_own_service_and_file_and_names_the_others() -> None:
     rules = 'functions: [{match: "reloaded:handle"}]\nexport: {summary: {to: "./{service}.txt"}}\n'
     write("a.yaml", "service: a\n" + rules)

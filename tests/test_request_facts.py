@@ -180,6 +180,7 @@ export:
 """
 
 
+@pytest.mark.slow
 def test_facts_of_another_process_are_attributes_of_the_request_in_files_reports_and_at_a_collector(
     tmp_path: Path,
 ) -> None:

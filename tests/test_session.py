@@ -590,6 +590,7 @@ def test_forked_children_send_their_own_spans_under_their_own_process_id() -> No
     assert sent == wanted | {("work", pid): count for (_, pid), count in wanted.items()}
 
 
+@pytest.mark.slow
 def test_a_fork_while_threads_record_does_not_deadlock_the_child() -> None:
     begin("schedule: {record: 1000}\n" + CHROME)
     going = threading.Event()
