@@ -96,7 +96,7 @@ class _WatchedProcess:
             sources.read(is_last=is_last)
         return {"gpus": [asdict(gpu) for gpu in sources.gpus()], "notes": sources.notes()}
 
-    def add(self, rows: Sequence[Any]) -> None:
+    def store_readings(self, rows: Sequence[Any]) -> None:
         if self._sources is not None:
             now_ns = time.monotonic_ns()
             self._store([Sample(str(name), int(device), now_ns, _parse_reading(value)) for device, name, value in rows])
@@ -211,7 +211,7 @@ class GaugeThread:
         elif number not in self._watched:
             self._send_gauges(number, {"ended": True})
         elif "readings" in message:
-            self._watched[number].add(message["readings"])
+            self._watched[number].store_readings(message["readings"])
         elif "ended" in message:
             self._forget(number)
         elif message["gauges"] is None:

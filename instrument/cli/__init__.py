@@ -136,7 +136,7 @@ def _make_parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argp
         parser.add_argument("--version", action="version", version=text, help="print the version and exit")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     for module in dict.fromkeys([VERBS[word]] if word in VERBS else VERBS.values()):
-        import_module(f"instrument.cli.{module}").add(verbs)
+        import_module(f"instrument.cli.{module}").add_verbs(verbs)
     return parser, verbs.choices
 
 

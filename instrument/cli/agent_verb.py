@@ -15,7 +15,7 @@ from instrument.errors import InstrumentError
 from instrument.runtime import agent_socket
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "agent",
         help="start an agent by hand, such as in a container of its own",

@@ -30,7 +30,7 @@ from instrument.runtime.main_module import MAINS
 _ATTACHED_SHOWN = 20
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "check",
         help="check a profile, and show for each rule which functions and layers it matches",

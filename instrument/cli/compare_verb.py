@@ -44,7 +44,7 @@ def read_share(text: str) -> float:
     return float(match[1]) / (100 if match[2] else 1)
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "compare",
         help="show what a new version made slower or faster, apart from the effect of its load",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     _add_convert(verbs)
     _add_merge(verbs)
     _add_query(verbs)

@@ -19,7 +19,7 @@ INCONCLUSIVE = 3
 """The exit code if the evidence does not determine the cause."""
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "explain",
         help="find the cause of a slow request or of a slow period",

@@ -13,7 +13,7 @@ from instrument.errors import InstrumentError
 FOLDER = Path(__file__).parent.parent / "docs"
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     parser = verbs.add_parser("help", help="print a topic of the documentation, or the list of topics")
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="the topic to print (default: list all)")
     parser.set_defaults(verb=show_topic)

@@ -48,7 +48,7 @@ limits: {{ring: 4MiB, blocked: off}}
 """The profile under which the command is observed. It records all functions of the command's own modules."""
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "init",
         allow_abbrev=False,

@@ -20,7 +20,7 @@ from instrument.report.table import printable
 from instrument.sessions.profile_reload import Answer, Request
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     _add_switch(verbs)
     _add_reload(verbs)
 

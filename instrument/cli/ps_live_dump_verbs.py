@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     _add_ps(verbs)
     _add_live(verbs)
     _add_dump(verbs)

@@ -43,7 +43,7 @@ PROCESS = "process"
 """The value of `--by` that asks for a report of each process."""
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "report",
         help="print a report on saved files, or on a running service",

@@ -35,7 +35,7 @@ from instrument.runtime.environment import CHECK_FOLDER
 from instrument.sessions import autostart
 
 
-def add(verbs: Verbs) -> None:
+def add_verbs(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "run",
         allow_abbrev=False,

@@ -26,6 +26,13 @@ READ_NS = 200_000
 maximum ns per reading.
 """
 
+ANCHOR_NS = 10**9
+ANCHOR_PAUSE_NS = 10**7
+"""The ns between two anchors (`ANCHOR_NS`), and the first pause in ns after a failed attempt on a busy device.
+
+Each further failure doubles the pause.
+"""
+
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
 RESOLUTION_NS = 500

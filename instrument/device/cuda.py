@@ -327,7 +327,7 @@ COPIES = ("host_to_device", "device_to_host", "device_to_device")
 """The functions of numba's driver module that copy memory."""
 
 
-def find_current_of_torch(torch: Any) -> Current | None:
+def find_current_stream_of_torch(torch: Any) -> Current | None:
     """Return a function for torch's current stream, None for a torch without CUDA."""
     native = getattr(torch, "_C", None)
     raw, device = getattr(native, "_cuda_getCurrentRawStream", None), getattr(native, "_cuda_getDevice", None)
@@ -345,8 +345,9 @@ def find_current_of_torch(torch: Any) -> Current | None:
     return current
 
 
-def find_current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
-    """Return a function for cupy's current stream. It first tests for a context, which cupy would create."""
+def find_current_stream_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
+    """Return a function for cupy's current stream. The function returns None if no CUDA context exists, because cupy
+    itself would create a context to answer."""
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
     def current(index: int | None = None) -> Stream | None:
@@ -357,7 +358,7 @@ def find_current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
     return current
 
 
-def find_current_of_numba(device: Callable[[], int], used: Callable[[], int | None]) -> Current:
+def find_current_stream_of_numba(device: Callable[[], int], used: Callable[[], int | None]) -> Current:
     """Return a function for the stream that the calling thread last used with numba, which has no current stream.
 
     Before the first use nothing is timed. An event on the default stream would make later work wait for every blocking
@@ -431,12 +432,12 @@ def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]
 
 
-def find_current_of_module(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
+def find_current_stream_of_module(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
     """Return a function for a framework's current stream, None for a module without one."""
     if module.__name__ == "torch":
-        return find_current_of_torch(module)
+        return find_current_stream_of_torch(module)
     if module.__name__ == "cupy":
-        return find_current_of_cupy(module, lambda: bool(driver.current()))
+        return find_current_stream_of_cupy(module, lambda: bool(driver.current()))
     if module.__name__ == "numba.cuda":
-        return find_current_of_numba(driver.current_device, numba.last_stream)
+        return find_current_stream_of_numba(driver.current_device, numba.last_stream)
     return None

@@ -14,7 +14,7 @@ from operator import attrgetter
 from threading import get_ident
 
 from instrument.device import cuda
-from instrument.device.clock_anchors import FARTHEST_NS, RESOLUTION_NS
+from instrument.device.clock_anchors import ANCHOR_NS, ANCHOR_PAUSE_NS, FARTHEST_NS, RESOLUTION_NS
 from instrument.device.cuda import Stream
 from instrument.device.event_pairs import Answer, Context, DeferredTimes, Pair, Placing, Times
 from instrument.device.torch_events import Driver
@@ -42,13 +42,6 @@ POLL_S = (0.05, 0.1)
 
 A poll holds the interpreter's lock: 20 us plus 4 us per pair on an idle machine, over 0.5 ms if cores must wake up. So
 polls are rare, and each reads many pairs.
-"""
-
-ANCHOR_NS = 10**9
-ANCHOR_PAUSE_NS = 10**7
-"""The ns between two anchors (`ANCHOR_NS`), and the first pause in ns after a failed attempt on a busy device.
-
-Each further failure doubles the pause.
 """
 
 WATCH_S = 5e-5

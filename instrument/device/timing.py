@@ -92,7 +92,7 @@ class Timing:
         for host in hosts:
             if host.__name__ == "numba.cuda":
                 self._undos.append(self._numba.install(host))
-            source = cuda.find_current_of_module(host, self.timer.driver, self._numba)
+            source = cuda.find_current_stream_of_module(host, self.timer.driver, self._numba)
             if source is not None:
                 name = host.__name__.partition(".")[0]
                 self.timer.frameworks[name] = source

@@ -38,7 +38,7 @@ HALVINGS = 12
 """The maximum number of requests in a row that are split in half because the collector refuses their size. 12 halvings
 lead from 4,000 spans to one span."""
 
-HOLD_LIMIT_S = 300.0
+LONGEST_RETRY_PAUSE_S = 300.0
 """The maximum seconds for which an answer of a collector can pause sending. Spans wait in the queue meanwhile."""
 
 _BATCH_DELAY_S = 1.0
@@ -418,7 +418,9 @@ class Exporter:
         verdict = sender.send_metrics(source.resource(), series, left_s, self._pause)
         self._are_metrics_late = verdict.is_late
         if verdict.wait_s:
-            self._metrics_deferred_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
+            self._metrics_deferred_until_ns = time.monotonic_ns() + round(
+                min(verdict.wait_s, LONGEST_RETRY_PAUSE_S) * 1e9
+            )
         return verdict
 
     def _deliver_request(self, sender: Sender, request: QueuedRequest) -> None:
@@ -440,7 +442,7 @@ class Exporter:
             if not verdict.wait_s:
                 break
             self._log_outcome(verdict)
-            self._deferred_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
+            self._deferred_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, LONGEST_RETRY_PAUSE_S) * 1e9)
         if verdict.taken:
             self._halvings = 0
         if verdict.too_large and request.spans > 1 and self._halvings < HALVINGS:

@@ -277,7 +277,8 @@ def _sum_sizes(parts: Sequence[Part]) -> int:
 
 
 def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
-    """Return the heads of one layout: its shared bytes, with each span's fields written into them."""
+    """Return the head of each span, for spans whose heads have the same layout. A head is the bytes that all these
+    spans share, with the span's own fields written into them."""
     parts = form.head(layout)
     widths = [part if isinstance(part, int) else len(part) for _, part in parts]
     shared = b"".join(bytes(part) for _, part in parts)

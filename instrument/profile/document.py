@@ -469,8 +469,8 @@ def whole_number(least: int) -> Read:
 
 
 SMALL = 1024
-"""From this number on, a message about a number without a unit suggests bytes. Below, it suggests the example's
-unit."""
+"""The least number without a unit for which an error message about a size suggests bytes. For a smaller number, the
+message suggests the unit of the example in the message."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")

@@ -90,7 +90,7 @@ class NameTree:
             while entry != NONE:
                 sums["device_ns"][entry] += more_ns
                 below.add(entry)
-                entry = int(self.parents[entry]) if self._role(entry) == INSTANCE else NONE
+                entry = int(self.parents[entry]) if self._role_of_entry(entry) == INSTANCE else NONE
         return sums, below
 
     def _add_hidden_phases(self, sums: Records, thread: int | None) -> None:
@@ -130,18 +130,18 @@ class NameTree:
 
     def name(self, entry: int) -> str:
         """Return the name of an entry. The name of an instance ends with its number."""
-        site, role = self.site(entry), self._role(entry)
+        site, role = self.site(entry), self._role_of_entry(entry)
         name = _copy_name(site) if role == COPY else site.name
         return f"{name}{self._instance_numbers[entry]}" if role == INSTANCE else name
 
     def label(self, entry: int) -> str:
         """Return the printed name of an entry. A phase is printed as `parent/phase`."""
         name = self.name(entry)
-        return f"{self.name(int(self.parents[entry]))}/{name}" if self._role(entry) == PHASE else name
+        return f"{self.name(int(self.parents[entry]))}/{name}" if self._role_of_entry(entry) == PHASE else name
 
     def instance_detail(self, entry: int) -> str:
         """Return an instance's path in the model or its code location, "" for other entries."""
-        if self._role(entry) != INSTANCE:
+        if self._role_of_entry(entry) != INSTANCE:
             return ""
         site = self.site(entry)
         return site.instance or code_location_of(site)
@@ -149,7 +149,7 @@ class NameTree:
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
         if len(self._instances):
             below = [child for entry in entries for child in self.children[entry].tolist()]
-            entries = [*entries, *(child for child in below if self._role(child) == INSTANCE)]
+            entries = [*entries, *(child for child in below if self._role_of_entry(child) == INSTANCE)]
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, sums: Records, state: str) -> int | None:
@@ -184,7 +184,7 @@ class NameTree:
         numbers = np.arange(len(order)) - np.searchsorted(above[order], above[order])
         return dict(zip(self._instances[order].tolist(), numbers.tolist(), strict=True))
 
-    def _role(self, entry: int) -> int:
+    def _role_of_entry(self, entry: int) -> int:
         return int(self._levels[entry]) & ROLES
 
 

@@ -198,7 +198,8 @@ class Events(View):
     _columns: int = LINE
 
     def with_wide_lines(self) -> Events:
-        """Return the view with lines as wide as fluid's, so that fewer names are shortened."""
+        """Return the view with wider lines, so that fewer names are shortened. The lines are as wide as in the profiler
+        of Paddle's fluid."""
         return replace(self, _columns=WIDE)
 
     def sections(self) -> list[Section]:

@@ -495,8 +495,8 @@ def _excess_of(claim: CauseShare) -> float:
 
 
 def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    """Return a cause that accounts for nothing yet. A negative typical time is raised to 0, and the other time by as
-    much."""
+    """Return a cause with its time in the request and its typical time. The cause does not account for any excess yet.
+    If the typical time is negative, both times are increased until the typical time is 0."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 

@@ -314,7 +314,7 @@ class Watch:
         if is_past:
             self.end()
 
-    def report_at_end(self) -> None:
+    def report_names_and_end(self) -> None:
         self.report_names()
         self.end()
 
@@ -384,7 +384,7 @@ class _Tracing:
             if event == "line":
                 self._watch.report_before_line(frame.f_lineno)
             elif event == "return":
-                self._watch.report_at_end()
+                self._watch.report_names_and_end()
         if self._is_over():
             del frame.f_trace
             return None
@@ -445,7 +445,7 @@ if sys.version_info >= (3, 12):
 
         def _returned(self, code: CodeType, offset: int, value: object) -> Any:
             if code is self._code and self._watch._means is self:
-                self._watch.report_at_end()
+                self._watch.report_names_and_end()
 
 else:
     _Monitoring = _Tracing

@@ -1,7 +1,7 @@
 """The signal handler that has the session deliver its data before a signal ends the process.
 
-Servers set their signal handlers after the session. So during a session `signal.signal` and `signal.getsignal` are
-replaced. If the service sets the default handler, the session's handler is set instead.
+Servers set their signal handlers after the session has set its own. So during a session `signal.signal` and
+`signal.getsignal` are replaced. If the service sets the default handler, the session's handler is set instead.
 
 Native code, such as tokio, calls our handler after its own. Our handler then does nothing.
 """

@@ -66,7 +66,7 @@ class PublishedFacts:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Begin anew, with nothing written, for a new session or a forked child."""
+        """Forget all published values, so that a new session or a forked child publishes its own from the start."""
         self.is_scraped = False
         """True if this process reads its own recording only to answer scrapes."""
         self._gpus: Sequence[Gpu] = ()

@@ -252,8 +252,9 @@ UNEVEN = 1.2
 """The ratio of padded to real weight above which a step is uneven. Only uneven steps show whether an engine pads."""
 
 PADS = 0.7
-"""Uneven steps are fitted by padded and by real weight. An engine pads if the first error is below this fraction of the
-second."""
+"""The limit of a ratio that shows padding. Two fits predict the times of uneven steps: one from the padded weight, one
+from the real weight. An engine pads if the error of the padded fit, divided by the error of the real fit, is below the
+limit."""
 
 HEAVY = 4.0
 """The multiple of the usual weight above which a member of a step is heavy. The usual weight is the median of the

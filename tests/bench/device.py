@@ -93,14 +93,14 @@ def start_torch() -> Any:
     """torch's device, warm, with a kernel on its way."""
     import torch
 
-    from instrument.device.cuda import find_current_of_torch
+    from instrument.device.cuda import find_current_stream_of_torch
 
     if not torch.cuda.is_available():
         return None
     torch.cuda.init()
     torch.zeros(1, device="cuda").add_(1)
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name(0)}")
-    return find_current_of_torch(torch)
+    return find_current_stream_of_torch(torch)
 
 
 def times(run: Callable[[], None]) -> list[int]:

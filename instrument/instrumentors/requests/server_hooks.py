@@ -1,7 +1,8 @@
-"""Record the requests of servers by endpoint, without a function rule. `Requests` instruments the imported servers.
+"""Record the requests of servers by endpoint, as the profile's `requests` rule asks. `Requests` instruments the
+imported servers.
 
-Servers of ASGI and WSGI call a recording proxy of their app. Once the rule is removed, the proxy only calls the app.
-Other servers have adapters, which are loaded with the server (`KINDS`).
+Servers of ASGI and WSGI call a recording proxy of their app. After the removal of the `requests` rule, the proxy only
+calls the app. Other servers have adapters, which are loaded with the server (`KINDS`).
 
 Requests are named by the routes that the routers of web frameworks find (`ROUTERS`). A router's method is replaced when
 the service imports its module.
