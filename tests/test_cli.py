@@ -181,7 +181,7 @@ def test_a_sigterm_during_our_own_work_on_the_main_thread_waits_for_its_end(fold
 
         step(1)
         if "locked" in sys.argv:
-            with process.session().exporting.lock.acquired():
+            with process.session().exporting.lock.acquire_within():
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.1)
             time.sleep(600)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from instrument import Profiler
 from instrument.profile.model import VIEWS
-from instrument.report.view import document
+from instrument.report.view import make_json_values
 
 class Model(torch.nn.Module):
     def __init__(self):
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
 
 def told(window):
     found = window.views(VIEWS)
-    print(json.dumps({name: document(found[name]) for name in ("phases", "distribution")}))
+    print(json.dumps({name: make_json_values(found[name]) for name in ("phases", "distribution")}))
     print(window.summary(views=VIEWS))
 
 if __name__ == "__main__":
