@@ -94,8 +94,8 @@ class CauseTimes:
         self.facts = recording.trace
         self.costs = recording.compute_once(_recorded_step_costs)
         part_names, *columns = recording.compute_once(request_turns)
-        self.names, all_turns = (*part_names, UNKNOWN_REST), np.array(columns)
-        self._turns = {place: self._fill_gaps(all_turns, place) for place in places.tolist()}
+        self.names = (*part_names, UNKNOWN_REST)
+        self._turns = {place: self._fill_gaps(columns, place) for place in places.tolist()}
         self._process_of = {
             thread: number for number, process in enumerate(self.facts.processes) for thread in process.threads
         }
@@ -104,6 +104,7 @@ class CauseTimes:
         rows = self.blocks = self._find_blocked_loops()
         self._blocked = union_by_group(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
         self._names_of_sites = [name_of_site(site) for site in trace.sites]
+        self._suspends = trace.are_of_sites([site.suspends for site in trace.sites])
         self._is_lock = trace.are_of_sites(list(map(waits_for_lock, trace.sites)))
         self.locks = np.flatnonzero(self._is_lock & ~np.append(self._is_lock, [False])[trace.parent])
         self._paths = [
@@ -127,10 +128,10 @@ class CauseTimes:
     def _processes_of_rows(self, rows: Int64s) -> Int64s:
         return self._number_processes(self.trace.thread_id[rows])
 
-    def _fill_gaps(self, all_turns: Int64s, place: int) -> Turns:
+    def _fill_gaps(self, all_turns: Sequence[Int64s], place: int) -> Turns:
         """Return the turns of a request (see `Turns`), with turns of unknown time in the gaps."""
         first, last = np.searchsorted(all_turns[0], [place, place + 1])
-        columns, root = all_turns[:, first:last], self.joined.rows[place]
+        columns, root = np.array([column[first:last] for column in all_turns]), self.joined.rows[place]
         since = np.append(self.trace.start_ns[root], columns[4] + columns[5])
         until = np.append(columns[4], self.trace.end_ns[root])
         gaps = np.full((len(columns), int((since < until).sum())), NONE)
@@ -278,8 +279,8 @@ class CauseTimes:
     def _measure_blocked_time(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
         """Return, for each turn, the time for which a blocked event loop delayed the request, at most `most_ns`."""
         trace = self.trace
-        suspends = trace.are_of_sites([site.suspends for site in trace.sites])
-        waits = (turns.pair == NONE) & ((turns.row == NONE) | suspends[turns.row]) & ~self._wait_for_engine(turns)
+        may_wait = (turns.row == NONE) | self._suspends[turns.row]
+        waits = (turns.pair == NONE) & may_wait & ~self._wait_for_engine(turns)
         loop = np.full(len(turns.part), trace.thread_id[root])
         blocked = self._blocked.length_within(loop, turns.start_ns, turns.start_ns + turns.length_ns)
         return np.where(waits, np.minimum(blocked, most_ns), 0)
