@@ -10,8 +10,11 @@ import copy
 import functools
 import gc
 import inspect
+import os
 import pickle
 import resource
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -1693,3 +1696,35 @@ def test_an_error_keeps_its_name_cut_and_no_code_of_its_class_is_run(recorder: A
         "Nameless",
         "L" * 200,
     ]
+
+
+OTHER_CLOCK = """
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now)
+{
+    long failed = syscall(SYS_clock_gettime, clock, now);
+    now->tv_sec += 2000000000;
+    return failed;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to make a library with a clock of its own")
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_spans_have_the_clock_of_the_process_also_where_a_library_replaces_it(
+    tmp_path: Path, is_replaced: bool
+) -> None:
+    source, library = tmp_path / "clock.c", tmp_path / "clock.so"
+    source.write_text(OTHER_CLOCK)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    program = (
+        "import time; from instrument.recorder.recorder import RECORDER\n"
+        "print(time.monotonic_ns(), RECORDER.now_ns(), time.monotonic_ns())"
+    )
+    environment = {**os.environ, **({"LD_PRELOAD": str(library)} if is_replaced else {})}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    before_ns, now_ns, after_ns = map(int, done.stdout.split())
+    assert before_ns <= now_ns <= after_ns
+    assert (now_ns > 10**18) == is_replaced
