@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_548, 11),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (11_715, 37),
+    "instrumentors": (11_713, 37),
     "native": (8_929, 26),
     "otlp": (5_268, 17),
     "profile": (2_556, 8),

@@ -464,8 +464,6 @@ class Requests(Instrumentor):
             verdict = Verdict(rule.text, "waiting", why=f"no server of {', '.join(rule.servers)} is imported")
         else:
             why = f"at {', '.join(sorted(met))}"
-            if "mosec" in met.values():
-                why += "; mosec's requests are not seen, but its workers' batches"
             state = "attached" if sites or "mosec" in met.values() else "uncalled"
             verdict = Verdict(rule.text, state, rule.text, why, calls=calls or None)
         return [
