@@ -578,10 +578,12 @@ def test_an_event_names_its_parent_and_tree_only_where_they_do_not_follow_from_o
 def test_arrows_lead_to_other_threads_and_devices_but_never_into_the_past(tmp_path: Path) -> None:
     found = dumped(
         tmp_path,
-        span(1, 100, 200, device=(on_device(120, 300), on_device(99, 110, stream=8))),
+        span(1, 100, 200, device=(on_device(120, 300), on_device(99, 110, stream=8), on_device(100, 110, stream=9))),
         span(2, 150, 160, parent=1),
         span(3, 150, 400, parent=1, thread_id=12),
         span(4, 90, 95, parent=1, thread_id=13),
+        span(5, 100, 500, task_id=3, root_id=5),
+        span(6, 210, 220, parent=5, thread_id=12, root_id=5, device=(on_device(212, 215),)),
     )
     arrows = [(e["ph"], e["name"], e["id"], e["ts"], e["tid"]) for e in found["traceEvents"] if e["ph"] in "sf"]
     base_us = 0.090
@@ -589,7 +591,20 @@ def test_arrows_lead_to_other_threads_and_devices_but_never_into_the_past(tmp_pa
         ("s", "call", 1, round(0.1 - base_us + 0.09, 3), 4711),
         ("f", "call", 1, 0.15, 12),
         ("s", "ac2g", 1, 0.1, 4711),
-        ("f", "ac2g", 1, 0.12, 7),
+        ("f", "ac2g", 1, 0.1, 9),  # by a bind id, Perfetto draws no arrow between slices that begin together
+        ("s", "ac2g", 6, 0.21, 12),
+        ("f", "ac2g", 6, 0.212, 7),  # its source has the bind id of its caller
+    ]
+    binds = [
+        (e["args"].get("id", "device"), e["bind_id"], e.get("flow_out", False), e.get("flow_in", False))
+        for e in found["traceEvents"]
+        if "bind_id" in e
+    ]
+    assert binds == [
+        (5, "0x8000000000000005", True, False),
+        (1, "0x8000000000000001", True, False),
+        (6, "0x8000000000000005", False, True),
+        ("device", "0x8000000000000001", False, True),
     ]
     assert found["instrument"]["arrows_left_out"] == 2
 

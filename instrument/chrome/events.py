@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from itertools import compress, islice
-from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -218,8 +217,6 @@ NO_ARGUMENTS = msgspec.Raw(b"{}")
 
 Scalar = int | str | float | bool | None
 
-_PH, _TS, _DUR, _ARGS = map(attrgetter, ("ph", "ts", "dur", "args"))
-
 
 class ScopedId(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """The id of an async slice, for all processes or for one."""
@@ -319,8 +316,6 @@ class OwnEvent(msgspec.Struct, gc=False):
     dur: float = np.nan
     pid: Int64 | None = None
     tid: Int64 | None = None
-    cat: str = ""
-    id: Scalar = None
     id2: ScopedId | Scalar = None
     args: Arguments = Arguments()
 
@@ -380,7 +375,7 @@ def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatc
             type(time) in (int, float) and abs(time) >= EXACT_US for event in events for time in (event.ts, event.dur)
         )
     else:
-        times_us = _read_times(_TS, events), _read_times(_DUR, events)
+        times_us = np.array([event.ts for event in events]), np.array([event.dur for event in events])
         are_far = any((np.abs(times) >= EXACT_US).any() for times in times_us)
     if are_far:
         with suppress(msgspec.MsgspecError):  # a time in it is invalid
@@ -400,10 +395,6 @@ def _decode_ours(text: bytes) -> list[Any]:
         return _decode_own(text)
     except msgspec.ValidationError:  # samples, or damaged events
         return _decode(text)
-
-
-def _read_times(time: Callable[[TraceEvent], float], events: Sequence[TraceEvent]) -> NDArray[np.float64]:
-    return np.fromiter(map(time, events), np.float64, len(events))
 
 
 def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
@@ -491,12 +482,12 @@ class Block:
     @cached_property
     def texts(self) -> bytes:
         """The arguments, separated by zero bytes, which JSON cannot contain."""
-        return b"\0".join(map(_ARGS, self.slices))
+        return b"\0".join([event.args for event in self.slices])
 
     def arguments(self) -> list[Arguments]:
         """Return the arguments of slices that `dump` wrote. Raises `msgspec.MsgspecError` for invalid texts."""
         if self.slices and type(self.slices[0]) is OwnEvent:
-            return list(map(_ARGS, self.slices))
+            return [event.args for event in self.slices]
         return _decode_arguments(b"[%b]" % self.texts.replace(b"\0", b","))
 
     def select(self, are_chosen: NDArray[np.bool_]) -> Block:
@@ -509,18 +500,19 @@ class Block:
 
 def make_block(slices: Sequence[Any], limit_ns: int) -> Block:
     """Return valid slices with their times. Raises `ValueError` for a time of `limit_ns` or more."""
-    times_us = list(map(_TS, slices)), [event.dur if event.ph == "X" else 0 for event in slices]
+    times_us = [event.ts for event in slices], [event.dur if event.ph == "X" else 0 for event in slices]
     start_ns, length_ns = (times_ns(times, limit_ns) for times in times_us)
     has_parts = any(map(_has_fractions_of_ns, times_us, (start_ns, length_ns)))
-    return Block(slices, _phases(slices), start_ns, length_ns, has_parts)
+    return Block(slices, read_phases(slices), start_ns, length_ns, has_parts)
 
 
-def read_block_if_valid(events: EventBatch, slices: Sequence[Any], are_slices: Sequence[bool]) -> Block | None:
+def read_block_if_valid(
+    events: EventBatch, slices: Sequence[Any], phases: NDArray[np.uint8], are_slices: NDArray[np.bool_]
+) -> Block | None:
     """Return slices with their times, None if a fast test finds that some may be invalid."""
     if events.times_us is None:
         return None
-    mask, phases = np.array(are_slices, dtype=np.bool_), _phases(slices)
-    starts, lengths = (times[mask] for times in events.times_us)
+    phases, (starts, lengths) = phases[are_slices], (times[are_slices] for times in events.times_us)
     lengths[phases != ord("X")] = 0
     if not ((np.abs(starts) < EXACT_US) & (lengths >= 0) & (starts + lengths < EXACT_US)).all():
         return None
@@ -532,8 +524,12 @@ def read_block_if_valid(events: EventBatch, slices: Sequence[Any], are_slices: S
     return block
 
 
-def _phases(slices: Sequence[Any]) -> NDArray[np.uint8]:
-    return np.frombuffer("".join(map(_PH, slices)).encode(), np.uint8)
+def read_phases(events: Sequence[Any]) -> NDArray[np.uint8]:
+    """Return the letter of each event's phase, a blank for a phase of any other text."""
+    phases = [event.ph for event in events]
+    odd = {phase for phase in set(phases) if len(phase) != 1 or not phase.isascii()}
+    text = "".join([" " if phase in odd else phase for phase in phases] if odd else phases)
+    return np.frombuffer(text.encode(), np.uint8)
 
 
 _PARTS_NS = 1e-3

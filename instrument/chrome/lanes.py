@@ -307,36 +307,41 @@ class BatchMarks(NamedTuple):
 
 
 class Arrows:
-    """The arrows of a file's spans and intervals. Arrows to `called` spans and `launched` intervals are events. Other
-    arrows need a bind id, and a slice has only one. `binds` and `ties` have the sources of the arrows to spans and to
-    intervals. `batch` and `request` are the ends of the arrows to marks. `left_out` counts the arrows that are not
-    drawn."""
+    """The arrows of a file's spans and intervals. A slice has one bind id at most, so an arrow to a slice that needs
+    a second one is a pair of events: to a `called` span or to a `launched` interval. `binds` and `ties` have the
+    sources of the arrows by bind id, for each span and each interval. `batch` and `request` are the ends of the arrows
+    to marks. `left_out` counts the arrows that are not drawn."""
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals) -> None:
         self._spans, owners = spans, intervals.owner
         of_async = spans.is_async[owners]
         is_drawn = self._mask_drawable(owners, intervals.start_ns, of_async)
-        self.launched = np.flatnonzero(is_drawn & ~of_async)
-        tied = np.flatnonzero(is_drawn & of_async)
-        self.ties = dict(zip(tied.tolist(), owners[tied].tolist(), strict=True))
-        self.binds = {owner: owner for owner in self.ties.values()}
         self.left_out = int((~is_drawn).sum())
+        binds = {owner: owner for owner in owners[is_drawn & of_async].tolist()}
         called, callers = spans.find_cross_thread_calls()
         by_bind = spans.is_async[callers] | spans.is_async[called]
-        is_drawn = self._mask_drawable(callers, spans.start_ns[called], by_bind)
-        self.called = called[is_drawn & ~by_bind]
-        self.left_out += int((~is_drawn).sum())
-        by_bind &= is_drawn
-        binds = self.binds
+        can_call = self._mask_drawable(callers, spans.start_ns[called], by_bind)
+        self.called = called[can_call & ~by_bind]
+        self.left_out += int((~can_call).sum())
+        by_bind &= can_call
         for caller, target in zip(callers[by_bind][::-1].tolist(), called[by_bind][::-1].tolist(), strict=True):
             if target not in binds and binds.get(caller, caller) == caller:
                 binds[target] = binds[caller] = caller
             else:
                 self.left_out += 1
+        self.binds = np.full(len(spans.row), NONE, dtype=np.int64)
+        self.binds[list(binds)] = list(binds.values())
+        is_free = (self.binds[owners] == NONE) | (self.binds[owners] == owners)
+        is_tied = is_drawn & is_free & self._mask_drawable(owners, intervals.start_ns, is_free)
+        self.launched = np.flatnonzero(is_drawn & ~is_tied)
+        self.binds[owners[is_tied]] = owners[is_tied]
+        self.ties = np.where(is_tied, owners, NONE)
         marks = BatchMarks.of(spans)
-        are_tied = [binds.setdefault(batch, batch) != batch for batch in marks.batch.tolist()]
-        self.batch, self.request = marks.batch[np.logical_not(are_tied)], marks.request[np.logical_not(are_tied)]
-        self.left_out += marks.left_out + sum(are_tied)
+        source = self.binds[marks.batch]
+        is_free = (source == NONE) | (source == marks.batch)
+        self.batch, self.request = marks.batch[is_free], marks.request[is_free]
+        self.binds[self.batch] = self.batch
+        self.left_out += marks.left_out + int((~is_free).sum())
 
     def _mask_drawable(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
         """Return a mask of the arrows that Perfetto accepts. With a bind id, the target must start later than the

@@ -206,9 +206,6 @@ class _Facts(NamedTuple):
     counts: bool
 
 
-_KIND, LANE = attrgetter("cat", "name"), attrgetter("pid", "tid")
-
-
 def look_up_or_make(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], Value]) -> list[Value]:
     """Return the values of keys. Missing values are made and added."""
     values = list(map(table.get, keys))
@@ -231,19 +228,21 @@ class NumberedLanes:
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._numbers: dict[tuple[Any, Any], int] = {}
-        self.lines: dict[tuple[Any, ...], int] = {}
+        self.lines: dict[Any, int] = {}
         self.rows: list[tuple[Any, Any]] = []
         self.line, self.thread_id, self.are_paddles = array("q"), array("q"), bytearray()
 
     def number_lanes_of_events(self, events: Sequence[Any]) -> Int64s:
-        return np.array(look_up_or_make(self._numbers, list(map(LANE, events)), self._add_lane), dtype=np.int64)
+        return np.array(
+            look_up_or_make(self._numbers, [(event.pid, event.tid) for event in events], self._add_lane), dtype=np.int64
+        )
 
-    def number_lines(self, keys: Sequence[tuple[Any, ...]]) -> list[int]:
-        """Return the line of each lane or async key."""
+    def number_lines(self, keys: Sequence[Any]) -> list[int]:
+        """Return the line of each lane (a pair) or async slice (any other key)."""
         return look_up_or_make(self.lines, keys, self._number_line)
 
-    def _number_line(self, key: tuple[Any, ...]) -> int:
-        key = key if len(key) > 2 else _row_of(key)
+    def _number_line(self, key: Any) -> int:
+        key = _row_of(key) if isinstance(key, tuple) and len(key) == 2 else key
         return self.lines.setdefault(key, len(self.lines))
 
     def _add_lane(self, key: tuple[Any, Any]) -> int:
@@ -331,7 +330,7 @@ class ForeignSlices:
 
     def add(self, events: Sequence[TraceEvent], first: int) -> None:
         """Read events other than slices. `first` is the number of the first event."""
-        if {"M", "i"}.isdisjoint(map(attrgetter("ph"), events)):
+        if {"M", "i"}.isdisjoint([event.ph for event in events]):
             return
         for number, event in enumerate(events, first):
             if event.ph == "M" and event.name in ("process_name", "thread_name"):
@@ -372,7 +371,9 @@ class ForeignSlices:
     def add_rows(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
         """Add complete slices and begins. Times are corrected in place."""
         slices, first = block.slices, len(self._kind)
-        kinds = np.array(look_up_or_make(self._kinds, list(map(_KIND, slices)), self._add_kind), dtype=np.int64)
+        kinds = np.array(
+            look_up_or_make(self._kinds, [(event.cat, event.name) for event in slices], self._add_kind), dtype=np.int64
+        )
         self._kind.frombytes(kinds.tobytes())
         texts = block.texts.split(b"\0")
         all_flat = block.texts if b"\\" in block.texts else _LISTS.sub(b"", block.texts)

@@ -224,15 +224,13 @@ class Drawing:
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
-        binds = self._arrows.binds
-        bound = [binds.get(place) for place in range(first, end)] if binds else []
         lengths_us = np.array(convert_to_us(spans.end_ns[some] - spans.start_ns[some]), dtype=object)
         ids, at_us = _select_values(is_async, self._ids[self._lane[some]]), convert_to_us(spans.start_ns[some])
         times = at_us, _select_values(~is_async, lengths_us)
         fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._make_arguments(some, shared)
-        events = list(
-            map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._list_flow_fields(bound, range(first, end)))
-        )
+        sources = self._arrows.binds[some]
+        flows = self._list_flow_fields(sources, sources == np.arange(first, end))
+        events = list(map(DrawnEvent, *fields, NOT, NOT, ids, *times, *flows))
         last = end + (end == len(spans.row))
         ends = slice(*np.searchsorted(self._ended_before, [first, last]))
         if ends.start == ends.stop:
@@ -244,17 +242,14 @@ class Drawing:
         order = np.argsort(np.concatenate([2 * np.arange(first, end) + 1, 2 * self._ended_before[ends]]), kind="stable")
         return [events[at] for at in order.tolist()]
 
-    def _list_flow_fields(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
-        """Return the columns `bind_id`, `flow_out` and `flow_in` of slices. `sources` has the source of each slice's
-        arrow."""
-        if not any(source is not None for source in sources):
+    def _list_flow_fields(self, sources: Int64s, are_sources: Bools) -> tuple[Iterable[Any], ...]:
+        """Return the columns `bind_id`, `flow_out` and `flow_in` of slices. `sources` has the span at which the arrow
+        of each slice begins, or `NONE`. `are_sources` is a mask of the slices that are such spans themselves."""
+        are_bound = sources != NONE
+        if not are_bound.any():
             return NOT, NOT, NOT
-        pairs = list(zip(sources, places, strict=True))
-        return (
-            [UNSET if source is None else self._make_bind_id(source) for source in sources],
-            [True if source == place else UNSET for source, place in pairs],
-            [UNSET if source is None or source == place else True for source, place in pairs],
-        )
+        binds = [UNSET if source == NONE else self._make_bind_id(source) for source in sources.tolist()]
+        return binds, _select_values(are_sources, are_bound), _select_values(are_bound & ~are_sources, are_bound)
 
     def _make_bind_id(self, source: int) -> str:
         return f"{SPARE_BINDS | int(self._spans.span_id[source]):#x}"
@@ -277,7 +272,7 @@ class Drawing:
         self._on_stream = _split_columns(rows)
 
     def _make_interval_events(self, some: slice) -> list[DrawnEvent]:
-        spans, intervals, ties = self._spans, self._intervals, self._arrows.ties
+        spans, intervals = self._spans, self._intervals
         work, row, owner = spans.trace.device, intervals.row[some], intervals.owner[some]
         pid, tid, name, lane, device, stream = (column[self._stream[some]].tolist() for column in self._on_stream)
         labels = np.array([remove_surrogates(label) for label in work.labels], dtype=object)
@@ -291,11 +286,10 @@ class Drawing:
             )
         ]  # fmt: skip
         begins, lengths = intervals.start_ns[some], intervals.end_ns[some] - intervals.start_ns[some]
-        tied = [ties.get(at) for at in range(some.start, some.stop)] if ties else []
-        times = convert_to_us(begins), convert_to_us(lengths)
-        places = repeat(NONE, len(tied))
+        times, ties = (convert_to_us(begins), convert_to_us(lengths)), self._arrows.ties[some]
         fields = repeat("X"), pid, tid, repeat("device"), name, args
-        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._list_flow_fields(tied, places)))
+        flows = self._list_flow_fields(ties, np.zeros(len(ties), dtype=np.bool_))
+        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *flows))
 
     def _draw_flows(
         self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s
