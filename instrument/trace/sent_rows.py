@@ -19,9 +19,8 @@ from instrument.recording.trace_context import LINK, LINK_TRACE_ID, OWN_TRACE_FL
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, Int64s
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
 from instrument.trace.indices import NONE, are_at_or_above, nearest_above, nearest_at_or_above
-from instrument.trace.request_steps import StepKinds
 from instrument.trace.request_trees import find_outer_spans, trace_id_of
-from instrument.trace.stages import Stages, find_stages, make_stage_spans
+from instrument.trace.stages import Stages, StepKinds, find_stages, make_stage_spans
 from instrument.trace.trace import spans_of
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
 

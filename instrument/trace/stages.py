@@ -13,20 +13,23 @@ is at least as long as the request's median step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from math import sqrt
+from typing import NamedTuple
 
 import numpy as np
 
 from instrument.recording.metric_definitions import GENERATION, has_generation_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
-from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import find_group_starts, number_combinations
-from instrument.trace.intervals import FARTHEST
-from instrument.trace.joined import Joined
+from instrument.trace.columns import Bools, Columns, Int64s
+from instrument.trace.indices import NONE, Groups, find_group_starts, mask_of, number_combinations, rank_distinct
+from instrument.trace.intervals import FARTHEST, select_successive
+from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, Intervals, find_served_intervals
-from instrument.trace.request_steps import Parts, StepKinds, count_prefills, find_steps
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
@@ -140,7 +143,7 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
         for start_ns, after_ns, items in zip(begun_ns, *values, strict=True)
     ]
     sent_ns = np.array(first_ns, dtype=np.int64)
-    counts = count_prefills(parts, steps, sent_ns.__getitem__, kinds.least)
+    counts = count_prefills(parts, steps, sent_ns, kinds.least)
     # So is a streamed answer that several steps of one name served.
     groups, firsts = number_combinations(steps.request, parts.name[steps.lead])
     several = steps.request[firsts][np.bincount(groups, minlength=len(firsts)) > 1]
@@ -237,3 +240,240 @@ def make_stage_spans(
             spans.setdefault(row, []).append(span)
             number += 1
     return spans
+
+
+# Kinds of steps
+
+
+class Series(NamedTuple):
+    """The batches of each request, name and thread. `number` is the series of each batch. `order` has the batches by
+    series. `spent_ns` is the total time of a series."""
+
+    number: Int64s
+    order: Int64s
+    first: Int64s
+    last: Int64s
+    size: Int64s
+    spent_ns: Int64s
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The batches of requests, ordered by request and time. `first` is the first batch of each request. `name` is an
+    index into `names`. `weight` is the request's weight in the batch, equal for all if the batch has no weights."""
+
+    names: Sequence[str]
+    first: Int64s
+    request: Int64s
+    name: Int64s
+    thread_id: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    weight: Int64s
+    says_weight: Bools
+
+    @cached_property
+    def series(self) -> Series:
+        number, first = number_combinations(self.request, self.name, rank_distinct(self.thread_id)[1])
+        order, size = np.argsort(number, kind="stable"), np.bincount(number)
+        starts = np.cumsum(size) - size
+        spent_ns = np.add.reduceat((self.end_ns - self.start_ns)[order], starts)
+        return Series(number, order, first, order[starts + size - 1], size, spent_ns)
+
+
+class StepKinds:
+    """The kinds of engine steps, as groups of batch names, learned from requests.
+
+    Two names are of one kind if they alternate in at least half of the requests with two or more batches of either
+    name. Without such requests, they are of one kind if they serve a request with equal weights, or if only one has
+    weights.
+    """
+
+    def __init__(self) -> None:
+        self._turns, self._counts, self._alike, self._unlike = (Counter[tuple[str, str]]() for _ in range(4))
+        self._spent_ns, self._weighed = Counter[str](), set[str]()
+        self.least = dict[str, int]()
+        """The smallest weight in any batch with weights, by the batch's name."""
+
+    def learn(self, parts: Parts) -> None:
+        names, series = parts.names, parts.series
+        name = parts.name[series.first]
+        spent_ns = Groups(name, len(names)).sum_by_group(series.spent_ns).tolist()
+        self._spent_ns.update({names[place]: spent_ns[place] for place in np.unique(name).tolist()})
+        self._weighed.update(names[place] for place in np.unique(parts.name[parts.says_weight]).tolist())
+        # The batches of each request and name: the first one, the last one, and the most of one thread.
+        pair, some = number_combinations(parts.request[series.first], name)
+        groups = Groups(pair, len(some))
+        first, last = groups.min_by_group(series.first, 0), groups.max_by_group(series.last, 0)
+        requests, name, most = parts.request[first], name[some], groups.max_by_group(series.size, 0)
+        starts, lasts = parts.start_ns[first], parts.start_ns[last]
+        says, weights = parts.says_weight[first], parts.weight[first]
+        for distance in range(1, int(np.bincount(requests).max(initial=1))):
+            left = np.flatnonzero(requests[:-distance] == requests[distance:])
+            right = left + distance
+            has_turns = np.maximum(most[left], most[right]) > 1
+            take_turns = (starts[left] < lasts[right]) & (starts[right] < lasts[left])
+            says_either = says[left] | says[right]
+            is_alike = (weights[left] == weights[right]) | (says[left] != says[right])
+            for counter, is_counted in (
+                (self._counts, has_turns),
+                (self._turns, has_turns & take_turns),
+                (self._alike, ~has_turns & says_either & is_alike),
+                (self._unlike, ~has_turns & says_either & ~is_alike),
+            ):
+                pairs, counts = np.unique(
+                    np.stack([name[left], name[right]])[:, is_counted], axis=1, return_counts=True
+                )
+                for (a, b), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
+                    counter[names[a], names[b]] += count
+
+    def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
+        """Learn the least weight of each batch name. `name` has, for each batch, the index of its name in `names`."""
+        least = Groups(np.where(weight > 0, name, NONE), len(names)).min_by_group(weight, FARTHEST)
+        for place in np.flatnonzero(least < FARTHEST).tolist():
+            self.least[names[place]] = min(self.least.get(names[place], FARTHEST), int(least[place]))
+
+    def kind_by_name(self) -> Mapping[str, tuple[str, str]]:
+        """Return the kind of each batch name, and the batch name that represents the kind."""
+        counts, turns = self._counts, self._turns
+        kind = {name: name for name in self._spent_ns}
+        for a, b in sorted({*counts, *self._alike}):
+            is_one_step = turns[a, b] * 2 >= counts[a, b] if counts[a, b] else (a, b) not in self._unlike
+            if is_one_step and kind[a] != kind[b]:
+                old_kind = kind[b]
+                kind.update({name: kind[a] for name, its_kind in kind.items() if its_kind == old_kind})
+        leads: dict[str, str] = {}
+        for name in sorted(kind, key=lambda name: (name in self._weighed, self._spent_ns[name], name)):
+            leads[kind[name]] = name
+        return {name: (its_kind, leads[its_kind]) for name, its_kind in kind.items()}
+
+
+# Steps
+
+
+APART = 8
+"""The minimum ratio of the weight of a batch with a prompt to the weight of the lightest batch."""
+
+LEAST_CHUNKS = 2
+"""Batches of equal weight with a lighter last one are the chunks of one prompt if there are more than this many."""
+
+CLEARLY = 2
+"""The ratio of two batches' weights above which one batch is clearly heavier than the other."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of each request, ordered by time. `first` is the first step of each request. `lead` is the index of the
+    batch that represents the step. A step ends with its last batch."""
+
+    request: Int64s
+    first: Int64s
+    lead: Int64s
+    end_ns: Int64s
+
+    @cached_property
+    def steps_per_request(self) -> Int64s:
+        return np.diff(self.first, append=len(self.lead))
+
+    @cached_property
+    def number_in_request(self) -> Int64s:
+        """The number of each step in its request, from 0."""
+        return np.arange(len(self.lead)) - np.repeat(self.first, self.steps_per_request)
+
+
+def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
+    """Return the steps that served each request. `kinds` has the kind and the representing name of each batch name.
+
+    A step of a request and kind has a batch of the request's leading name. Threads that run equally many of these
+    batches at once are workers of the same steps. Other threads take turns.
+    """
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
+    kind_of_name = np.array([numbers[kinds[name][0]] if name in kinds else 0 for name in parts.names], dtype=np.int64)
+    is_lead = np.array([kinds.get(name, ("", name))[1] == name for name in parts.names], dtype=np.bool_)
+    series = parts.series
+    first, last, size, name = series.first, series.last, series.size, parts.name[series.first]
+    group, some = number_combinations(parts.request[first], kind_of_name[name])
+    # A request's leading name of each kind, else its first name of that kind.
+    order = np.lexsort((first, ~is_lead[name], group))
+    candidates = np.flatnonzero(name == name[order[find_group_starts(group[order])]][group])
+    candidates = candidates[np.lexsort((first[candidates], -series.spent_ns[candidates], group[candidates]))]
+    longest = candidates[find_group_starts(group[candidates])][group]
+    is_at_once = (parts.start_ns[first] < parts.end_ns[last[longest]]) & (
+        parts.start_ns[first[longest]] < parts.end_ns[last]
+    )
+    is_worker = is_at_once & (size == size[longest]) & (longest != np.arange(len(first)))
+    takes_part = mask_of(candidates, len(first)) & ~is_worker
+    group_of, lead = group[series.number], np.flatnonzero(takes_part[series.number])
+    in_turns = (np.bincount(group[takes_part]) > 1)[group_of[lead]]
+    if in_turns.any():
+        turns = lead[in_turns]
+        turns = turns[select_successive(group_of[turns], parts.start_ns[turns], parts.end_ns[turns])]
+        lead = np.concatenate([lead[~in_turns], turns])
+    lead = lead[np.lexsort((lead, group_of[lead]))]
+    counts, ends = np.bincount(group_of[lead]), parts.end_ns[lead]
+    # A series of as many batches as steps has one batch in each step.
+    aligned = (size == counts[group])[series.number[series.order]]
+    begins = np.cumsum(counts) - counts
+    ordinal = np.arange(len(series.order)) - np.repeat(np.cumsum(size) - size - begins[group], size)
+    np.maximum.at(ends, ordinal[aligned], parts.end_ns[series.order[aligned]])
+    appears = Groups(group, len(some)).min_by_group(first, 0)
+    request = parts.request[lead]
+    order = np.lexsort((appears[group_of[lead]], parts.start_ns[lead], request))
+    request = request[order]
+    return Steps(request, find_group_starts(request), lead[order], ends[order])
+
+
+def count_prefills(parts: Parts, steps: Steps, sent_ns: Int64s, least: Mapping[str, int]) -> Int64s:
+    """Return, for each request, the number of steps that make its first token.
+
+    `least` is the least weight of any request, by batch name. If all steps of a request are clearly heavier, they all
+    make its only token. `sent_ns` has the times at which requests sent the first part of their answer, `FARTHEST`
+    without a stream.
+    """
+    counts = np.ones(len(steps.first), dtype=np.int64)
+    weights, names, ordinal = parts.weight[steps.lead], parts.name[steps.lead], steps.number_in_request
+    is_first = ordinal == 0
+    lightest = np.maximum(np.minimum.reduceat(weights, steps.first), 1)
+    most = np.maximum.reduceat(weights, steps.first)
+    is_called_otherwise = names != np.repeat(names[steps.first], steps.steps_per_request)
+    first_other = np.minimum.reduceat(np.where(is_called_otherwise, ordinal, FARTHEST), steps.first)
+    are_alike = most <= lightest
+    are_named = are_alike & (first_other < FARTHEST)
+    counts[are_named] = first_other[are_named]
+    past = np.add.reduceat(steps.end_ns <= np.repeat(sent_ns, steps.steps_per_request), steps.first, dtype=np.int64)
+    has_sent = are_alike & ~are_named & (past < steps.steps_per_request)  # else the answer was sent at once
+    counts[has_sent] = np.maximum(past, 1)[has_sent]
+    later_least = np.minimum.reduceat(np.where(is_first, FARTHEST, weights), steps.first)
+    later_most = np.maximum.reduceat(np.where(is_first, -1, weights), steps.first)
+    # If all later steps have equal weights, the first step alone is the prefill.
+    unlike = np.flatnonzero(~are_alike & (later_least != later_most))
+    pieces = zip(unlike.tolist(), steps.first[unlike].tolist(), steps.steps_per_request[unlike].tolist(), strict=True)
+    for request, first, count in pieces:
+        counts[request] = _count_prefills(weights[first : first + count].tolist())
+    least_of_all = np.array([least.get(name, 0) for name in parts.names], dtype=np.int64)[names[steps.first]]
+    says_weight = np.minimum.reduceat(parts.says_weight[steps.lead], steps.first)
+    is_prompt = says_weight & (least_of_all > 0) & (lightest >= APART * least_of_all)
+    counts[is_prompt] = steps.steps_per_request[is_prompt]
+    return counts
+
+
+def _count_prefills(weights: Sequence[int]) -> int:
+    """Return the number of a request's steps that make its first token, judged by their unequal weights."""
+    least, most = max(min(weights), 1), max(weights)
+    count = 0
+    if (
+        len(weights) > LEAST_CHUNKS
+        and least >= APART * THOUSANDTHS
+        and len({*weights[:-1]}) == 1
+        and weights[-1] < most
+    ):
+        return len(weights)  # a prompt in chunks with one token
+    if most >= APART * least:
+        between = sqrt(most) * sqrt(least)
+        count = next((place for place, weight in enumerate(weights) if weight <= between), len(weights))
+    # The last chunk of a prompt may be small, and a later step with several tokens is no prompt.
+    while len(later := sorted(weights[count + 1 :])) > (count > 0):
+        if weights[count] <= CLEARLY * later[(len(later) - 1) // 2]:
+            break
+        count += 1
+    return max(count, 1)
