@@ -128,7 +128,7 @@ def test_new_and_gone_call_paths_are_named() -> None:
     trace = BEFORE.run()
     columns = trace.columns
     wanted = columns.are_of_sites([site.name != "part 9" for site in columns.sites])
-    without = Recording.of_trace(trace.with_columns(columns.with_attributes(wanted)))
+    without = Recording.of_trace(trace.with_columns(columns.select(wanted)))
     found = compare([Recording.of_trace(trace)], [without], Options())
     assert verdicts(found)["part 9 in engine.step"] == GONE
     assert any(sentence.startswith("Gone: 1 of 13 call paths, most of all part 9") for sentence in found.sentences())

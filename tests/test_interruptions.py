@@ -108,8 +108,8 @@ def test_interruptions_in_a_file_hit_what_they_hit_live(seed: int) -> None:
     is_one = trace.are_of_sites(list(map(is_interruption, trace.sites)))
     found = find_interruptions(trace, np.flatnonzero(~is_one), np.flatnonzero(is_one))
     live = Interruptions()
-    live.attach(trace.with_attributes(is_one))  # as those of a moment before
-    _, hits = live.attach(trace.with_attributes(~is_one))
+    live.attach(trace.select(is_one))  # as those of a moment before
+    _, hits = live.attach(trace.select(~is_one))
     _, at_once = Interruptions().attach(trace)
     assert ids_by_row(at_once) == ids_by_row(found)
     rows = np.flatnonzero(~is_one)

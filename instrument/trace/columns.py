@@ -5,9 +5,11 @@ Each row is a span. Rows are in the order of the input. Times are ns on the mono
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.recording.trace_context import LINK, RemoteParent
-from instrument.trace.indices import NONE, count_ancestors, index_rows, mask_of, rows_of, sort_stably
+from instrument.trace.indices import NONE, count_ancestors, index_rows, mask_of, rank_distinct, rows_of, sort_stably
 from instrument.trace.intervals import Union, are_in_window, clip_intervals, lengths_by_group, union
 
 Int64s = NDArray[np.int64]
@@ -24,116 +26,138 @@ Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 Description = TypeVar("Description", bound=Hashable)
+Read = TypeVar("Read")
 
 FARTHEST_NS = 1 << 62
 """The lowest time in ns that is invalid, because no clock reads it."""
 
 
-class Attributes(Protocol):
-    """The attributes of spans by row, decoded on access."""
+class AttributeSets(Protocol):
+    """Sets of attributes by number, decoded on access."""
+
+    def __len__(self) -> int: ...
+
+    def having(self, name: str) -> Bools:
+        """Return True for each set with an attribute of this name."""
+
+    def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]:
+        """Return the value of an attribute in each given set, None for a set without it."""
+
+    def decode(self, numbers: Sequence[int]) -> Sequence[Mapping[str, AttributeValue]]:
+        """Return the sets with these numbers."""
+
+
+class PlainSets(list[Mapping[str, AttributeValue]]):
+    """Sets of attributes as dicts. The dicts must not change."""
+
+    def having(self, name: str) -> Bools:
+        return np.fromiter((name in attributes for attributes in self), np.bool_, len(self))
+
+    def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]:
+        return [self[number].get(name) for number in numbers]
+
+    def decode(self, numbers: Sequence[int]) -> Sequence[Mapping[str, AttributeValue]]:
+        return [self[number] for number in numbers]
+
+
+class RelinkedSets:
+    """Sets of attributes in which `relink` converts the ids of links."""
+
+    def __init__(self, sets: AttributeSets, relink: Callable[[Any], Any]) -> None:
+        self._sets, self._relink = sets, relink
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def having(self, name: str) -> Bools:
+        return self._sets.having(name)
+
+    def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]:
+        values = self._sets.values(name, numbers)
+        return [value and self._relink(value) for value in values] if name == LINK else values
+
+    def decode(self, numbers: Sequence[int]) -> Sequence[Mapping[str, AttributeValue]]:
+        return [
+            {**attributes, LINK: self._relink(attributes[LINK])} if LINK in attributes else attributes
+            for attributes in self._sets.decode(numbers)
+        ]
+
+
+class Attributes:
+    """The attributes of spans by row, decoded on access.
+
+    `number` has the index of each row's set of attributes, `NONE` for a row without any. The sets of all `tables` are
+    numbered one after the other.
+    """
+
+    def __init__(self, number: NDArray[Any], tables: Sequence[AttributeSets] = ()) -> None:
+        self._number, self._tables = number, tables
+        self._firsts = [0, *accumulate(map(len, tables))]
+
+    @classmethod
+    def of_rows(cls, count: int, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
+        """Return the attributes of `count` rows from dicts by row. The dicts must not change."""
+        return cls(np.full(count, NONE)).override(attributes_by_row)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Attributes]) -> Attributes:
+        firsts = accumulate((part._firsts[-1] for part in parts), initial=0)
+        pairs = zip(parts, firsts, strict=False)
+        numbers = [np.where(part._number == NONE, NONE, part._number + first).astype(np.int32) for part, first in pairs]
+        return cls(np.concatenate([np.zeros(0, dtype=np.int32), *numbers]), [*chain(*(part._tables for part in parts))])
+
+    def take(self, rows: NDArray[Any]) -> Attributes:
+        return Attributes(self._number[rows], self._tables)
+
+    def override(self, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
+        """Return the attributes with those of some rows replaced."""
+        number = self._number.astype(np.int32)
+        number[list(attributes_by_row)] = np.arange(len(attributes_by_row)) + self._firsts[-1]
+        return Attributes(number, [*self._tables, PlainSets(attributes_by_row.values())])
+
+    def relink(self, relink: Callable[[Any], Any]) -> Attributes:
+        return Attributes(self._number, [RelinkedSets(table, relink) for table in self._tables])
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        """Return the attributes of a row."""
+        if (number := int(self._number[row])) == NONE:
+            return {}
+        place = bisect_right(self._firsts, number) - 1
+        return self._tables[place].decode([number - self._firsts[place]])[0]
+
+    @cached_property
+    def _rows(self) -> Int64s:
+        return np.flatnonzero(self._number != NONE)
 
     def rows(self) -> Int64s:
         """Return the rows with attributes, in order."""
+        return self._rows
 
     def having(self, name: str) -> Int64s:
         """Return the rows with an attribute of this name, in order."""
+        is_wanted = np.concatenate([np.zeros(0, np.bool_), *(table.having(name) for table in self._tables)])
+        return self._rows[is_wanted[self._number[self._rows]]] if is_wanted.any() else self._rows[:0]
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         """Return the value of an attribute in each given row, None for a row without it."""
+        numbers, values = self._read_sets(rows, lambda table, numbers: table.values(name, numbers))
+        return list(map([*values, None].__getitem__, numbers.tolist()))
 
     def distinct_sets(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
         """Return the index of each row's set of attributes, `NONE` for a row without any, and the distinct sets."""
-        numbers = np.full(len(rows), NONE, dtype=np.int64)
-        places = np.flatnonzero(np.isin(rows, self.rows()))
-        numbers[places] = np.arange(len(places))
-        return numbers, list(map(self.__getitem__, rows[places].tolist()))
+        return self._read_sets(rows, lambda table, numbers: table.decode(numbers))
 
-
-class AttributesOfRows(Attributes):
-    """The attributes of spans as dicts by row. The dicts must not change."""
-
-    def __init__(self, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> None:
-        self._attributes = attributes_by_row
-
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        return self._attributes.get(row, {})
-
-    def rows(self) -> Int64s:
-        return np.array([*self._attributes], dtype=np.int64)
-
-    def having(self, name: str) -> Int64s:
-        return np.array([row for row, attributes in self._attributes.items() if name in attributes], dtype=np.int64)
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        return [self._attributes.get(row, {}).get(name) for row in rows.tolist()]
-
-
-class ComposedAttributes(Attributes):
-    """The attributes of rows from several `parts`. `part` has the index of each row's part, and `row_in_part` its row
-    there. `relink(part, link)` converts the ids in a link of a part."""
-
-    def __init__(
-        self,
-        parts: Sequence[Attributes],
-        part: NDArray[Any],
-        row_in_part: Int64s,
-        relink: Callable[[int, Any], Any] = lambda _, link: link,
-    ) -> None:
-        self._parts, self._part, self._own, self._relink = parts, part, row_in_part, relink
-
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        number = int(self._part[row])
-        return self._relink_attributes(number, self._parts[number][int(self._own[row])])
-
-    def _relink_attributes(self, number: int, attributes: Mapping[str, AttributeValue]) -> Mapping[str, AttributeValue]:
-        if LINK not in attributes:
-            return attributes
-        return {**attributes, LINK: self._relink(number, attributes[LINK])}
-
-    def rows(self) -> Int64s:
-        return self._compose_rows([part.rows() for part in self._parts])
-
-    def having(self, name: str) -> Int64s:
-        return self._compose_rows([part.having(name) for part in self._parts])
-
-    def _compose_rows(self, rows: Sequence[Int64s]) -> Int64s:
-        composed = [np.zeros(0, dtype=np.int64)]
-        for number, rows_of_part in enumerate(rows):
-            composed_rows = np.flatnonzero(self._part == number)
-            rows_in_part = self._own[composed_rows]
-            count = max(int(rows_in_part.max(initial=0)), int(rows_of_part.max(initial=0))) + 1
-            places = index_rows(rows_in_part, count)[rows_of_part]
-            composed.append(composed_rows[places[places != NONE]])
-        return np.sort(np.concatenate(composed))
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        values: list[AttributeValue | None] = [None] * len(rows)
-        of_rows = self._part[rows]
-        for number, part in enumerate(self._parts):
-            places = np.flatnonzero(of_rows == number)
-            for place, value in zip(places.tolist(), part.values(name, self._own[rows[places]]), strict=True):
-                values[place] = value if name != LINK or value is None else self._relink(number, value)
-        return values
-
-    def distinct_sets(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        numbers = np.full(len(rows), NONE, dtype=np.int64)
-        sets: list[Mapping[str, AttributeValue]] = []
-        of_rows = self._part[rows]
-        for number, part in enumerate(self._parts):
-            places = np.flatnonzero(of_rows == number)
-            numbers_of_part, sets_of_part = part.distinct_sets(self._own[rows[places]])
-            numbers[places] = np.where(numbers_of_part == NONE, NONE, numbers_of_part + len(sets))
-            sets += [self._relink_attributes(number, attributes) for attributes in sets_of_part]
-        return numbers, sets
-
-
-def override_rows(attributes: Attributes, count: int, more: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
-    part = np.zeros(count, dtype=np.int32)
-    part[list(more)] = 1
-    return ComposedAttributes([attributes, AttributesOfRows(more)], part, np.arange(count))
+    def _read_sets(
+        self, rows: Int64s, read: Callable[[AttributeSets, list[int]], Sequence[Read]]
+    ) -> tuple[Int64s, list[Read]]:
+        distinct, places = rank_distinct(self._number[rows])
+        if len(distinct) and distinct[0] == NONE:
+            distinct, places = distinct[1:], places - 1
+        bounds = np.searchsorted(distinct, self._firsts)
+        results = list[Read]()
+        for table, first, (begin, end) in zip(self._tables, self._firsts, pairwise(bounds.tolist()), strict=False):
+            if begin < end:
+                results += read(table, (distinct[begin:end] - first).tolist())
+        return places, results
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,24 +287,18 @@ class Columns:
         return int(np.count_nonzero(is_missing))
 
     def select(self, is_wanted: Bools) -> Columns:
-        """Return the wanted rows, without attributes."""
         return self.take(np.flatnonzero(is_wanted))
 
-    def with_attributes(self, is_wanted: Bools) -> Columns:
-        """Return the wanted rows, with attributes."""
-        rows = np.flatnonzero(is_wanted)
-        remote = {place: self.remote[row] for place, row in enumerate(rows.tolist()) if row in self.remote}
-        attributes = ComposedAttributes([self.attributes], np.zeros(len(rows), dtype=np.int32), rows)
-        return self.take(rows, attributes=attributes, remote=remote)
-
     def take(self, rows: Int64s, **changes: Any) -> Columns:
-        """Return the given rows in this order, without attributes and remote parents. `changes` replaces columns."""
-        device = self.device
+        """Return the given rows in this order. `changes` replaces columns."""
+        device, remote = self.device, self.remote
         if len(device):
             device = replace(device, row=index_rows(rows, len(self))[device.row].astype(np.int32)).sort_by_row()
-        nothing: dict[str, Any] = {"attributes": AttributesOfRows({}), "remote": {}, "device": device}
+        if remote:
+            remote = {place: remote[row] for place, row in enumerate(rows.tolist()) if row in remote}
         columns = {name: getattr(self, name)[rows] for name in _BY_ROW if name not in changes}
-        return Columns(sites=self.sites, errors=self.errors, **(nothing | columns | changes))
+        more: dict[str, Any] = {"device": device, "attributes": self.attributes.take(rows), "remote": remote}
+        return Columns(sites=self.sites, errors=self.errors, **(more | columns | changes))
 
     def topmost_wanted_rows(self, is_wanted: Bools) -> Int32s:
         """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root counts even if the

@@ -21,7 +21,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import AttributeValue, Gpu, Origin, Sample
 from instrument.recording.trace_context import LINK, RemoteParent
-from instrument.trace.columns import AttributesOfRows, Columns, DeviceIntervals, Int64s
+from instrument.trace.columns import Attributes, Columns, DeviceIntervals, Int64s
 from instrument.trace.dataset_tables import ATTRIBUTES, SpanKeys, UInt64s, arrow_schema, import_pyarrow, read_definition
 from instrument.trace.file import Saved
 from instrument.trace.indices import NONE, count_ancestors, rows_of, topmost_rows
@@ -317,8 +317,8 @@ def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) 
         error=error,
         clipped=spans.column("clipped").fill_null(False).to_numpy().astype(np.bool_),
         device=_read_intervals(tables.get("intervals"), ids, offset_ns),
-        attributes=AttributesOfRows(
-            dict(_read_attributes(spans, [dict(place.attributes) for place in places], site, ids))
+        attributes=Attributes.of_rows(
+            len(spans), dict(_read_attributes(spans, [dict(place.attributes) for place in places], site, ids))
         ),
         remote=remote,
     )

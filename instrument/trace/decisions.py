@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.recording.trace_context import RemoteParent, is_sampled, tracestate_of_share
-from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
+from instrument.trace.columns import Attributes, Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import NONE, mask_of, nearest_at_or_above, number_combinations, rows_of
 from instrument.trace.joined import join
 from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows, have_details, split_remote
@@ -82,7 +82,7 @@ class Gathered:
             error=details.error,
             clipped=self.state == OPEN,
             device=DeviceIntervals.make_empty(),
-            attributes=AttributesOfRows(attributes),
+            attributes=Attributes.of_rows(len(self.own), attributes),
             remote=details.remote,
         )
 

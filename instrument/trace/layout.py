@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from instrument.recording.spans import WORK, Kernel, Site
 from instrument.recording.trace_context import RemoteParent
-from instrument.trace.columns import FARTHEST_NS, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
+from instrument.trace.columns import FARTHEST_NS, Attributes, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
 from instrument.trace.indices import NONE, index_rows, mask_of, rank_distinct, topmost_rows
-from instrument.trace.text import PackedAttributes, encode_rows, remove_surrogates
+from instrument.trace.text import TextSets, encode_rows, remove_surrogates
 from instrument.trace.trace import ALLOCATION, Allocation, Allocations, Trace, Views
 
 Column = NDArray[Any]
@@ -174,6 +174,8 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
     _check_rows(numbers, len(ends))
     if len(rows) != len(numbers) or (len(ends) and (ends[-1] != len(texts) or (np.diff(ends) < 0).any())):
         raise ValueError("its attributes are cut off; it is damaged")
+    number = np.full(count, NONE, dtype=np.int32)
+    number[rows] = numbers
     return Columns(
         sites=tuple(sites),
         errors=errors,
@@ -192,7 +194,7 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
         error=_unpack_sparse(arrays, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
         clipped=_unpack_sparse(arrays, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
         device=_unpack_intervals(arrays, start_ns, labels),
-        attributes=PackedAttributes(count, rows, numbers, ends, texts),
+        attributes=Attributes(number, [TextSets(ends, texts)]),
         remote={
             int(row): RemoteParent(
                 int(trace_id, 16), int(span_id, 16), int(flags), bool(is_local), bool(in_server_span)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +22,7 @@ from instrument.errors import TraceError
 from instrument.recording.paths import OVERFLOW, CallPath
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.tally import Tally
-from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, DeviceIntervals, Int64s
+from instrument.trace.columns import Attributes, Bools, Columns, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.indices import NONE, index_rows, rank_distinct, rows_of, topmost_rows
 from instrument.trace.layout import shift_torch_data
@@ -125,20 +126,10 @@ def _bound_clock_error(files: Sequence[Saved]) -> int | None:
     return sum(sorted(bounds)[-2:])
 
 
-def _join_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
-    part, row_in_part = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
-    for number, file in enumerate(parts):
-        rows = np.flatnonzero(file.is_kept)
-        part[file.row[rows]], row_in_part[file.row[rows]] = number, rows
-
-    def relink(number: int, link: Any) -> Any:
-        ids = parse_link(link)
-        if ids is None:
-            return link
-        rows = rows_of(parts[number].trace.span_id, ids)
-        return tuple(0 if row == NONE else int(parts[number].row[row]) + 1 for row in rows.tolist())
-
-    return ComposedAttributes([file.trace.attributes for file in parts], part, row_in_part, relink)
+def _relink_to_merged(part: MergedFile, link: Any) -> Any:
+    """Return a link with the merged ids of the span and of its root, 0 for an unknown one."""
+    ids = parse_link(link)
+    return link if ids is None else tuple(np.maximum(_find_ids(part, ids), 0).tolist())
 
 
 class _Merge:
@@ -181,6 +172,7 @@ class _Merge:
         errors, error = _join_tables([(part.trace.errors, part.trace.error) for part in parts])
         parent_id, root_id = self._merge_ids_above()
         columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
+        attributes = [part.trace.attributes.relink(partial(_relink_to_merged, part)) for part in parts]
         return Columns(
             sites=self._numbers.sites,
             errors=errors,
@@ -194,7 +186,7 @@ class _Merge:
             error=error[order].astype(np.int32),
             **columns,
             device=self._merge_intervals(),
-            attributes=_join_attributes(parts, len(order)),
+            attributes=Attributes.concatenate(attributes).take(order),
             remote={
                 int(part.row[row]): remote
                 for part in parts
@@ -338,7 +330,7 @@ def fold_recordings(files: Sequence[Saved]) -> Saved:
 
 
 def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
-    kept_spans = trace.with_attributes(is_kept)
+    kept_spans = trace.select(is_kept)
     sites, site = np.unique(kept_spans.site, return_inverse=True)
     used_errors = np.unique(kept_spans.error[kept_spans.error >= 0])
     error = np.where(kept_spans.error >= 0, np.searchsorted(used_errors, kept_spans.error), kept_spans.error)
@@ -420,12 +412,12 @@ def split_by_process(saved: Saved) -> list[Saved]:
 
 def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
 
-    def relink(_: int, link: Any) -> Any:
+    def relink(link: Any) -> Any:
         ids = parse_link(link)
         return link if ids is None else tuple(_restore_ids(trace, ids, process).tolist())
 
     rows = np.flatnonzero(is_wanted)
-    columns, moved_ns = trace.with_attributes(is_wanted), process.moved_ns
+    columns, moved_ns = trace.select(is_wanted), process.moved_ns
     # The process did not know parents and roots of other processes. Its own topmost span was the root.
     is_apart = trace.parent != NONE
     is_apart &= of_row != of_row[trace.parent] if len(trace) else is_apart
@@ -449,7 +441,7 @@ def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: M
         start_ns=columns.start_ns - moved_ns,
         end_ns=columns.end_ns - moved_ns,
         device=device,
-        attributes=ComposedAttributes([trace.attributes], np.zeros(len(rows), dtype=np.int32), rows, relink),
+        attributes=columns.attributes.relink(relink),
     )
 
 

@@ -36,7 +36,7 @@ from instrument.recording.spans import (
     is_interruption,
 )
 from instrument.recording.trace_context import LINK, RemoteParent
-from instrument.trace.columns import Columns, Int64s, override_rows
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import NONE, nearest_at_or_above, topmost_rows
 from instrument.trace.joined import Joined, join
 from instrument.trace.layout import order_by_start
@@ -228,7 +228,7 @@ def move_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[in
             attributes_by_row[row] = attributes
     for row, facts in facts_by_request.items():
         attributes_by_row[row] = {**attributes_by_row.get(row, trace.attributes[row]), **facts}
-    return replace(trace, attributes=override_rows(trace.attributes, len(trace), attributes_by_row))
+    return replace(trace, attributes=trace.attributes.override(attributes_by_row))
 
 
 def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:

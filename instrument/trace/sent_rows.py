@@ -16,7 +16,7 @@ import numpy as np
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
 from instrument.recording.trace_context import LINK, LINK_TRACE_ID, OWN_TRACE_FLAGS, LinkedSpan, RemoteParent, link_of
-from instrument.trace.columns import AttributesOfRows, Bools, Columns, Int64s
+from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
 from instrument.trace.indices import NONE, are_at_or_above, nearest_above, nearest_at_or_above
 from instrument.trace.request_trees import find_outer_spans, trace_id_of
@@ -157,7 +157,7 @@ class SentRows:
             settled.trace = trace.take(
                 picked, span_id=own_ids[places], own_id=own_ids[places], parent_id=parent_id[places],
                 root_id=root_id[places], thread_id=gathered.own_thread[picked],
-                attributes=AttributesOfRows({
+                attributes=Attributes.of_rows(len(picked), {
                     at: attributes[row] for at, row in enumerate(picked.tolist()) if row in attributes
                 }),
                 remote=remote_by_row,

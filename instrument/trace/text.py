@@ -15,12 +15,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording.spans import AttributeValue
-from instrument.trace.columns import Attributes, Int32s, Int64s
-from instrument.trace.indices import NONE, append_numbers, find_distinct, mask_of, rank_distinct, view_numbers
+from instrument.trace.columns import Attributes, Bools, Int32s, Int64s
+from instrument.trace.indices import NONE, append_numbers, find_distinct, mask_of, view_numbers
 
 INT64 = 1 << 63
 """The lowest number that does not fit into a signed 64-bit integer. Viewers cannot read such numbers."""
@@ -38,6 +37,9 @@ LIMIT_BYTES = 2 << 30
 
 LIMIT_SPANS = 10_000_000
 """The maximum number of slices, of samples or of allocations that are read from a file."""
+
+ROWS_AT_ONCE = 20_000
+"""The maximum number of rows whose attributes are decoded at once, to bound the memory."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """Return a value, as returned by `make_safe`, as strict JSON."""
@@ -128,26 +130,13 @@ def check_index(value: object) -> int:
     return place
 
 
-PLAIN = {str, int, bool}
-"""The types of which equal values have equal JSON. Float is not among them, because 0.0 equals -0.0."""
-
-
-def encode_rows(attributes_of: Attributes, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
+def encode_rows(attributes: Attributes, rows: Sequence[int], *, finite: bool = True) -> Iterator[str]:
     """Yield the JSON of each row's attributes. With `finite`, infinities and NaN become texts, because viewers cannot
     read them."""
-    text_by_key: dict[object, str] = {}
-    for row in rows:
-        attributes = attributes_of[row]
-        values = tuple(attributes.values())
-        kinds = tuple(map(type, values))
-        if not PLAIN.issuperset(kinds):
-            yield encode_numbers(make_safe(dict(attributes), finite=finite))
-            continue
-        key = *attributes, values, kinds
-        text = text_by_key.get(key)
-        if text is None:
-            text = text_by_key[key] = encode(make_safe(dict(attributes)))
-        yield text
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        numbers, sets = attributes.distinct_sets(np.array(rows[first : first + ROWS_AT_ONCE], dtype=np.int64))
+        texts = [encode_numbers(make_safe(dict(distinct_set), finite=finite)) for distinct_set in sets]
+        yield from map([*texts, "{}"].__getitem__, numbers.tolist())
 
 
 # Unpacked
@@ -155,31 +144,27 @@ def encode_rows(attributes_of: Attributes, rows: Iterable[int], *, finite: bool 
 BYTES_AT_ONCE = 1 << 22
 
 
-class PackedAttributes:
-    """The attributes of spans by row, stored as JSON and decoded on access."""
+class TextSets:
+    """Sets of attributes, stored as JSON and decoded on access. `ends` has the end of each set in `texts`."""
 
-    def __init__(self, count: int, rows: Int64s, numbers: NDArray[Any], ends: Int64s, texts: bytes | bytearray) -> None:
-        self._rows, self._numbers, self._ends, self._texts = rows, numbers, ends, texts
-        self._place = np.full(count, NONE, dtype=np.int32)
-        self._place[rows] = np.arange(len(rows), dtype=np.int32)
+    def __init__(self, ends: Int64s, texts: bytes | bytearray) -> None:
+        self._ends, self._texts = ends, texts
 
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        place = self._place[row]
-        return {} if place < 0 else self._decode(int(self._numbers[place]))
-
-    def _decode(self, number: int) -> dict[str, Any]:
-        (attributes,) = decode_texts([self._text_of(number)])
-        return attributes
+    def __len__(self) -> int:
+        return len(self._ends)
 
     def _text_of(self, number: int) -> bytes:
-        first = int(self._ends[number - 1]) if number else 0
-        return bytes(self._texts[first : int(self._ends[number])])
+        first = self._ends.item(number - 1) if number else 0
+        return bytes(self._texts[first : self._ends.item(number)])
 
-    def rows(self) -> Int64s:
-        return self._rows
+    def decode(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        return decode_texts(map(self._text_of, numbers))
 
-    def having(self, name: str) -> Int64s:
-        """Return the rows with an attribute of this name, in order. Flat JSON is searched as text, without decoding."""
+    def values(self, name: str, numbers: Sequence[int]) -> list[AttributeValue | None]:
+        return list(map(_make_value_reader(name), map(self._text_of, numbers)))
+
+    def having(self, name: str) -> Bools:
+        """Return True for each set with an attribute of this name. Flat JSON is searched as text, without decoding."""
         written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
         at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
         text_of_match = np.searchsorted(ends, at, side="right")
@@ -188,29 +173,8 @@ class PackedAttributes:
         are_flat = np.searchsorted(braces, ends[numbers]) - np.searchsorted(braces, firsts) == 1
         are_flat &= ~np.isin(numbers, text_of_match[np.frombuffer(texts, dtype=np.uint8)[at - 1] == ord("\\")])
         has = mask_of(numbers[are_flat], len(ends))
-        for number in numbers[~are_flat].tolist():
-            has[number] = name in self._decode(number)
-        return np.asarray(self._rows[has[self._numbers]])
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        places = self._place[rows]
-        of_rows = np.full(len(rows), NONE, dtype=np.int64)
-        of_rows[places >= 0] = self._numbers[places[places >= 0]]
-        numbers = find_distinct(of_rows[of_rows != NONE])
-        value_in, texts = _make_value_reader(name), self._texts
-        firsts, ends = np.where(numbers > 0, self._ends[numbers - 1], 0), self._ends[numbers]
-        values: dict[int, AttributeValue | None] = {NONE: None}
-        for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends.tolist(), strict=True):
-            values[number] = value_in(bytes(texts[first:end]))
-        return list(map(values.__getitem__, of_rows.tolist()))
-
-    def distinct_sets(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        places = self._place[rows]
-        with_attributes = np.flatnonzero(places >= 0)
-        distinct_numbers, numbers = rank_distinct(self._numbers[places[with_attributes]])
-        set_of_row = np.full(len(rows), NONE, dtype=np.int64)
-        set_of_row[with_attributes] = numbers
-        return set_of_row, decode_texts(map(self._text_of, distinct_numbers.tolist()))
+        has[numbers[~are_flat]] = [name in attributes for attributes in self.decode(numbers[~are_flat].tolist())]
+        return has
 
 
 def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
@@ -298,16 +262,15 @@ class GatheredAttributes:
         append_numbers(self._rows, rows)
         append_numbers(self._numbers, range(number, number + len(rows)))
 
-    def packed(self, rank: Int32s) -> PackedAttributes:
+    def packed(self, rank: Int32s) -> Attributes:
         """Return the attributes of all rows, with row `i` renumbered to `rank[i]`."""
-        rows = rank[view_numbers(self._rows)]
-        order = np.argsort(rows, kind="stable")
-        numbers = view_numbers(self._numbers).astype(np.int32)[order]
-        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, view_numbers(self._ends), self._texts)
+        number = np.full(len(rank), NONE, dtype=np.int32)
+        number[rank[view_numbers(self._rows)]] = view_numbers(self._numbers)
+        return Attributes(number, [TextSets(view_numbers(self._ends), self._texts)])
 
 
 def attributes_to_json(attributes: Mapping[str, object]) -> bytes:
-    """Return attributes as JSON. Names are not escaped, because `PackedAttributes.having` searches the text for
+    """Return attributes as JSON. Names are not escaped, because `TextSets.having` searches the text for
     them."""
     try:
         text = msgspec.json.encode(attributes)

@@ -28,9 +28,8 @@ from instrument.recording.spans import (
 )
 from instrument.trace.columns import (
     FARTHEST_NS,
-    AttributesOfRows,
+    Attributes,
     Columns,
-    ComposedAttributes,
     DeviceIntervals,
     Int32s,
     Int64s,
@@ -155,7 +154,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
         error=error_numbers,
         clipped=np.fromiter(map(attrgetter("clipped"), spans), np.bool_, len(spans)),
         device=_make_intervals(spans),
-        attributes=AttributesOfRows({
+        attributes=Attributes.of_rows(len(spans), {
             row: attributes for row, attributes in enumerate(map(attrgetter("attributes"), spans)) if attributes
         }),
         remote={
@@ -180,11 +179,7 @@ def append_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
         **columns,
         site=np.concatenate([trace.site, more.site + len(trace.sites)]).astype(np.int32),
         error=np.concatenate([trace.error, error]).astype(np.int32),
-        attributes=ComposedAttributes(
-            [trace.attributes, more.attributes],
-            np.repeat(np.array([0, 1], dtype=np.int32), [len(trace), len(more)]),
-            np.concatenate([np.arange(len(trace)), np.arange(len(more))]),
-        ),
+        attributes=Attributes.concatenate([trace.attributes, more.attributes]),
     )
 
 
