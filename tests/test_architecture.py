@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (13_501, 37),
     "runtime": (2_769, 13),
     "sessions": (6_358, 19),
-    "trace": (9_866, 29),
+    "trace": (9_717, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
