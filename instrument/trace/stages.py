@@ -245,7 +245,7 @@ def make_stage_spans(
 # Kinds of steps
 
 
-class Series(NamedTuple):
+class BatchSeries(NamedTuple):
     """The batches of each request, name and thread. `number` is the series of each batch. `order` has the batches by
     series. `spent_ns` is the total time of a series."""
 
@@ -273,12 +273,12 @@ class Parts:
     says_weight: Bools
 
     @cached_property
-    def series(self) -> Series:
+    def series(self) -> BatchSeries:
         number, first = number_combinations(self.request, self.name, rank_distinct(self.thread_id)[1])
         order, size = np.argsort(number, kind="stable"), np.bincount(number)
         starts = np.cumsum(size) - size
         spent_ns = np.add.reduceat((self.end_ns - self.start_ns)[order], starts)
-        return Series(number, order, first, order[starts + size - 1], size, spent_ns)
+        return BatchSeries(number, order, first, order[starts + size - 1], size, spent_ns)
 
 
 class StepKinds:
@@ -309,12 +309,12 @@ class StepKinds:
         starts, lasts = parts.start_ns[first], parts.start_ns[last]
         says, weights = parts.says_weight[first], parts.weight[first]
         for distance in range(1, int(np.bincount(requests).max(initial=1))):
-            left = np.flatnonzero(requests[:-distance] == requests[distance:])
-            right = left + distance
-            has_turns = np.maximum(most[left], most[right]) > 1
-            take_turns = (starts[left] < lasts[right]) & (starts[right] < lasts[left])
-            says_either = says[left] | says[right]
-            is_alike = (weights[left] == weights[right]) | (says[left] != says[right])
+            earlier = np.flatnonzero(requests[:-distance] == requests[distance:])
+            later = earlier + distance
+            has_turns = np.maximum(most[earlier], most[later]) > 1
+            take_turns = (starts[earlier] < lasts[later]) & (starts[later] < lasts[earlier])
+            says_either = says[earlier] | says[later]
+            is_alike = (weights[earlier] == weights[later]) | (says[earlier] != says[later])
             for counter, is_counted in (
                 (self._counts, has_turns),
                 (self._turns, has_turns & take_turns),
@@ -322,7 +322,7 @@ class StepKinds:
                 (self._unlike, ~has_turns & says_either & ~is_alike),
             ):
                 pairs, counts = np.unique(
-                    np.stack([name[left], name[right]])[:, is_counted], axis=1, return_counts=True
+                    np.stack([name[earlier], name[later]])[:, is_counted], axis=1, return_counts=True
                 )
                 for (a, b), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
                     counter[names[a], names[b]] += count
@@ -384,7 +384,7 @@ class Steps:
 def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     """Return the steps that served each request. `kinds` has the kind and the representing name of each batch name.
 
-    A step of a request and kind has a batch of the request's leading name. Threads that run equally many of these
+    A step of a request and kind has a batch of the request's leading name. Threads that run equally many such
     batches at once are workers of the same steps. Other threads take turns.
     """
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
