@@ -10,7 +10,7 @@ from simulated_engine import Request, Service
 
 from instrument.recording.distributions import percentiles_of
 from instrument.report.batches_view import NeighbourBill, Without, neighbours
-from instrument.report.request_groups import joined_requests, request_groups, request_ledger, request_turns
+from instrument.report.request_groups import request_groups
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import Account
 
@@ -68,7 +68,7 @@ def is_conserved(bill: NeighbourBill) -> bool:
 
 def queue_times(recording: Recording, tenants: Sequence[str] = ()) -> tuple[float, int]:
     """Return the mean and p99 of the queue times of requests, of all without `tenants`, as the ledger has them."""
-    parts, grouped = recording.compute_once(request_ledger), request_groups(recording, BY_TENANT)
+    parts, grouped = recording.ledger, request_groups(recording, BY_TENANT)
     places = [place for place, group in enumerate(grouped.group) if not tenants or grouped.names[group] in tenants]
     times = sorted(parts.parts_of(place).get("queue", 0) for place in places)
     return sum(times) / len(times), percentiles_of(times, (0.99,))[0]
@@ -101,11 +101,11 @@ def is_placebo_free(seed: int, seconds: float = SECONDS) -> bool:
 def is_free(recording: Recording, seed: int) -> bool:
     """Return True if the tenant `placebo` is not charged more than all of 180 groups by chance are."""
     grouped = request_groups(recording, BY_TENANT)
-    rng, joined, each = np.random.default_rng(seed), recording.compute_once(joined_requests), []
+    rng, joined, each = np.random.default_rng(seed), recording.joined, []
     is_charged = np.ones(len(joined.rows), dtype=np.bool_)
     for number in range(61):
         group = rng.permutation(grouped.group) if number else grouped.group
-        account = Account(recording.columns, joined, recording.compute_once(request_turns), group, 3, is_charged)
-        inflicted = account.compute_bill(recording.compute_once(request_ledger)).charged_ns.sum(axis=(0, 1))[:-1]
+        account = Account(recording.columns, joined, recording.turns, group, 3, is_charged)
+        inflicted = account.compute_bill(recording.ledger).charged_ns.sum(axis=(0, 1))[:-1]
         each.append(inflicted / np.bincount(group, minlength=3))
     return bool(each[0][grouped.names.index("placebo")] <= np.max(each[1:]))

@@ -18,7 +18,6 @@ from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.recording.spans import KEY, DeviceInterval, Origin, Sample, Site, Span
 from instrument.recording.trace_context import LINK, RemoteParent
-from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger
 from instrument.report.view import Recording
 from instrument.trace import dataset_files, file
 from instrument.trace.dataset_tables import arrow_schema, arrow_type, read_definition
@@ -185,10 +184,10 @@ def test_requests_have_the_parts_that_the_report_has(tmp_path: Path) -> None:
     trace = simulated()
     folder = written(tmp_path, [trace])
     recording = Recording.of_saved(graft_requests(file.load(tmp_path / "files" / "0.npz")))
-    joined, ledger = recording.compute_once(joined_requests), recording.compute_once(request_ledger)
+    joined, ledger = recording.joined, recording.ledger
     requests = rows_of(folder, "requests").sort_by("start_unix_ns").to_pylist()
     assert len(requests) == len(joined.rows) == 80
-    device = recording.compute_once(request_device_ledger)
+    device = recording.device_ledger
     names = {"share of batches": "share", "waiting in batches": "waiting", "sub-requests": "sub_requests"}
     columns = ("queue", "share", "waiting", "stall", "transport", "sub_requests", "unknown")
     for place, row in enumerate(requests):

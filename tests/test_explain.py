@@ -20,7 +20,6 @@ from instrument.profile.model import FunctionRule, Profile, RequestKeys
 from instrument.recording.spans import BATCH_KEYS, KEY, Origin, Site, Span
 from instrument.report.causes import CAUSES, CauseTimes
 from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Explanation, RequestChoice, explain
-from instrument.report.requests_view import joined_requests
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.merge import merge, split_by_process
@@ -90,7 +89,7 @@ def test_the_slowest_request_of_a_service_without_an_incident_is_typical() -> No
 
 def test_the_times_of_causes_add_up_to_the_wall_of_each_request() -> None:
     recording = Recording.of_trace(Lives(4, "blocked event loop", requests=FEW).run()[0])
-    rows = recording.compute_once(joined_requests).rows
+    rows = recording.joined.rows
     times = CauseTimes(recording, np.arange(len(rows)))
     for place in range(len(rows)):
         assert sum(times.times_by_cause(place).values()) == pytest.approx(int(recording.columns.total_ns[rows[place]]))

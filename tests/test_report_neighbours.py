@@ -16,7 +16,7 @@ from instrument.cli import main
 from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
 from instrument.report.batches_view import NOBODY, batches, neighbours
 from instrument.report.device_view import device
-from instrument.report.request_groups import group_shares, joined_requests, request_ledger, request_turns
+from instrument.report.request_groups import group_shares
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
 from instrument.trace import file
@@ -86,9 +86,9 @@ def test_a_bill_without_waits_says_how_to_get_one() -> None:
 
 def by_hand(recording: Recording, group: list[int], count: int) -> Counter[tuple[int, int, int]]:
     """Return what is charged by way, group that waited and group waited for, piece by piece."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
-    turns, served = recording.compute_once(request_turns), joined.served
-    given = recording.compute_once(request_ledger).given_ns
+    trace, joined = recording.columns, recording.joined
+    turns, served = recording.turns, joined.served
+    given = recording.ledger.given_ns
     charged = Counter[tuple[int, int, int]]()
     members: dict[int, list[tuple[int, int, int]]] = {}
     for pair, (row, request, weight) in enumerate(zip(served.batch, served.request, served.weight, strict=True)):
@@ -132,11 +132,11 @@ def by_hand(recording: Recording, group: list[int], count: int) -> Counter[tuple
 def test_the_bill_equals_one_that_is_made_by_hand(seed: int) -> None:
     recording = Recording.of_trace(Service(seed, requests=25, a_second=2_000).run())
     rng, count = random.Random(seed), 3
-    joined = recording.compute_once(joined_requests)
+    joined = recording.joined
     group = [rng.randrange(count) for _ in joined.rows]
     every = np.ones(len(group), dtype=np.bool_)
-    account = Account(recording.columns, joined, recording.compute_once(request_turns), np.array(group), count, every)
-    bill = account.compute_bill(recording.compute_once(request_ledger))
+    account = Account(recording.columns, joined, recording.turns, np.array(group), count, every)
+    bill = account.compute_bill(recording.ledger)
     places = {
         (way, waiting, cause): int(bill.charged_ns[way, waiting, cause])
         for way in WAYS
@@ -159,11 +159,11 @@ def test_irregular_recordings_charge_each_nanosecond_once(seed: int) -> None:
         blocked.attributes = {BLOCKED_BY: rng.choice(names)}
         spans.append(blocked)
     recording = recording_of(spans)
-    joined, count = recording.compute_once(joined_requests), rng.randrange(1, 5)
+    joined, count = recording.joined, rng.randrange(1, 5)
     group = np.array([rng.randrange(count) for _ in joined.rows], dtype=np.int64)
     every = np.ones(len(group), dtype=np.bool_)
-    account = Account(recording.columns, joined, recording.compute_once(request_turns), group, count, every)
-    bill = account.compute_bill(recording.compute_once(request_ledger))
+    account = Account(recording.columns, joined, recording.turns, group, count, every)
+    bill = account.compute_bill(recording.ledger)
     assert (bill.charged_ns.sum(axis=(0, 2)) == bill.suffered_ns).all()
     assert (bill.charged_ns >= 0).all()
     assert is_conserved(neighbours(recording, Options()))

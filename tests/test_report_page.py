@@ -24,7 +24,6 @@ from instrument.recording.spans import KEY, Origin, Site, Span
 from instrument.report import html_page, kept_spans
 from instrument.report.html_page import ON_PAGE, SCRIPTS, write_page
 from instrument.report.kept_spans import successive_differences
-from instrument.report.request_groups import joined_requests, request_ledger
 from instrument.report.requests_view import requests
 from instrument.report.section import VIEW_OF
 from instrument.report.table import printable
@@ -224,7 +223,7 @@ def test_each_span_of_the_page_has_the_times_and_the_parent_of_the_trace() -> No
 def test_parts_and_turns_of_each_request_add_up_to_its_wall_as_in_the_ledger() -> None:
     trace = engine_trace(30)
     recording, document = Recording.of_trace(trace), document_of(trace)
-    joined, its = recording.compute_once(joined_requests), document["listed"]
+    joined, its = recording.joined, document["listed"]
     walls, names = its["wall"], its["part_names"]
     parts = iter(zip(its["part"], its["part_ns"], strict=True))
     turns = document["turns"]
@@ -232,7 +231,7 @@ def test_parts_and_turns_of_each_request_add_up_to_its_wall_as_in_the_ledger() -
     assert walls == recording.columns.total_ns[joined.rows].tolist()
     for place, (count, of_turns) in enumerate(zip(its["part_count"], turns["count"], strict=True)):
         shown = {names[part]: time_ns for part, time_ns in (next(parts) for _ in range(count))}
-        assert shown == recording.compute_once(request_ledger).parts_of(place)
+        assert shown == recording.ledger.parts_of(place)
         assert sum(shown.values()) == walls[place]
         sums, gaps = Counter[str](), 0
         for part, after, length in (next(told) for _ in range(of_turns)):
@@ -291,7 +290,7 @@ def test_a_request_that_is_asked_for_has_its_spans_whatever_is_left_out(monkeypa
     trace = engine_trace(40)
     monkeypatch.setattr(html_page, "MOST_SPANS", 100)
     monkeypatch.setattr(kept_spans, "MOST_LISTED", 5)
-    joined = Recording.of_trace(trace).compute_once(joined_requests)
+    joined = Recording.of_trace(trace).joined
     fastest = min(range(40), key=lambda place: int(trace.spans[int(joined.rows[place])].total_ns))
     (key,) = joined.keys[fastest]
     its = document_of(trace, request=key)["listed"]

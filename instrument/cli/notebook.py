@@ -89,9 +89,8 @@ class LoadedTrace:
         return self._make_frame(tables.make_batch_frame(self.saved.trace, *self._joined_and_ledger()))
 
     def _joined_and_ledger(self) -> tuple[Any, Any]:
-        from instrument.report.request_groups import joined_requests, request_ledger
 
-        return self.recording.compute_once(joined_requests), self.recording.compute_once(request_ledger)
+        return self.recording.joined, self.recording.ledger
 
     def _make_frame(self, relation: Any) -> Any:
         from instrument.trace import tables

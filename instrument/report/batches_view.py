@@ -21,14 +21,9 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.request_groups import (
     ENDPOINT,
     GroupShare,
-    complete_requests,
     group_shares,
-    joined_requests,
     make_shares_table,
-    request_device_ledger,
     request_groups,
-    request_ledger,
-    request_turns,
 )
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
@@ -155,7 +150,7 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
 
 
 def _sum_batches(recording: Recording, name: str, rows: Int64s, remaining: int = 0) -> NamedBatches:
-    trace, served = recording.columns, recording.compute_once(joined_requests).served
+    trace, served = recording.columns, recording.joined.served
     has_weights = bool(np.isin(rows, trace.attributes.having(BATCH_WEIGHTS)).all())
     places = np.searchsorted(rows, served.batch).clip(max=len(rows) - 1)
     pairs = np.flatnonzero(rows[places] == served.batch)
@@ -166,7 +161,7 @@ def _sum_batches(recording: Recording, name: str, rows: Int64s, remaining: int =
     room, on_device_ns = heaviest * sizes, np.zeros(len(rows), dtype=np.int64)
     padded = int(room.sum())
     if len(trace.device):
-        on_device_ns = recording.compute_once(request_device_ledger).batch_ns[rows]
+        on_device_ns = recording.device_ledger.batch_ns[rows]
     uneven_ns = on_device_ns * ((room - sums) / np.maximum(room, 1))
     p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
     largest = int(sizes.max())
@@ -325,13 +320,13 @@ class NeighbourBill(View):
 
 def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     """Return the view of the kept spans. The option `requests_by` groups the requests, by default by endpoint."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     grouped = request_groups(recording, options)
     names, group = grouped.names, grouped.group
     is_charged = np.zeros(len(joined.rows), dtype=np.bool_)
-    is_charged[joined.of[recording.compute_once(complete_requests)[0]]] = True
-    account = Account(trace, joined, recording.compute_once(request_turns), group, len(names), is_charged)
-    bill = account.compute_bill(recording.compute_once(request_ledger))
+    is_charged[joined.of[recording.complete_requests[0]]] = True
+    account = Account(trace, joined, recording.turns, group, len(names), is_charged)
+    bill = account.compute_bill(recording.ledger)
     sums = bill.charged_ns.sum(axis=0)
     requests = Groups(group[is_charged], len(names)).count_members().tolist()
     inflicted = sums.sum(axis=0).tolist()
@@ -382,11 +377,11 @@ def _predict_queues_without_groups(
     recording: Recording, account: Account, group: Int64s, on_others: Int64s, names: Sequence[str]
 ) -> tuple[Replay | None, tuple[Without, ...]]:
     """Return a replay of all requests, and one prediction for each group that delayed others most."""
-    joined = recording.compute_once(joined_requests)
+    joined = recording.joined
     causes = [place for place in np.argsort(-on_others, kind="stable").tolist() if on_others[place]][:REPLAYED]
     if not causes:
         return None, ()
-    engine = Engine(recording.columns, joined, recording.compute_once(request_turns), account.lanes)
+    engine = Engine(recording.columns, joined, recording.turns, account.lanes)
     every = engine.replay(np.ones(len(joined.rows), dtype=np.bool_))
     if not every.is_sound:
         return every if len(every.place) else None, ()

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, Site, is_blocked_loop, is_collection
-from instrument.report.request_groups import joined_requests, read_sizes, request_turns, size_names
+from instrument.report.request_groups import read_sizes, size_names
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
-from instrument.trace.blame import Floats, StepCosts, compute_step_costs, name_request, select_loads
-from instrument.trace.columns import Bools, Int64s
+from instrument.trace.blame import Floats, compute_step_costs, name_request, select_loads
+from instrument.trace.columns import Int64s
 from instrument.trace.indices import NONE, Members, mask_of, nearest_at_or_above, number_combinations
 from instrument.trace.intervals import union, union_by_group
 from instrument.trace.joined import THOUSANDTHS
@@ -90,17 +90,20 @@ class CauseTimes:
     """The time that each cause took in requests of a recording. `places` are the indices of the requests."""
 
     def __init__(self, recording: Recording, places: Int64s) -> None:
-        self.trace, self.joined = trace, joined = recording.columns, recording.compute_once(joined_requests)
+        self.trace, self.joined = trace, joined = recording.columns, recording.joined
         self.facts = recording.trace
-        self.costs = recording.compute_once(_recorded_step_costs)
-        part_names, *columns = recording.compute_once(request_turns)
+        served = replace(joined.served, weight=recording.compute_once(weights_of_pairs))
+        self.costs = compute_step_costs(trace, served, len(joined.rows))
+        part_names, *columns = recording.turns
         self.names = (*part_names, UNKNOWN_REST)
         self._turns = {place: self._fill_gaps(columns, place) for place in places.tolist()}
         self._process_of = {
             thread: number for number, process in enumerate(self.facts.processes) for thread in process.threads
         }
         rows = self.collections = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
-        self._collected = union_by_group(self._processes_of_rows(rows), trace.start_ns[rows], trace.end_ns[rows])
+        self._collected = union_by_group(
+            self._number_processes(trace.thread_id[rows]), trace.start_ns[rows], trace.end_ns[rows]
+        )
         rows = self.blocks = self._find_blocked_loops()
         self._blocked = union_by_group(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
         self._names_of_sites = [name_of_site(site) for site in trace.sites]
@@ -124,9 +127,6 @@ class CauseTimes:
         if not self._process_of:
             return np.zeros(len(threads), dtype=np.int64)
         return np.array([self._process_of.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
-
-    def _processes_of_rows(self, rows: Int64s) -> Int64s:
-        return self._number_processes(self.trace.thread_id[rows])
 
     def _fill_gaps(self, all_turns: Sequence[Int64s], place: int) -> Turns:
         """Return the turns of a request (see `Turns`), with turns of unknown time in the gaps."""
@@ -155,7 +155,8 @@ class CauseTimes:
         for other spans."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
-        collected = self._collected.length_within(self._processes_of_rows(costs.rows), costs.start_ns, costs.end_ns)
+        processes = self._number_processes(trace.thread_id[costs.rows])
+        collected = self._collected.length_within(processes, costs.start_ns, costs.end_ns)
         excess_ns = _subtract_from_largest_excess(excess_ns, collected.astype(np.float64))[0]
         self.first_ns = np.zeros(len(costs.rows))
         if self.knows_first_calls:
@@ -237,9 +238,15 @@ class CauseTimes:
         trace, turns, times = self.trace, self._turns[place], defaultdict[Key, float](float)
         root = int(self.joined.rows[place])
         ends = turns.start_ns + turns.length_ns
-        threads = self._threads_of_turns(place, turns)
+        waits_for_engine = np.isin(turns.part, [self.names.index(QUEUE), self.names.index(STALL)]) & (turns.row == NONE)
+        threads = np.where(turns.row == NONE, trace.thread_id[root], trace.thread_id[turns.row])
+        if (engine := self.engine_thread(place)) is not None:
+            threads[waits_for_engine] = engine
         collected = self._collected.length_within(self._number_processes(threads), turns.start_ns, ends)
-        blocked = self._measure_blocked_time(root, turns, turns.length_ns - collected)
+        # A blocked event loop delays what waits on its thread.
+        blocked = self._blocked.length_within(np.full(len(ends), trace.thread_id[root]), turns.start_ns, ends)
+        waits = (turns.pair == NONE) & ((turns.row == NONE) | self._suspends[turns.row]) & ~waits_for_engine
+        blocked = np.where(waits, np.minimum(blocked, turns.length_ns - collected), 0)
         times[COLLECTED, ""] = int(collected.sum())
         times[BLOCKED, ""] = int(blocked.sum())
         remaining = (turns.length_ns - collected - blocked).astype(np.float64)
@@ -255,7 +262,10 @@ class CauseTimes:
             elif name in (TRANSPORT, EXECUTOR_QUEUE):
                 times[TRANSPORTED if name == TRANSPORT else EXECUTOR, ""] += spent_ns
             elif name == UNKNOWN_REST:
-                rows, ran_ns = self._measure_own_calls(place, spent_ns)
+                rows = self._own_rows[place]
+                waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
+                ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
+                ran_ns *= min(1.0, spent_ns / max(float(ran_ns.sum()), 1.0))
                 self._add_own_times(times, rows, ran_ns, is_sub=False)
             else:
                 self._add_own_times(times, turns.row[is_part], remaining[is_part], is_sub=name == SUB_REQUESTS)
@@ -264,26 +274,6 @@ class CauseTimes:
             times[INSTRUMENT, ""] = float(self._rows_of_requests[place]) * self.facts.cost.per_call_ns
         times[UNKNOWN_REST, ""] += int(trace.total_ns[root]) - sum(times.values())
         return times
-
-    def _wait_for_engine(self, turns: Turns) -> Bools:
-        """Return True for each turn between spans in which a request is queued or stalled."""
-        parts = [self.names.index(QUEUE), self.names.index(STALL)]
-        return np.asarray((turns.row == NONE) & np.isin(turns.part, parts))
-
-    def _threads_of_turns(self, place: int, turns: Turns) -> Int64s:
-        """Return the thread that a request waits for in each turn."""
-        root_thread, engine = self.trace.thread_id[self.joined.rows[place]], self.engine_thread(place)
-        threads = np.where(turns.row == NONE, root_thread, self.trace.thread_id[turns.row])
-        return threads if engine is None else np.where(self._wait_for_engine(turns), engine, threads)
-
-    def _measure_blocked_time(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
-        """Return, for each turn, the time for which a blocked event loop delayed the request, at most `most_ns`."""
-        trace = self.trace
-        may_wait = (turns.row == NONE) | self._suspends[turns.row]
-        waits = (turns.pair == NONE) & may_wait & ~self._wait_for_engine(turns)
-        loop = np.full(len(turns.part), trace.thread_id[root])
-        blocked = self._blocked.length_within(loop, turns.start_ns, turns.start_ns + turns.length_ns)
-        return np.where(waits, np.minimum(blocked, most_ns), 0)
 
     def _add_step_times(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
         """Divide a request's time in steps, or its waits for steps, among causes. Return the sum in ns."""
@@ -326,13 +316,6 @@ class CauseTimes:
         """Return the cause of a site's time: a copy, a wait for a lock, or else `usual`."""
         return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
 
-    def _measure_own_calls(self, place: int, most_ns: float) -> tuple[Int64s, Floats]:
-        """Add the running time of a request's calls outside of phases to their causes, up to `most_ns` in total."""
-        trace, rows = self.trace, self._own_rows[place]
-        waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
-        ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
-        return rows, ran_ns * min(1.0, most_ns / max(float(ran_ns.sum()), 1.0))
-
     def find_proofs(self, place: int, cause: str, path: str) -> list[Proof]:
         """Return the spans of a request in which a cause took the most time, up to `MOST_PROOFS` spans."""
         trace, turns, root, note = self.trace, self._turns[place], int(self.joined.rows[place]), ""
@@ -364,7 +347,13 @@ class CauseTimes:
         rows, spent_ns = rows[order], spent_ns[order]
         notes = [f"by {blocker}" if blocker else "" for blocker in trace.attributes.values(BLOCKED_BY, rows)]
         if cause == PREFILL:
-            notes = [self._describe_heaviest_member(row) for row in rows.tolist()]
+            heaviest = self.costs.heavy[self.costs.step_of[rows]].tolist()
+            notes = [
+                ", ".join(
+                    filter(None, (f"for {name_request(trace, self.joined, request)}", self.describe_request(request)))
+                )
+                for request in heaviest
+            ]
         return [
             Proof(
                 self._names_of_sites[trace.site[row]], int(trace.span_id[row]),
@@ -397,19 +386,14 @@ class CauseTimes:
         }.get(cause, self.excess_ns[:, paths].sum(axis=1))  # fmt: skip
         return costs.rows[steps], spent_ns / np.maximum(lengths_ns[steps], 1) * of_steps[steps]
 
-    def _describe_heaviest_member(self, row: int) -> str:
-        """Return a text on the request with the most weight in an engine step."""
-        request = int(self.costs.heavy[self.costs.step_of[row]])
-        texts = f"for {name_request(self.trace, self.joined, request)}", self.describe_request(request)
-        return ", ".join(filter(None, texts))
-
     def _describe_holder(self, place: int, wait: int) -> str:
         """Return a text on the request that had a lock for most of a wait, "" without such a request."""
         trace, joined = self.trace, self.joined
         site = trace.sites[trace.site[wait]]
         is_named = trace.are_of_sites([another.name == site.name for another in trace.sites])
         rows = self.locks[is_named[self.locks]]
-        rows = rows[self._processes_of_rows(rows) == self._processes_of_rows(np.array([wait]))]
+        process = self._number_processes(trace.thread_id[[wait]])
+        rows = rows[self._number_processes(trace.thread_id[rows]) == process]
         rows = rows[np.argsort(trace.end_ns[rows], kind="stable")]
         begins, ends = trace.end_ns[rows], trace.end_ns[trace.parent[rows]]
         if site.qualname.endswith("Lock.acquire"):
@@ -438,16 +422,10 @@ def _subtract_from_largest_excess(excess_ns: Floats, amounts_ns: Floats) -> tupl
     return remaining_ns, taken_ns
 
 
-def _recorded_step_costs(recording: Recording) -> StepCosts:
-    joined = recording.compute_once(joined_requests)
-    served = replace(joined.served, weight=recording.compute_once(weights_of_pairs))
-    return compute_step_costs(recording.columns, served, len(joined.rows))
-
-
 def weights_of_pairs(recording: Recording) -> Int64s:
     """Return the weight of each pair of a batch and a request. Without recorded weights, batches of one request have
     the size of its input as weight."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     served = joined.served
     names = sorted(filter(INPUT.search, size_names(trace)))
     if not len(served.batch) or np.ptp(served.weight) or not names:

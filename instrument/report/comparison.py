@@ -28,8 +28,6 @@ from instrument.recording.distributions import percentiles_of
 from instrument.report.effects import LEAST_CALLS, CallSample, Floats, measure_effect, p99_limits
 from instrument.report.endpoint_statistics import EndpointTimes
 from instrument.report.request_groups import (
-    complete_requests,
-    joined_requests,
     read_sizes,
     request_groups,
     size_names,
@@ -378,7 +376,7 @@ def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
     parts: dict[tuple[str, ...], list[CallSample]] = defaultdict(list)
     request_count = 0
     for run, recording in enumerate(runs):
-        trace, joined = recording.columns, recording.compute_once(joined_requests)
+        trace, joined = recording.columns, recording.joined
         request_count += len(joined.rows)
         if not len(trace):
             continue
@@ -428,7 +426,7 @@ def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) ->
 
 
 def _mean_batch_size(runs: Sequence[Recording]) -> float | None:
-    served = [recording.compute_once(joined_requests).served for recording in runs]
+    served = [recording.joined.served for recording in runs]
     batches = sum(len(find_distinct(pairs.batch)) for pairs in served)
     return sum(len(pairs.batch) for pairs in served) / batches if batches else None
 
@@ -465,9 +463,9 @@ def _slowest_requests(
     """Return the 99th percentiles of the groups that exist before and after, the largest group first."""
     sides: list[dict[str, list[Int64s]]] = [defaultdict(list), defaultdict(list)]
     for side, recording in ((side, run) for side, runs in zip(sides, (before, after), strict=True) for run in runs):
-        (rows, _), grouped = recording.compute_once(complete_requests), request_groups(recording, options)
+        (rows, _), grouped = recording.complete_requests, request_groups(recording, options)
         of_rows, walls = (
-            grouped.group[recording.compute_once(joined_requests).of[rows]],
+            grouped.group[recording.joined.of[rows]],
             recording.columns.total_ns[rows],
         )
         for members in Groups(of_rows, len(grouped.names)).members():

@@ -32,7 +32,6 @@ from instrument.report.request_groups import (
     choose_evenly,
     choose_median_requests,
     estimate_slow_threshold_ns,
-    joined_requests,
     mask_known_endpoint,
     similar_requests,
 )
@@ -227,7 +226,7 @@ class Explanation(View):
 
 def explain(recording: Recording, choice: RequestChoice, options: Options) -> list[Explanation]:
     """Return an explanation for each chosen request, or one for a window. Raises `TraceError` if no request matches."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     if choice.request is not None:
         return [explain_request(recording, find_requests_by_key(trace, joined, choice.request)[0], options)]
     begins_ns = trace.start_ns[joined.rows] - recording.trace.start_ns
@@ -250,7 +249,7 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
 
 def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
     """Return the explanation of one request. `place` is its index among the joined requests."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     places, is_like = similar_requests(recording, place)
     begin_ns, wall_ns = int(trace.start_ns[joined.rows[place]]), int(trace.total_ns[joined.rows[place]])
     walls = trace.total_ns[joined.rows[places]]
@@ -260,15 +259,13 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
     evidence = _Evidence(recording, np.array([place]), middle, arrivals, options, is_like=is_like)
     if len(places) < ENOUGH:
         doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
-        return evidence.describe_requests(1, doubt)
-    return evidence.explain(
-        evidence.describe_requests(1), len(places), estimate_slow_threshold_ns(walls, len(joined.rows))
-    )
+        return evidence.explain(1, doubt=doubt)
+    return evidence.explain(1, len(places), estimate_slow_threshold_ns(walls, len(joined.rows)))
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
     """Return the explanation of a window's requests. Only the endpoint with the most time is explained."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     walls = trace.total_ns[joined.rows]
     names, of_site = trace.numbered_sites(lambda site: site.name)
     name_of = of_site[trace.site[joined.rows]]
@@ -283,16 +280,15 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     evidence = _Evidence(recording, targets, typical, window, options, is_like=True)
     if len(outside) < ENOUGH:
         doubt = f"the recording has {len(outside)} requests of the endpoint outside of the time, {ENOUGH} are needed"
-        return evidence.describe_requests(len(places), doubt)
+        return evidence.explain(len(places), doubt=doubt)
     blocks = len(outside) // len(places)
     if blocks < LEAST_BLOCKS:
         doubt = "the recording is too short to know the usual spread of as many requests"
-        return evidence.explain(evidence.describe_requests(len(places), doubt), len(outside), 0.0)
+        return evidence.explain(len(places), len(outside), doubt=doubt)
     means = walls[outside[: blocks * len(places)]].reshape(blocks, -1).mean(axis=1)
     median = float(np.median(means))
     deviation = 1.4826 * float(np.median(np.abs(means - median)))  # the standard one if they are normal
-    most_ns = median + DEVIATIONS * deviation
-    return evidence.explain(evidence.describe_requests(len(places)), len(outside), most_ns)
+    return evidence.explain(len(places), len(outside), median + DEVIATIONS * deviation)
 
 
 class _Evidence:
@@ -309,7 +305,7 @@ class _Evidence:
         self._of_requests, self._usual = (
             _mean_times([times.times_by_cause(place) for place in side.tolist()]) for side in (places, typical)
         )
-        trace, joined = recording.columns, recording.compute_once(joined_requests)
+        trace, joined = recording.columns, recording.joined
         rows, walls = joined.rows, trace.total_ns[joined.rows]
         self._slowest = int(places[np.argmax(walls[places])])
         begin_ns, end_ns = int(trace.start_ns[rows[places]].min()), int(trace.end_ns[rows[places]].max())
@@ -325,12 +321,13 @@ class _Evidence:
         whole_ns = max(int(begins[-1] - begins[0]), 1)
         self._arrived, self._usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
 
-    def describe_requests(self, requests: int, doubt: str = "") -> Explanation:
-        """Return an explanation with the measured times of the requests and without causes."""
-        trace, joined = self._recording.columns, self._recording.compute_once(joined_requests)
-        row = int(joined.rows[self._places[0]])
-        wall_ns = round(float(trace.total_ns[joined.rows[self._places]].mean()))
-        return Explanation(
+    def explain(self, requests: int, alike: int = 0, most_ns: float = 0.0, doubt: str = "") -> Explanation:
+        """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual. With a `doubt`
+        the verdict is inconclusive. Without comparable requests (`alike`) there are no causes."""
+        trace, joined = self._recording.columns, self._recording.joined
+        row, walls_ns = int(joined.rows[self._places[0]]), trace.total_ns[joined.rows]
+        wall_ns = round(float(walls_ns[self._places].mean()))
+        explanation = Explanation(
             name=trace.sites[trace.site[row]].name,
             keys=joined.keys.get(int(self._places[0]), ()) if requests == 1 else (),
             requests=requests,
@@ -343,13 +340,10 @@ class _Evidence:
             not_assessed=tuple(_list_unassessed(self._recording, self._times)),
             _options=self._options,
         )
-
-    def explain(self, explanation: Explanation, alike: int, most_ns: float) -> Explanation:
-        """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual. An explanation
-        with a doubt remains inconclusive."""
-        trace, joined = self._recording.columns, self._recording.compute_once(joined_requests)
-        typical_ns = float(trace.total_ns[joined.rows[self._typical]].mean())
-        excess_ns = explanation.wall_ns - typical_ns
+        if not alike:
+            return explanation
+        typical_ns = float(walls_ns[self._typical].mean())
+        excess_ns = wall_ns - typical_ns
         claims, more_work_ns, doubts = self._examine_causes()
         shares, rivals, remaining_ns = _account_for_excess(claims, excess_ns)
         parts, usual = (
@@ -357,10 +351,10 @@ class _Evidence:
             for side in (self._places, self._typical)
         )
         rows = [PartExcess(name, round(parts[name]), round(usual[name])) for name in {**parts, **usual}]
-        verdict, doubt = INCONCLUSIVE, explanation.doubt
+        verdict = INCONCLUSIVE
         if doubt:
             pass
-        elif explanation.wall_ns - more_work_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
+        elif wall_ns - more_work_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
             verdict = TYPICAL
         elif not shares or shares[0].accounted_ns < MOSTLY * excess_ns:
             doubt = "no cause accounts for most of the excess"
@@ -380,10 +374,6 @@ class _Evidence:
             rivals=rivals,
             parts=tuple(sorted(rows, key=lambda row: -row.excess_ns)),
         )
-
-    @property
-    def _is_burst(self) -> bool:
-        return bool(self._arrived > self._usually_arrive + 3 * math.sqrt(self._usually_arrive) + 1)
 
     def _times_by_path(self, cause: str) -> dict[str, tuple[float, float]]:
         """Return the time of each call path of a cause, and its typical time."""
@@ -407,7 +397,7 @@ class _Evidence:
             path = f"{MORE_STEPS}, {steps:.4g} where {usual_steps:.4g} are typical"
             claims.append(_make_claim(listed.OWN, path, more_work_ns, 0.0))
             served_ns -= more_work_ns
-        if self._is_burst:
+        if self._arrived > self._usually_arrive + 3 * math.sqrt(self._usually_arrive) + 1:
             spent_ns, usual_ns = queued_ns + served_ns, usually_queued_ns + usually_served_ns
             claims.append(_make_claim(listed.BURST, "", spent_ns, usual_ns))
         elif queued_ns > usually_queued_ns:

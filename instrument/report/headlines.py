@@ -19,7 +19,7 @@ from instrument.report.benchmark_view import Loops
 from instrument.report.device_view import DeviceView
 from instrument.report.endpoint_statistics import BlockedLoops, EndpointTimes
 from instrument.report.phases_view import PhasesView
-from instrument.report.request_groups import joined_requests, mask_requests_by_name
+from instrument.report.request_groups import mask_requests_by_name
 from instrument.report.requests_view import RequestTimes, request_table
 from instrument.report.table import LINE, format_time, percent_text, printable, shorten
 from instrument.report.view import Options, Recording
@@ -130,7 +130,7 @@ def _explain_slowest(recording: Recording, options: Options, times: RequestTimes
         return []
     from instrument.report.explanation import EXPLAINED, explain_request
 
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     place = int(np.flatnonzero(trace.span_id[joined.rows] == times.slowest[0].span_id)[0])
     explanation = explain_request(recording, place, options)
     if explanation.verdict != EXPLAINED:
@@ -178,7 +178,7 @@ def _batch_advice(batch: NamedBatches, part: str) -> str:
 
 def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
     """Return the batches that serve an endpoint's requests most often, None without any."""
-    joined, trace = recording.compute_once(joined_requests), recording.columns
+    joined, trace = recording.joined, recording.columns
     served = joined.served
     is_served = np.append(mask_requests_by_name(recording, endpoint.name), False)[served.request]
     counts = Counter(trace.sites[site].name for site in trace.site[served.batch[is_served]].tolist())

@@ -79,67 +79,54 @@ NEVER = -1
 GREATEST = (1 << 63) - 1
 
 
-class CallsTree:
-    """The rows of the call tree, parents first, with the width of each in the chart."""
-
-    def __init__(self, recording: Recording, options: Options) -> None:
-        asking = replace(options, tracer_option=DETAIL, threads="merged", state="All", rows=MOST_ROWS, corrected=False)
-        blocks = events(recording, asking).blocks
-        self.rows: tuple[EventRow, ...] = blocks[0].rows if blocks else ()
-        self._parents = _find_parents(self.rows)
-        self.names: list[str] = []
-        for row, parent in zip(self.rows, self._parents, strict=True):
-            # A phase has the name of its parent in its label, which here is above it.
-            above = f"{self.names[parent]}/" if row.kind == "phase" and parent != NEVER else ""
-            self.names.append(row.name.removeprefix(above))
-
-    def _widths(self, times_ns: Iterable[int], join: Callable[[int, int], int]) -> list[int]:
-        """Return the width of each row. `join` computes it from the row's own time and the sum of its children's
-        widths."""
-        widths, below = [max(time_ns, 0) for time_ns in times_ns], [0] * (len(self.rows) + 1)
-        for place in reversed(range(len(widths))):
-            widths[place] = join(widths[place], below[place])
-            below[self._parents[place]] += widths[place]
-        return widths
-
-    def document(self) -> dict[str, Any]:
-        numbers: dict[tuple[str, str], int] = {}
-        keys = zip(self.names, (row.kind for row in self.rows), strict=True)
-        of_rows = [numbers.setdefault(key, len(numbers)) for key in keys]
-        fields = (
-            "depth", "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "min_ns", "max_ns", "p50_ns",
-            "p99_ns", "remaining",
-        )  # fmt: skip
-        return {
-            "names": [[printable(name) or "(no name)", kind] for name, kind in numbers],
-            "name": _json_column(of_rows),
-            "width": _json_column(self._widths((row.self_ns for row in self.rows), add)),
-            "running": _json_column(self._widths((row.self_ns - row.waiting_ns for row in self.rows), add)),
-            "on_device": _json_column(self._widths((row.device_ns for row in self.rows), max)),
-            **{field: _json_column(getattr(row, field) for row in self.rows) for field in fields},
-        }
-
-    def describe_omitted(self) -> list[str]:
-        together = sum(row.remaining for row in self.rows)
-        sentence = (
-            f"The call tree has its {len(self.rows):,} heaviest rows; {together:,} more stand as what remains of their "
-            "level, by their own self times, and what is below these is left out."
-        )
-        return [sentence] if together else []
-
-
-def _json_column(numbers: Iterable[int | None]) -> list[int]:
-    return [NEVER if number is None else min(number, GREATEST) for number in numbers]
-
-
-def _find_parents(rows: Sequence[EventRow]) -> list[int]:
-    above: list[int] = []
-    parents = []
+def _document_calls(recording: Recording, options: Options) -> tuple[dict[str, Any], list[str]]:
+    """Return the rows of the call tree, parents first, with their widths in the chart, and a note on omitted rows."""
+    asking = replace(options, tracer_option=DETAIL, threads="merged", state="All", rows=MOST_ROWS, corrected=False)
+    blocks = events(recording, asking).blocks
+    rows: tuple[EventRow, ...] = blocks[0].rows if blocks else ()
+    parents, above, names = list[int](), list[int](), list[str]()
+    numbers: dict[tuple[str, str], int] = {}
     for place, row in enumerate(rows):
         del above[row.depth :]
         parents.append(above[-1] if above else NEVER)
         above.append(place)
-    return parents
+        # A phase has the name of its parent in its label, which here is above it.
+        names.append(row.name.removeprefix(f"{names[parents[-1]]}/" if row.kind == "phase" and row.depth else ""))
+
+    def widths(times_ns: Iterable[int], join: Callable[[int, int], int]) -> list[int]:
+        """Return the width of each row. `join` computes it from the row's own time and the sum of its children's
+        widths."""
+        widths, below = [max(time_ns, 0) for time_ns in times_ns], [0] * (len(rows) + 1)
+        for place in reversed(range(len(widths))):
+            widths[place] = join(widths[place], below[place])
+            below[parents[place]] += widths[place]
+        return widths
+
+    fields = (
+        "depth", "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "min_ns", "max_ns", "p50_ns",
+        "p99_ns", "remaining",
+    )  # fmt: skip
+    columns: dict[str, Iterable[int | None]] = {
+        "name": [numbers.setdefault((name, row.kind), len(numbers)) for name, row in zip(names, rows, strict=True)],
+        "width": widths((row.self_ns for row in rows), add),
+        "running": widths((row.self_ns - row.waiting_ns for row in rows), add),
+        "on_device": widths((row.device_ns for row in rows), max),
+        **{field: [getattr(row, field) for row in rows] for field in fields},
+    }
+    document = {
+        "names": [[printable(name) or "(no name)", kind] for name, kind in numbers],
+        **{name: _json_column(column) for name, column in columns.items()},
+    }
+    together = sum(row.remaining for row in rows)
+    sentence = (
+        f"The call tree has its {len(rows):,} heaviest rows; {together:,} more stand as what remains of their "
+        "level, by their own self times, and what is below these is left out."
+    )
+    return document, [sentence] if together else []
+
+
+def _json_column(numbers: Iterable[int | None]) -> list[int]:
+    return [NEVER if number is None else min(number, GREATEST) for number in numbers]
 
 
 MOST_STRETCHES = 100_000
@@ -152,87 +139,79 @@ LANE_NAME = 160
 """The maximum width of a name, in columns."""
 
 
-class DeviceLanes:
-    """The device work of a recording. `number_of` maps a row of the trace to the number of its span in the page."""
-
-    def __init__(self, recording: Recording, number_of: Int64s, most_stretches: int = MOST_STRETCHES) -> None:
-        trace, kernels = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
-        self._recording, intervals = recording, trace.device.select(trace.device.is_measured)
-        device, stream, start_ns, end_ns = (
-            np.concatenate([getattr(work, name) for work in (intervals, kernels)])
-            for name in ("device", "stream", "start_ns", "end_ns")
+def _document_devices(recording: Recording, number_of: Int64s, most_stretches: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the device work and the gauges of a recording, and notes on omitted data. `number_of` maps a row of the
+    trace to the number of its span in the page."""
+    trace, kernels = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
+    intervals = trace.device.select(trace.device.is_measured)
+    device, stream, start_ns, end_ns = (
+        np.concatenate([getattr(work, name) for work in (intervals, kernels)])
+        for name in ("device", "stream", "start_ns", "end_ns")
+    )
+    length_ns, none = end_ns - start_ns, np.full(len(kernels), NONE)
+    lane, firsts = number_combinations(device, stream, np.arange(len(device)) >= len(intervals))
+    lanes = zip(device[firsts].tolist(), stream[firsts].tolist(), (firsts >= len(intervals)).tolist(), strict=True)
+    numbers: dict[str, int] = {}
+    shown = (
+        shorten(printable(name), LANE_NAME) or "(no name)"
+        for name in (*(site.name for site in trace.sites), *kernels.names)
+    )
+    number_of_name = np.array([numbers.setdefault(name, len(numbers)) for name in shown], dtype=np.int64)
+    name = np.concatenate([trace.site[intervals.row], len(trace.sites) + kernels.name]).astype(np.int64)
+    longest = np.sort(np.argsort(-length_ns, kind="stable")[:most_stretches])
+    longest = longest[np.argsort(start_ns[longest], kind="stable")]
+    used, name = np.unique(number_of_name[name[longest]], return_inverse=True)
+    all_names, readings = list(numbers), _read_gauges(recording)
+    document = {
+        "lanes": [f"GPU {device}, stream {stream}{', kernels' * is_kernel}" for device, stream, is_kernel in lanes],
+        "names": [all_names[number] for number in used.tolist()],
+        "labels": list(map(printable, trace.device.labels)),
+        "start": successive_differences(start_ns[longest] - recording.trace.start_ns),
+        "length": length_ns[longest].tolist(),
+        "lane": lane[longest].tolist(),
+        "name": name.reshape(-1).tolist(),
+        "span": successive_differences(np.concatenate([number_of[intervals.row], none])[longest]),
+        "label": np.concatenate([intervals.label, none])[longest].tolist(),
+        "gauges": [_document_gauge(recording, *key, values) for key, values in readings],
+    }
+    sentences = []
+    if omitted := len(length_ns) - len(longest):
+        all_ns, drawn_ns = (float(lengths_ns.sum(dtype=np.float64)) for lengths_ns in (length_ns, length_ns[longest]))
+        sentences.append(
+            f"{omitted:,} of {len(length_ns):,} stretches on devices are not drawn: the shortest, "
+            f"{100 * (1 - drawn_ns / max(all_ns, 1)):.2g}% of the sum of all. Tables count all."
         )
-        length, none = end_ns - start_ns, np.full(len(kernels), NONE)
-        lane, firsts = number_combinations(device, stream, np.arange(len(device)) >= len(intervals))
-        lanes = zip(device[firsts].tolist(), stream[firsts].tolist(), (firsts >= len(intervals)).tolist(), strict=True)
-        self._lanes = [f"GPU {device}, stream {stream}{', kernels' * is_kernel}" for device, stream, is_kernel in lanes]
-        names = [*(site.name for site in trace.sites), *kernels.names]
-        numbers: dict[str, int] = {}
-        shown = (shorten(printable(name), LANE_NAME) or "(no name)" for name in names)
-        number_of_name = np.array([numbers.setdefault(name, len(numbers)) for name in shown], dtype=np.int64)
-        name = np.concatenate([trace.site[intervals.row], len(trace.sites) + kernels.name]).astype(np.int64)
-        self._all_ns, self.count = float(length.sum(dtype=np.float64)), len(length)
-        longest = np.sort(np.argsort(-length, kind="stable")[:most_stretches])
-        longest = longest[np.argsort(start_ns[longest], kind="stable")]
-        used, name = np.unique(number_of_name[name[longest]], return_inverse=True)
-        self._names = [list(numbers)[number] for number in used.tolist()]
-        self._kept: dict[str, Int64s] = {
-            "start": start_ns[longest] - recording.trace.start_ns,
-            "length": length[longest],
-            "lane": lane[longest],
-            "name": name.reshape(-1),
-            "span": np.concatenate([number_of[intervals.row], none])[longest],
-            "label": np.concatenate([intervals.label, none])[longest],
-        }
-        # The readings of each gauge of each device, by the process.
-        self._readings = defaultdict[tuple[int, str, int], list[tuple[int, float]]](list)
-        for pid, sample in recording.trace.iterate_samples():
-            if sample.value is not None and np.isfinite(sample.value):
-                key = (sample.device, sample.name, pid if recording.trace.processes else 0)
-                self._readings[key].append((sample.at_ns, float(sample.value)))
+    if any(len(values) > MOST_READINGS for _, values in readings):
+        sentences.append(f"Of gauges with more than {MOST_READINGS} readings every few are drawn. Tables have all.")
+    return document, sentences
 
-    def document(self) -> dict[str, Any]:
-        columns = {
-            name: successive_differences(column) if name in ("start", "span") else column.tolist()
-            for name, column in self._kept.items()
-        }
-        labels = list(map(printable, self._recording.columns.device.labels))
-        return {
-            "lanes": self._lanes, "names": self._names, "labels": labels, **columns, "gauges": self._gauge_documents()
-        }  # fmt: skip
 
-    def describe_omitted(self) -> list[str]:
-        sentences = []
-        short = self.count - len(self._kept["start"])
-        if short:
-            ratio = 1 - float(self._kept["length"].sum(dtype=np.float64)) / max(self._all_ns, 1)
-            sentences.append(
-                f"{short:,} of {self.count:,} stretches on devices are not drawn: the shortest, {100 * ratio:.2g}% of "
-                "the sum of all. Tables count all."
-            )
-        if any(len(readings) > MOST_READINGS for readings in self._readings.values()):
-            sentences.append(f"Of gauges with more than {MOST_READINGS} readings every few are drawn. Tables have all.")
-        return sentences
+def _read_gauges(recording: Recording) -> list[tuple[tuple[int, str, int], list[tuple[int, float]]]]:
+    """Return the readings of each gauge of each device and process, in the order of the page."""
+    readings = defaultdict[tuple[int, str, int], list[tuple[int, float]]](list)
+    for pid, sample in recording.trace.iterate_samples():
+        if sample.value is not None and np.isfinite(sample.value):
+            key = (sample.device, sample.name, pid if recording.trace.processes else 0)
+            readings[key].append((sample.at_ns, float(sample.value)))
+    places = {name: place for place, name in enumerate(GAUGES)}
+    return sorted(readings.items(), key=lambda item: (item[0][0], places.get(item[0][1], len(places)), *item[0][1:]))
 
-    def _gauge_documents(self) -> list[dict[str, Any]]:
-        trace = self._recording.trace
-        places = {name: place for place, name in enumerate(GAUGES)}
-        models = {gpu.device: gpu.model for gpu in trace.gpus}
-        gauges = []
-        for key in sorted(self._readings, key=lambda key: (key[0], places.get(key[1], len(places)), *key[1:])):
-            (device, name, pid), readings = key, self._readings[key]
-            some = readings[:: -(-len(readings) // MOST_READINGS)]
-            model = shorten(printable(models.get(device, "")), LANE_NAME // 2)
-            host = f"process {pid}" if pid else "process and host"
-            gauges.append({
-                "of": host if device == HOST else f"GPU {device}, {model}".removesuffix(", "),
-                "name": shorten(printable(name), LANE_NAME),
-                "unit": GAUGES[name].unit if name in GAUGES else "",
-                "about": GAUGES[name].about if name in GAUGES else "",
-                "at": successive_differences(np.array([at_ns - trace.start_ns for at_ns, _ in some], dtype=np.int64)),
-                "values": [float(f"{value:.4g}") for _, value in some],
-            })  # fmt: skip
-        return gauges
+
+def _document_gauge(
+    recording: Recording, device: int, name: str, pid: int, readings: list[tuple[int, float]]
+) -> dict[str, Any]:
+    some, gauge = readings[:: -(-len(readings) // MOST_READINGS)], GAUGES.get(name)
+    model = next((gpu.model for gpu in recording.trace.gpus if gpu.device == device), "")
+    host = f"process {pid}" if pid else "process and host"
+    of_gpu = f"GPU {device}, {shorten(printable(model), LANE_NAME // 2)}".removesuffix(", ")
+    return {
+        "of": host if device == HOST else of_gpu,
+        "name": shorten(printable(name), LANE_NAME),
+        "unit": "" if gauge is None else gauge.unit,
+        "about": "" if gauge is None else gauge.about,
+        "at": successive_differences(np.array([at_ns - recording.trace.start_ns for at_ns, _ in some], dtype=np.int64)),
+        "values": [float(f"{value:.4g}") for _, value in some],
+    }
 
 
 NUMBER = "number"
@@ -276,11 +255,10 @@ def _table_document(section: Section, unit: str) -> dict[str, Any]:
             continue
         if not columns:
             values = [placeholder_name(row, field) or value for row, value in zip(section.rows, values, strict=True)]
-        label, kind, text = (
-            heading.partition(",")[0] or (columns[-1][0] if columns else ""),
-            _format_of_column(field, values),
-            section.texts.get(field),
-        )
+        label, text = heading.partition(",")[0] or (columns[-1][0] if columns else ""), section.texts.get(field)
+        kind, value = format_of_field(field), next((value for value in values if value is not None), "")
+        if kind == TEXT and isinstance(value, (int, float)) and not isinstance(value, bool):
+            kind = NUMBER
         cells = [_cell_document(value, kind, unit) for value in values]
         if text is not None and kind != TEXT:
             cells = [[value, text(row, unit)] for row, (value, _) in zip(section.rows, cells, strict=True)]
@@ -296,14 +274,6 @@ def _table_document(section: Section, unit: str) -> dict[str, Any]:
         "rows": [list(row) for row in rows],
         "depths": [row.depth for row in section.rows] if hasattr(section.rows[0], "depth") else [],
     }
-
-
-def _format_of_column(field: str, values: Sequence[Any]) -> str:
-    """Return the format of a column: the one that its name determines, else `NUMBER` for numbers."""
-    kind = format_of_field(field)
-    value = next((value for value in values if value is not None), "")
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return NUMBER if kind == TEXT and is_number else kind
 
 
 def _cell_document(value: Any, kind: str, unit: str) -> Any:
@@ -328,13 +298,17 @@ def page_document(
     maximum numbers of spans and device intervals are divided by `part`. Raises `TraceError` for an unknown request."""
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
     kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
-    tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept_spans.number_of, MOST_STRETCHES // part)
-    of_devices = lanes.document()
+    calls, omitted_calls = _document_calls(recording, options)
+    devices, omitted_work = _document_devices(recording, kept_spans.number_of, MOST_STRETCHES // part)
     views = {name: VIEW_OF[name](recording, bounded) for name in ON_PAGE}
     shown_views = [_view_document(name, view, options.unit) for name, view in views.items()]
     served = views["requests"]
     pictures = kept_spans.document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
+    why_no_device = ""
+    if not shown.device.devices:
+        why = next((note for note in shown.notes if note.startswith(NO_DEVICE_TIME)), "")
+        why_no_device = f"There is {printable(why)}." if why else shown.device.explain_no_device_time()
     return {
         "about": _make_about_document(recording, shown, header, options.unit),
         "headlines": [headline.text for headline in shown.headlines],
@@ -343,12 +317,12 @@ def page_document(
         "text": "\n".join(shown.lines()).strip("\n"),
         "views": shown_views,
         **pictures,
-        "calls": tree.document(),
-        "device": {**of_devices, "why": _why_no_device(shown)},
+        "calls": calls,
+        "device": {**devices, "why": why_no_device},
         "left_out": [
             *kept_spans.describe_omitted(),
-            *tree.describe_omitted(),
-            *lanes.describe_omitted(),
+            *omitted_calls,
+            *omitted_work,
             *_describe_omitted_rows(shown_views),
         ],
         "instrumentation": [line for line in list_cost_and_losses(recording) if line and not line.startswith("-----")],
@@ -422,13 +396,6 @@ def _endpoint_documents(shown: Brief, unit: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _why_no_device(shown: Brief) -> str:
-    why = next((note for note in shown.notes if note.startswith(NO_DEVICE_TIME)), "")
-    if shown.device.devices:
-        return ""
-    return f"There is {printable(why)}." if why else shown.device.explain_no_device_time()
-
-
 def _describe_omitted_rows(views: Sequence[dict[str, Any]]) -> list[str]:
     names = (str(row[0]) for view in views for table in view["tables"] for row in table["rows"])
     if not any(name.startswith("(remaining ") for name in names):
@@ -485,7 +452,7 @@ def render_page(document: Mapping[str, Any]) -> str:
         "style": style,
         "d3": d3,
         "licence": escape(_read_asset("d3.md").partition("## Licence")[2].strip()),
-        "data": pack_document(document),
+        "data": _pack_document(document),
         "script": script,
     }
     page = _read_asset("page.html")
@@ -493,7 +460,7 @@ def render_page(document: Mapping[str, Any]) -> str:
     return pieces[0] + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in pieces[1:]))
 
 
-def pack_document(document: Any) -> str:
+def _pack_document(document: Any) -> str:
     """Return a document as deflated JSON in base64, which is safe inside HTML."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode("ascii"), LEVEL)).decode("ascii")

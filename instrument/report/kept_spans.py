@@ -7,7 +7,7 @@ request that the user chose come first, then those of each endpoint's median req
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,6 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.endpoint_statistics import IN_ORDER
-from instrument.report.request_groups import joined_requests, request_ledger, request_turns
 from instrument.report.request_life import find_requests_by_key
 from instrument.report.requests_view import SlowRequest, blame_text
 from instrument.report.table import code_location_of, printable, shorten
@@ -74,7 +73,7 @@ class KeptSpans:
     ) -> None:
         self._recording, self._options, self._most_spans = recording, options, most_spans
         self._trace = trace = recording.columns
-        self.what, self.listed, self.first = "request", recording.compute_once(joined_requests), NONE
+        self.what, self.listed, self.first = "request", recording.joined, NONE
         if not len(self.listed.rows):
             if request is not None:
                 raise TraceError(f"the trace has no request, so not {request!r:.80} either; leave --request out")
@@ -113,7 +112,12 @@ class KeptSpans:
         """Return the rows of the spans that fit the page. Set `_whole` for each request whose spans all fit."""
         trace, listed = self._trace, self.listed
         by_place = Members(listed.of, len(listed.rows))
-        batches, below = self._rows_of_batches()
+        served = listed.served
+        batch_rows, number = np.unique(served.batch, return_inverse=True)
+        batch_of = index_rows(batch_rows, len(trace))[
+            nearest_at_or_above(trace.parent, mask_of(batch_rows, len(trace)))
+        ]
+        batches, below = Members(served.request, len(listed.rows), number), Members(batch_of, len(batch_rows))
         is_taken = np.zeros(len(trace), dtype=np.bool_)
         spans_left, room = self._most_spans, 2 * self._most_spans
         for place in self._iterate_requests_by_importance():
@@ -134,20 +138,15 @@ class KeptSpans:
                 break
         return np.flatnonzero(is_taken)
 
-    def _rows_of_batches(self) -> tuple[Members, Members]:
-        """Return the numbers of each request's batches, and the rows of each batch with all spans below it."""
-        served, trace = self.listed.served, self._trace
-        rows, number = np.unique(served.batch, return_inverse=True)
-        batch_of = index_rows(rows, len(trace))[nearest_at_or_above(trace.parent, mask_of(rows, len(trace)))]
-        return Members(served.request, len(self.listed.rows), number), Members(batch_of, len(rows))
-
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
         """Return the JSON of the page's list and spans. `slowest` has the causes of slow requests."""
+        sites = [self._trace.sites[site] for site in self._sites.tolist()]
+        texts = [(site.name or "(no name)", site.kind, site.instance, code_location_of(site)) for site in sites]
         return {
             "what": self.what,
             "listed": self._list_document(slowest),
             "spans": self._span_columns(),
-            "sites": self._site_texts(),
+            "sites": [[shorten(printable(text), NAME) for text in of_site] for of_site in texts],
             "errors": [
                 shorten(printable(self._trace.errors[error]), NAME) if error != NONE else ""
                 for error in self._errors.tolist()
@@ -184,8 +183,12 @@ class KeptSpans:
         trace, shown, listed = self._trace, self.shown, self.listed
         rows, of_shown = listed.rows[shown], list[dict[str, int]]()
         if self.what == "request":
-            of_shown = list(map(self._recording.compute_once(request_ledger).parts_of, shown.tolist()))
-        names = sort_parts({name for parts in of_shown for name in parts})
+            of_shown = list(map(self._recording.ledger.parts_of, shown.tolist()))
+        places = {name: place for place, name in enumerate(IN_ORDER)}
+        names = sorted(
+            {name for parts in of_shown for name in parts},
+            key=lambda name: (name == UNKNOWN, places.get(name, places[SHARE]), name),
+        )
         blames = {request.span_id: request.blame for request in slowest if request.blame is not None}
         ids = trace.span_id[rows].tolist()
         return {
@@ -237,11 +240,6 @@ class KeptSpans:
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
-    def _site_texts(self) -> list[list[str]]:
-        sites = [self._trace.sites[site] for site in self._sites.tolist()]
-        texts = [(site.name or "(no name)", site.kind, site.instance, code_location_of(site)) for site in sites]
-        return [[shorten(printable(text), NAME) for text in site] for site in texts]
-
     @cached_property
     def _numbered_lanes(self) -> tuple[list[tuple[int, int]], Int64s]:
         """The lanes as pairs of a thread and a task, and the number of each span's lane."""
@@ -269,7 +267,7 @@ class KeptSpans:
         listed = self.listed
         if self.what != "request" or not self._whole.any():
             return {}
-        turns = self._recording.compute_once(request_turns)
+        turns = self._recording.turns
         whole = np.flatnonzero(self._whole[turns.request])
         order = whole[np.lexsort((turns.start_ns[whole], turns.request[whole]))]
         counts = np.bincount(turns.request[order], minlength=len(listed.rows))[self.shown]
@@ -292,7 +290,7 @@ class KeptSpans:
         served = self.listed.served
         if self.what != "request" or not self._whole.any():
             return {}
-        given_ns = self._recording.compute_once(request_ledger).given_ns
+        given_ns = self._recording.ledger.given_ns
         pairs = np.flatnonzero(np.append(self._whole, False)[served.request])
         pairs = pairs[np.lexsort((self._trace.start_ns[served.batch[pairs]], served.request[pairs]))]
         batches = served.batch[pairs]
@@ -328,9 +326,3 @@ class KeptSpans:
         return texts_by_span
 
     _attributes_left = 0
-
-
-def sort_parts(parts: Iterable[str]) -> list[str]:
-    """Return the names of parts in their usual order, the unknown part last."""
-    places = {name: place for place, name in enumerate(IN_ORDER)}
-    return sorted(parts, key=lambda name: (name == UNKNOWN, places.get(name, places[SHARE]), name))

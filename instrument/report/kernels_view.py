@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,7 +193,10 @@ class Kernels(View):
             if self.source == KERNELS
             else "From: CUDA events around recorded calls; a row is a call's stretch of its stream, not a kernel"
         )
-        return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {_describe_order(self._options)}"]
+        key, order = SortKey.of(self._options), NO_HOST_TIME
+        if not self._options.sorted_by.startswith("cpu_"):
+            order = ORDER.get(key.column, "total time") + (", least first" if key.ascending else "")
+        return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {order}"]
 
     def reasons_if_empty(self) -> list[str]:
         return [] if self.calls else NO_KERNEL if self.source == KERNELS else NO_STRETCH
@@ -202,10 +206,17 @@ class Kernels(View):
         heaviest = [use.heaviest for use in self.places if not use.remaining]
         names = [use.name for use in self.kernels if not use.remaining]
         labels = _shorten_kernel_names(dict.fromkeys([*names, *heaviest])) if is_seen else {}
+        unit = self._options.unit
+        others = ", ".join(
+            f"{work.calls} {SEVERAL[work.kind] if work.calls > 1 else work.kind} "
+            f"({format_time(work.total_ns, unit)} {unit}, busy {format_time(work.busy_ns, unit)})"
+            for work in self.others
+        )
+        window = [f"Window: {format_time(self.window_ns, unit)} {unit}", *[f"Not in it: {others}"] * bool(others)]
         return [
             Section(
                 "Devices", self.devices, "device=Device|calls=Calls|total_ns=Sum|busy_ns=Busy|busy_ratio=Of window",
-                _window_lines(self), widths=(12, 10, 12, 12, 0),
+                window, widths=(12, 10, 12, 12, 0),
             ),
             Section(
                 f"{'Kernels' if is_seen else 'Intervals'} by name", self.kernels,
@@ -245,50 +256,51 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     # torch.profiler may have watched memory alone.
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
     device_work = _read_torch_work(recording) if has_profiler else _read_span_work(recording)
-    total_ns = sum(device_work.kernels.took_ns.tolist())
-    uses = device_work.kernel_uses(total_ns)
-    key = _sort_key(options)
+    work, window_ns = device_work.by_kind["kernel"], device_work.window[1] - device_work.window[0]
+    total_ns, key = sum(work.took_ns.tolist()), SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
+    if options.sorted_by.startswith("cpu_"):
+        column, sign = "total_ns", -1
+    uses = [
+        KernelUse(name, *sums, share(sums[1], total_ns))
+        for name, sums in zip(device_work.names, _sum_by_group(work, work.name, len(device_work.names)), strict=True)
+        if sums[0]
+    ]
     uses.sort(key=lambda use: (sign * getattr(use, column), -use.total_ns, use.name))
-    by_place = sorted(device_work.uses_by_place(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
+    numbers, firsts = number_combinations(work.device)
+    sums_by_device = zip(work.device[firsts].tolist(), _sum_by_group(work, numbers, len(firsts)), strict=True)
+
+    def sum_kernels(rows: Sequence[KernelUse]) -> KernelUse:
+        return remaining_row(
+            rows, ("calls", "total_ns"), name=f"(remaining {len(rows)})", max_ns=max(use.max_ns for use in rows),
+            min_ns=min(use.min_ns for use in rows), ratio=share(sum(use.total_ns for use in rows), total_ns),
+        )  # fmt: skip
+
+    def sum_places(rows: Sequence[KernelPlace]) -> KernelPlace:
+        ratio = share(sum(use.total_ns for use in rows), total_ns)
+        return remaining_row(rows, ("kernels", "total_ns"), name=f"(remaining {len(rows)})", ratio=ratio)
+
     return Kernels(
         source=device_work.source,
         window=device_work.window,
-        calls=len(device_work.kernels.name),
+        calls=len(work.name),
         total_ns=total_ns,
-        devices=tuple(device_work.kernels_by_device()),
-        kernels=bound_rows(uses, options, lambda use: use.total_ns, lambda rows: _sum_kernels(rows, total_ns)),
-        places=bound_rows(by_place, options, lambda use: use.total_ns, lambda rows: _sum_places(rows, total_ns)),
-        others=tuple(device_work.other_work()),
+        devices=tuple(
+            DeviceKernels(device, calls, took_ns, busy_ns, share(busy_ns, window_ns))
+            for device, (calls, took_ns, _, _, busy_ns) in sorted(sums_by_device)
+        ),
+        kernels=bound_rows(uses, options, attrgetter("total_ns"), sum_kernels),
+        places=bound_rows(_uses_by_place(device_work, total_ns), options, attrgetter("total_ns"), sum_places),
+        others=tuple(
+            OtherWork(kind, calls, took_ns, busy_ns)
+            for kind, other in sorted(device_work.by_kind.items())
+            for calls, took_ns, _, _, busy_ns in _sum_by_group(other, np.zeros_like(other.device), 1)
+            if calls and kind != "kernel"
+        ),
         outside=device_work.outside,
         coverage=tuple(_coverage_lines(recording, device_work)),
         _options=options,
     )
-
-
-def _sum_kernels(rows: Sequence[KernelUse], all_ns: int) -> KernelUse:
-    return remaining_row(
-        rows, ("calls", "total_ns"), name=f"(remaining {len(rows)})", max_ns=max(use.max_ns for use in rows),
-        min_ns=min(use.min_ns for use in rows), ratio=share(sum(use.total_ns for use in rows), all_ns),
-    )  # fmt: skip
-
-
-def _sum_places(rows: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
-    ratio = share(sum(use.total_ns for use in rows), all_ns)
-    return remaining_row(rows, ("kernels", "total_ns"), name=f"(remaining {len(rows)})", ratio=ratio)
-
-
-def _sort_key(options: Options) -> SortKey:
-    if options.sorted_by.startswith("cpu_"):
-        return SortKey("gpu", "total", ascending=False)
-    return SortKey.of(options)
-
-
-def _describe_order(options: Options) -> str:
-    if options.sorted_by.startswith("cpu_"):
-        return NO_HOST_TIME
-    key = SortKey.of(options)
-    return ORDER.get(key.column, "total time") + (", least first" if key.ascending else "")
 
 
 class _Work(NamedTuple):
@@ -319,58 +331,34 @@ def _sum_by_group(work: _Work, groups: NDArray[Any], count: int) -> Iterator[tup
 
 
 class _DeviceWork(NamedTuple):
-    """The device work of a window: kernels, and copies and fills by kind. `places` are the spans that launched the
-    kernels, None if unknown."""
+    """The device work of a window by kind: kernels, copies and fills. `places` are the spans that launched the kernels,
+    None if unknown."""
 
     source: str
     window: Interval
     names: tuple[str, ...]
-    kernels: _Work
-    work_by_kind: Mapping[str, _Work]
+    by_kind: Mapping[str, _Work]
     places: NumberedPlaces | None
     outside: int
 
-    def kernel_uses(self, total_ns: int) -> list[KernelUse]:
-        sums_by_name = _sum_by_group(self.kernels, self.kernels.name, len(self.names))
-        return [
-            KernelUse(name, *sums, share(sums[1], total_ns))
-            for name, sums in zip(self.names, sums_by_name, strict=True)
-            if sums[0]
-        ]
 
-    def kernels_by_device(self) -> list[DeviceKernels]:
-        numbers, firsts = number_combinations(self.kernels.device)
-        window_ns, sums_by_device = self.window[1] - self.window[0], _sum_by_group(self.kernels, numbers, len(firsts))
-        return [
-            DeviceKernels(device, calls, total_ns, busy_ns, share(busy_ns, window_ns))
-            for device, (calls, total_ns, _, _, busy_ns) in sorted(
-                zip(self.kernels.device[firsts].tolist(), sums_by_device, strict=True)
-            )
-        ]
-
-    def other_work(self) -> list[OtherWork]:
-        return [
-            OtherWork(kind, calls, total_ns, busy_ns)
-            for kind, work in sorted(self.work_by_kind.items())
-            for calls, total_ns, _, _, busy_ns in _sum_by_group(work, np.zeros_like(work.device), 1)
-            if calls
-        ]
-
-    def uses_by_place(self, total_ns: int) -> list[KernelPlace]:
-        if self.places is None:
-            return []
-        number, names_of_places = self.places
-        sums, heaviest = _sum_by_group(self.kernels, number, len(names_of_places)), dict[int, tuple[int, str]]()
-        pairs, firsts = number_combinations(number, self.kernels.name)
-        of_pairs = Groups(pairs, len(firsts)).sum_by_group(self.kernels.took_ns).tolist()
-        columns = (number[firsts].tolist(), self.kernels.name[firsts].tolist(), of_pairs)
-        for place, name, took_ns in zip(*columns, strict=True):
-            heaviest[place] = max(heaviest.get(place, (took_ns, "")), (took_ns, self.names[name]))
-        return [
-            KernelPlace(*names_of_places[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
-            for place, (calls, took_ns, _, _, busy_ns) in enumerate(sums)
-            if calls
-        ]
+def _uses_by_place(device_work: _DeviceWork, total_ns: int) -> list[KernelPlace]:
+    """Return the kernels by the span that launched them, the longest first."""
+    if device_work.places is None:
+        return []
+    work, (number, names_of_places) = device_work.by_kind["kernel"], device_work.places
+    sums, heaviest = _sum_by_group(work, number, len(names_of_places)), dict[int, tuple[int, str]]()
+    pairs, firsts = number_combinations(number, work.name)
+    of_pairs = Groups(pairs, len(firsts)).sum_by_group(work.took_ns).tolist()
+    columns = (number[firsts].tolist(), work.name[firsts].tolist(), of_pairs)
+    for place, name, took_ns in zip(*columns, strict=True):
+        heaviest[place] = max(heaviest.get(place, (took_ns, "")), (took_ns, device_work.names[name]))
+    uses = [
+        KernelPlace(*names_of_places[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
+        for place, (calls, took_ns, _, _, busy_ns) in enumerate(sums)
+        if calls
+    ]
+    return sorted(uses, key=lambda use: (-use.total_ns, use.name, use.kind))
 
 
 def _read_torch_work(recording: Recording) -> _DeviceWork:
@@ -379,16 +367,14 @@ def _read_torch_work(recording: Recording) -> _DeviceWork:
     events = KernelColumns.from_objects(recording.trace.kernels)
     is_inside = are_in_window(events.start_ns, events.end_ns, window)
     work = _Work(events.name, events.device, *clip_intervals(events.start_ns, events.end_ns, window))
-    by_kind = {kind: is_inside & (events.kind == number) for number, kind in enumerate(events.kinds)}
-    counted = by_kind.pop("kernel", np.zeros(len(events), dtype=np.bool_))
-    launched = None
-    if events.thread_id[counted].any():
-        launched = find_places(recording, events.thread_id[counted], events.launched_ns[counted])
-        launched.number[events.thread_id[counted] == 0] = UNKNOWN_NUMBER
-    other_work = {kind: work.select_work(mask) for kind, mask in by_kind.items()}
-    return _DeviceWork(
-        KERNELS, window, events.names, work.select_work(counted), other_work, launched, int((~is_inside).sum())
-    )
+    masks = {"kernel": np.zeros(len(events), dtype=np.bool_)}
+    masks |= {kind: is_inside & (events.kind == number) for number, kind in enumerate(events.kinds)}
+    thread_id, places = events.thread_id[masks["kernel"]], None
+    if thread_id.any():
+        places = find_places(recording, thread_id, events.launched_ns[masks["kernel"]])
+        places.number[thread_id == 0] = UNKNOWN_NUMBER
+    by_kind = {kind: work.select_work(mask) for kind, mask in masks.items()}
+    return _DeviceWork(KERNELS, window, events.names, by_kind, places, int((~is_inside).sum()))
 
 
 def _read_span_work(recording: Recording) -> _DeviceWork:
@@ -402,10 +388,8 @@ def _read_span_work(recording: Recording) -> _DeviceWork:
     names, of_site = trace.numbered_sites(name_of_site)
     work = _Work(of_site[trace.site[inside.row]], inside.device, inside.start_ns, inside.end_ns)
     is_copy = trace.are_of_kind("copy")[inside.row]
-    copies = {"copy": work.select_work(is_copy)}
-    return _DeviceWork(
-        STRETCHES, window, tuple(names), work.select_work(~is_copy), copies, None, len(inner) - len(inside)
-    )
+    by_kind = {"kernel": work.select_work(~is_copy), "copy": work.select_work(is_copy)}
+    return _DeviceWork(STRETCHES, window, tuple(names), by_kind, None, len(inner) - len(inside))
 
 
 def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
@@ -418,17 +402,6 @@ def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
     return [
         f"Kernels: all that {'torch.profiler' if is_ours else 'its profiler'} saw from {since} s to {until} s{spans}"
     ]
-
-
-def _window_lines(view: Kernels) -> list[str]:
-    """Return a line on the window, and one on the device work that the table leaves out."""
-    unit = view._options.unit
-    text = ", ".join(
-        f"{work.calls} {SEVERAL[work.kind] if work.calls > 1 else work.kind} "
-        f"({format_time(work.total_ns, unit)} {unit}, busy {format_time(work.busy_ns, unit)})"
-        for work in view.others
-    )
-    return [f"Window: {format_time(view.window_ns, unit)} {unit}", *([f"Not in it: {text}"] if text else [])]
 
 
 def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:

@@ -22,42 +22,14 @@ from instrument.profile.document import find_most_similar
 from instrument.recording.distributions import OTHER, group_of
 from instrument.report.section import Section
 from instrument.report.table import bound_rows, make_row_summer, printable, share
-from instrument.report.utilisation import select_requests_within, topmost_request_of_spans
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct
-from instrument.trace.joined import THOUSANDTHS, Joined, join
-from instrument.trace.ledger import DeviceLedger, Ledger, Turns, compute_device_ledger, compute_ledger, turns_of
+from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.request_trees import INPUT_TOKENS, OUTPUT_TOKENS
 
 ENDPOINT = "endpoint"
 """The value of `requests_by` that groups requests by endpoint."""
-
-
-def joined_requests(recording: Recording) -> Joined:
-    """Return the requests of a recording. Spans of all processes with the same key are one request."""
-    return join(recording.columns, recording.trace.apart_ns, recording.compute_once(topmost_request_of_spans))
-
-
-def complete_requests(recording: Recording) -> tuple[Int64s, int]:
-    """Return the rows of the requests that are entirely within the window, and the number that cross its edges."""
-    return select_requests_within(
-        recording.columns, recording.compute_once(joined_requests).owner, recording.trace.coverage
-    )
-
-
-def request_turns(recording: Recording) -> Turns:
-    return turns_of(recording.columns, recording.compute_once(joined_requests))
-
-
-def request_ledger(recording: Recording) -> Ledger:
-    return compute_ledger(
-        recording.columns, recording.compute_once(joined_requests), recording.compute_once(request_turns)
-    )
-
-
-def request_device_ledger(recording: Recording) -> DeviceLedger:
-    return compute_device_ledger(recording.columns, recording.compute_once(joined_requests))
 
 
 class RequestGroups(NamedTuple):
@@ -70,7 +42,7 @@ class RequestGroups(NamedTuple):
 def request_groups(recording: Recording, options: Options) -> RequestGroups:
     """Return all requests, grouped by the option `requests_by`. Requests without the attribute are in the last
     group."""
-    trace, rows = recording.columns, recording.compute_once(joined_requests).rows
+    trace, rows = recording.columns, recording.joined.rows
     if options.requests_by in ("", ENDPOINT):
         names, of_site = trace.numbered_sites(attrgetter("name"))
         used, group = np.unique(of_site[trace.site[rows]], return_inverse=True)
@@ -96,7 +68,7 @@ def _attribute_names(trace: Columns, rows: Int64s) -> Iterable[str]:
 
 def refuse_unknown_group(recording: Recording, options: Options) -> None:
     """Raise `InstrumentError` with the existing attributes if no request has the attribute `requests_by`."""
-    trace, rows, attribute = recording.columns, recording.compute_once(joined_requests).rows, options.requests_by
+    trace, rows, attribute = recording.columns, recording.joined.rows, options.requests_by
     if attribute in ("", ENDPOINT) or not len(rows) or any(attribute_values(trace, rows, attribute)):
         return
     names = [printable(name) for name in _attribute_names(trace, rows) if not name.startswith("instrument.")]
@@ -143,16 +115,16 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
     """Return the shares of each group of requests within the window, () without the option `requests_by`."""
     if not options.requests_by:
         return ()
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
-    groups, (whole, _) = request_groups(recording, options), recording.compute_once(complete_requests)
+    trace, joined = recording.columns, recording.joined
+    groups, (whole, _) = request_groups(recording, options), recording.complete_requests
     places = joined.of[whole]
     count, of_places = len(groups.names), Groups(groups.group[places], len(groups.names))
-    given_ns = recording.compute_once(request_ledger).given_ns
+    given_ns = recording.ledger.given_ns
     pairs = np.flatnonzero(joined.served.request != NONE)
     in_batches = Groups(joined.served.request[pairs], len(joined.rows)).sum_by_group(given_ns[pairs])
     on_device = np.zeros(len(joined.rows), dtype=np.int64)
     if len(trace.device):
-        times = recording.compute_once(request_device_ledger)
+        times = recording.device_ledger
         on_device = times.own_ns + times.shared_ns
     batches_ns, device_ns = of_places.sum_by_group(in_batches[places]), of_places.sum_by_group(on_device[places])
     columns = [of_places.count_members(), batches_ns, device_ns]
@@ -216,7 +188,7 @@ CHANCE = 0.01
 def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
     """Return the indices of requests with similar work. With too few, return requests of the endpoint instead. The
     second result is False if their work may differ."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     is_same = (
         mask_requests_by_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
     )
@@ -234,14 +206,14 @@ def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
 
 def mask_requests_by_name(recording: Recording, name: str) -> Bools:
     trace = recording.columns
-    return trace.are_of_sites([site.name == name for site in trace.sites])[recording.compute_once(joined_requests).rows]
+    return trace.are_of_sites([site.name == name for site in trace.sites])[recording.joined.rows]
 
 
 def mask_known_endpoint(recording: Recording, name: str) -> Bools:
     """Return a mask of the requests of an endpoint. Raises `TraceError` for an unknown endpoint."""
     is_named = mask_requests_by_name(recording, name)
     if not is_named.any():
-        trace, rows = recording.columns, recording.compute_once(joined_requests).rows
+        trace, rows = recording.columns, recording.joined.rows
         names = sorted({trace.sites[site].name for site in find_distinct(trace.site[rows]).tolist()})
         near = find_most_similar(name, names)
         hint = f"; nearest is {near!r}" if near else ""
@@ -257,7 +229,7 @@ def choose_evenly(places: Int64s, most: int) -> Int64s:
 def choose_median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
     """Return a request from `outside` for each target. Among the `TRIALS` requests with the most similar work, it has
     the median wall time."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     walls, work = trace.total_ns[joined.rows], recording.compute_once(_measure_work)
     medians = []
     for target in targets.tolist() if len(outside) else ():
@@ -270,7 +242,7 @@ def choose_median_requests(recording: Recording, targets: Int64s, outside: Int64
 def _measure_work(recording: Recording) -> NDArray[np.float64]:
     """Return the base-2 logarithms of the amounts of work, with a row for each measure and a column for each
     request."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     served, count = joined.served, len(joined.rows)
     columns = [read_sizes(trace, name, joined.rows)[joined.rows] for name in sorted(size_names(trace))]
     pairs = np.flatnonzero(served.request != NONE)

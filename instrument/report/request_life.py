@@ -19,10 +19,7 @@ from instrument.profile.document import find_most_similar
 from instrument.recorder.attribute_checks import key_text
 from instrument.report.endpoint_statistics import describe_failure
 from instrument.report.request_groups import (
-    joined_requests,
     mask_requests_by_name,
-    request_device_ledger,
-    request_ledger,
 )
 from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (
@@ -168,8 +165,8 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
     `TraceError` if no request matches."""
     trace, joined, ledger = (
         recording.columns,
-        recording.compute_once(joined_requests),
-        recording.compute_once(request_ledger),
+        recording.joined,
+        recording.ledger,
     )
     place, *namesakes = find_requests_by_key(trace, joined, name)
     row = int(joined.rows[place])
@@ -178,7 +175,7 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
     alike = np.flatnonzero(mask_requests_by_name(recording, site.name))
     cause = find_blame(trace, joined, ledger, place, typical_times(ledger, alike)) if len(alike) >= ENOUGH else None
     moments = list_moments(trace, joined, place)
-    (error, outcome), devices = describe_failure(trace, row), recording.compute_once(request_device_ledger)
+    (error, outcome), devices = describe_failure(trace, row), recording.device_ledger
     return RequestLife(
         name=site.name,
         keys=joined.keys.get(place, ()),

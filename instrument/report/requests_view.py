@@ -37,12 +37,8 @@ from instrument.report.endpoint_statistics import (
 from instrument.report.event_rows import sum_topmost_by_name
 from instrument.report.request_groups import (
     GroupShare,
-    complete_requests,
     group_shares,
-    joined_requests,
     make_shares_table,
-    request_device_ledger,
-    request_ledger,
 )
 from instrument.report.section import Coverage, Section, View, explain_empty
 from instrument.report.table import (
@@ -58,7 +54,7 @@ from instrument.report.table import (
     shorten,
     wrap_text,
 )
-from instrument.report.utilisation import EndpointUse, measure_utilisation, topmost_request_of_spans
+from instrument.report.utilisation import EndpointUse, measure_utilisation
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, find_blame, typical_times
 from instrument.trace.columns import Int64s
@@ -296,8 +292,8 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     `rows` and `least_ns` limit the endpoints and their phases. `rows` also limits the slowest requests (five by
     default)."""
     trace = recording.columns
-    joined = recording.compute_once(joined_requests)
-    whole, cut = recording.compute_once(complete_requests)
+    joined = recording.joined
+    whole, cut = recording.complete_requests
     table = recording.compute_once(request_table)
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _count_requests(recording, joined)
@@ -340,8 +336,7 @@ def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int
     names, of_site = trace.numbered_sites(attrgetter("name"))
     name_of = of_site[trace.site]
     topmost, unjoined = (
-        set(find_distinct(name_of[owner == rows]).tolist())
-        for owner in (recording.compute_once(topmost_request_of_spans), joined.owner)
+        set(find_distinct(name_of[owner == rows]).tolist()) for owner in (recording.topmost_requests, joined.owner)
     )
     parts = {names[number] for number in topmost - unjoined}
     totals_by_name = sum_topmost_by_name(recording.totals(merged=True), is_request)
@@ -350,8 +345,8 @@ def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int
 
 def request_table(recording: Recording) -> CompleteRequests:
     """Return the requests within the window whose spans are all kept, as columns."""
-    whole, _ = recording.compute_once(complete_requests)
-    joined, ledger = recording.compute_once(joined_requests), recording.compute_once(request_ledger)
+    whole, _ = recording.complete_requests
+    joined, ledger = recording.joined, recording.ledger
     return CompleteRequests.of(recording.columns, joined, ledger, whole)
 
 
@@ -359,7 +354,7 @@ def _token_times(recording: Recording, table: CompleteRequests, names: list[str]
     trace = recording.columns
     if not any(len(trace.attributes.having(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
         return ()
-    return times_by_tokens(trace.attributes, table, find_stages(trace, recording.compute_once(joined_requests)), names)
+    return times_by_tokens(trace.attributes, table, find_stages(trace, recording.joined), names)
 
 
 def _devices_within(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
@@ -374,10 +369,10 @@ def _devices_within(recording: Recording, options: Options) -> tuple[DeviceWithi
 
 def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tuple[EndpointShare, ...]:
     """Return the device time by endpoint, () if no batch had device time."""
-    trace, joined = recording.columns, recording.compute_once(joined_requests)
+    trace, joined = recording.columns, recording.joined
     if not (len(trace.device) and len(joined.served.batch)):
         return ()
-    times = recording.compute_once(request_device_ledger)
+    times = recording.device_ledger
     if not times.given_ns.any():
         return ()
     names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -396,8 +391,8 @@ def _slowest_requests(table: CompleteRequests, recording: Recording, options: Op
     """Return the slowest requests, each with the cause of its excess over typical requests of its endpoint."""
     trace, joined, parts = (
         recording.columns,
-        recording.compute_once(joined_requests),
-        recording.compute_once(request_ledger),
+        recording.joined,
+        recording.ledger,
     )
     typical, slowest = dict[int, Mapping[str, int]](), []
     longest = np.lexsort((trace.start_ns[table.rows], -table.wall_ns))[: options.rows or SLOWEST]
@@ -423,7 +418,7 @@ def format_utc_date(origin: Origin, at_ns: int, precision: str) -> str:
 
 
 def _make_slow_request(recording: Recording, place: int, cause: Blame | None, options: Options) -> SlowRequest:
-    trace, facts, joined = recording.columns, recording.trace, recording.compute_once(joined_requests)
+    trace, facts, joined = recording.columns, recording.trace, recording.joined
     row, keys = int(joined.rows[place]), joined.keys.get(place, ())
     start_ns, wall_ns = int(trace.start_ns[row]), int(trace.total_ns[row])
     trace_id, span_id = "", ""
@@ -432,7 +427,7 @@ def _make_slow_request(recording: Recording, place: int, cause: Blame | None, op
         trace_id, span_id = f"{trace_number:032x}", f"{span_number:016x}"
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
-    parts = recording.compute_once(request_ledger).parts_of(place)
+    parts = recording.ledger.parts_of(place)
     unknown_ns = parts.pop(UNKNOWN, 0)
     error, outcome = describe_failure(trace, row)
     return SlowRequest(

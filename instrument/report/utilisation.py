@@ -181,8 +181,8 @@ def measure_utilisation(recording: Recording) -> Utilisation:
     """Return the use of each device in the part of the window without missing spans."""
     trace, (first, last) = recording.columns, recording.trace.coverage
     window = first, max(first, last)
-    owner = recording.compute_once(topmost_request_of_spans)
-    whole, cut = select_requests_within(trace, owner, window)
+    owner = recording.topmost_requests
+    whole, cut = recording.find_requests_within(owner)
     is_request = trace.are_of_kind("request")
     in_flight = union(*clip_intervals(trace.start_ns[is_request], trace.end_ns[is_request], window))
     intervals = trace.device
@@ -206,20 +206,6 @@ def measure_utilisation(recording: Recording) -> Utilisation:
         requests_cut=cut,
         requests_without=len(np.setdiff1d(whole, owner[intervals.row[is_timed & is_inside]])),
     )
-
-
-def topmost_request_of_spans(recording: Recording) -> Int32s:
-    """Return, for each span, the row of the topmost request at or above it."""
-    return recording.columns.topmost_wanted_rows(recording.columns.are_of_kind("request"))
-
-
-def select_requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
-    """Return the rows of the topmost requests within the window, and the number of requests that cross its edges."""
-    first, last = window
-    topmost = np.flatnonzero(owner == np.arange(len(trace)))
-    starts, ends = trace.start_ns[topmost], trace.end_ns[topmost]
-    is_whole = (first <= starts) & (ends <= last) & ~trace.clipped[topmost]
-    return topmost[is_whole], int((~is_whole & (starts < last) & (ends > first)).sum())
 
 
 def find_spans_without_device_time(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:

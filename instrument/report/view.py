@@ -17,8 +17,10 @@ from instrument.recording.spans import Cost, Site, Span, Startup
 
 if TYPE_CHECKING:
     from instrument.recording.tally import Tally
-    from instrument.trace.columns import Columns
+    from instrument.trace.columns import Columns, Int32s, Int64s
     from instrument.trace.file import Saved
+    from instrument.trace.joined import Joined
+    from instrument.trace.ledger import DeviceLedger, Ledger, Turns
     from instrument.trace.trace import Trace
 
 Made = TypeVar("Made")
@@ -165,6 +167,51 @@ class Recording:
     @property
     def columns(self) -> Columns:
         return self.trace.columns
+
+    @cached_property
+    def topmost_requests(self) -> Int32s:
+        """The row of the topmost request at or above each span."""
+        return self.columns.topmost_wanted_rows(self.columns.are_of_kind("request"))
+
+    @cached_property
+    def joined(self) -> Joined:
+        """The requests. Spans of all processes with the same key are one request."""
+        from instrument.trace.joined import join
+
+        return join(self.columns, self.trace.apart_ns, self.topmost_requests)
+
+    @cached_property
+    def complete_requests(self) -> tuple[Int64s, int]:
+        """The rows of the requests that are entirely within the window, and the number that cross its edges."""
+        return self.find_requests_within(self.joined.owner)
+
+    def find_requests_within(self, owner: Int32s) -> tuple[Int64s, int]:
+        """Return the rows of `owner` that are entirely within the window, and the number that cross its edges."""
+        import numpy as np
+
+        trace, (first, last) = self.columns, self.trace.coverage
+        topmost = np.flatnonzero(owner == np.arange(len(trace)))
+        starts, ends = trace.start_ns[topmost], trace.end_ns[topmost]
+        is_whole = (first <= starts) & (ends <= last) & ~trace.clipped[topmost]
+        return topmost[is_whole], int((~is_whole & (starts < last) & (ends > first)).sum())
+
+    @cached_property
+    def turns(self) -> Turns:
+        from instrument.trace.ledger import turns_of
+
+        return turns_of(self.columns, self.joined)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        from instrument.trace.ledger import compute_ledger
+
+        return compute_ledger(self.columns, self.joined, self.turns)
+
+    @cached_property
+    def device_ledger(self) -> DeviceLedger:
+        from instrument.trace.ledger import compute_device_ledger
+
+        return compute_device_ledger(self.columns, self.joined)
 
     def compute_once(self, make: Callable[[Recording], Made]) -> Made:
         """Return the result of `make` for this recording. It is computed once and shared by all views."""

@@ -38,7 +38,6 @@ from simulated_engine import Request, Service  # noqa: E402
 
 from instrument.recording.distributions import _rank  # noqa: E402
 from instrument.recording.spans import DeviceInterval  # noqa: E402
-from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger  # noqa: E402
 from instrument.report.view import Recording  # noqa: E402
 from instrument.trace.dataset_files import DatasetWriter, Folder  # noqa: E402
 from instrument.trace.dataset_sources import DatasetRows  # noqa: E402
@@ -111,8 +110,8 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
     copies = max(hosts // SIMULATED, 1)
     for host in range(min(hosts, SIMULATED)):
         recording = Recording.of_saved(graft_requests(Saved(trace_of(host, seconds), None)))
-        trace, joined = recording.columns, recording.once(joined_requests)
-        ledger, device = recording.once(request_ledger), recording.once(request_device_ledger)
+        trace, joined = recording.columns, recording.joined
+        ledger, device = recording.ledger, recording.device_ledger
         for place, row in enumerate(joined.rows.tolist()):
             attributes, parts = trace.attributes[row], ledger.parts_of(place)
             requests.append((
