@@ -24,8 +24,8 @@ import numpy as np
 
 from instrument.recording.distributions import Distribution, percentiles
 from instrument.recording.spans import AttributeValue, Interval, Site
-from instrument.report.section import Coverage, Section, View, explain_empty, field_value
-from instrument.report.table import MISSING, number_text, percent_text
+from instrument.report.section import Coverage, Section, View, field_value
+from instrument.report.table import MISSING, number_text, percent_text, wrap_text
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import (
@@ -345,18 +345,25 @@ class Loops(View):
         return [*coverage, f"Time unit: {self._options.unit}; ips: items per second"]
 
     def reasons_if_empty(self) -> list[str]:
-        complete = self.coverage is None or self.coverage.complete
-        return [] if self.loops else explain_empty("step", NO_STEP, complete=complete)
+        if self.loops:
+            return []
+        return wrap_text(NO_STEP) if self.coverage is None else self.coverage.explain_no_spans("step", NO_STEP)
 
     def sections(self) -> list[Section]:
         columns = "name=|spread.mean=Ave.|spread.p50=p50|spread.p99=p99|spread.least=Min.|spread.most=Max."
-        texts = {f"spread.{name}": partial(_spread_cell, f"spread.{name}") for name in Spread.__slots__}
-        return [
-            Section(
-                loop.name or "(no name)", _spread_rows(loop), columns, (), texts, (16, *[10] * 5), _count_lines(loop)
-            )
-            for loop in self.loops
-        ]
+
+        def format_field(name: str, row: SpreadRow, unit: str) -> str:
+            value = field_value(row, name)
+            return number_text(value if row.is_rate or value is None else value / UNITS[unit])
+
+        texts = {f"spread.{name}": partial(format_field, f"spread.{name}") for name in Spread.__slots__}
+        sections = []
+        for loop in self.loops:
+            rows = [SpreadRow("reader_cost", loop.reader)] if loop.reader is not None else []
+            rows += [SpreadRow("batch_cost", loop.batch), SpreadRow(f"ips ({loop.rate_of})", loop.rate, is_rate=True)]
+            name = loop.name or "(no name)"
+            sections.append(Section(name, rows, columns, (), texts, (16, *[10] * 5), _count_lines(loop)))
+        return sections
 
     def footnotes(self) -> list[str]:
         return ["p50, p99: within 0.8 %. Averages are over the steps that were timed."]
@@ -386,16 +393,6 @@ class SpreadRow(NamedTuple):
     name: str
     spread: Spread | None
     is_rate: bool = False
-
-
-def _spread_rows(loop: LoopTimes) -> list[SpreadRow]:
-    reader = [] if loop.reader is None else [SpreadRow("reader_cost", loop.reader)]
-    return [*reader, SpreadRow("batch_cost", loop.batch), SpreadRow(f"ips ({loop.rate_of})", loop.rate, is_rate=True)]
-
-
-def _spread_cell(field: str, row: SpreadRow, unit: str) -> str:
-    value = field_value(row, field)
-    return number_text(value if row.is_rate or value is None else value / UNITS[unit])
 
 
 def _count_lines(loop: LoopTimes) -> list[str]:

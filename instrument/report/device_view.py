@@ -18,7 +18,7 @@ from typing import NamedTuple
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, UNTIMED, Gpu, Sample
 from instrument.report.request_groups import GroupShare, group_shares, make_shares_table
-from instrument.report.section import Coverage, Section, View, explain_empty
+from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     GAP,
     LINE,
@@ -209,8 +209,9 @@ class DeviceView(View):
         return _explanatory_notes(self) if self.devices else []
 
     def _no_device_time(self) -> list[str]:
-        complete = self.coverage.complete or self.asked > 0 or not self.is_ours
-        return explain_empty("span with device time", self.explain_no_device_time(), complete=complete)
+        if self.asked or not self.is_ours:
+            return wrap_text(self.explain_no_device_time())
+        return self.coverage.explain_no_spans("span with device time", self.explain_no_device_time())
 
     def _untimed_section(self) -> list[Section]:
         """Return the table of spans without device time, [] if neither a device nor a reason is known."""

@@ -294,6 +294,8 @@ class CompleteRequests:
             wall_ns, unknown_ns, answers = sum(walls_ns), sum(unknowns_ns), self.answers.select_answers(places)
             p50_ns, p90_ns, p99_ns = percentiles_of(walls_ns, (0.5, 0.9, 0.99))
             unknown_p50_ns, unknown_p99_ns = percentiles_of(unknowns_ns, (0.5, 0.99))
+            times = Members(self.part[parts[number]], len(self.parts), self.time_ns[parts[number]])
+            times_of_parts = {name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts)}
             rows.append(
                 EndpointTimes(
                     name=name,
@@ -307,7 +309,7 @@ class CompleteRequests:
                     min_ns=walls_ns[0],
                     max_ns=walls_ns[-1],
                     ratio=share(wall_ns, all_ns),
-                    phases=phase_times(self._times_of_parts(parts[number]), wall_ns, options),
+                    phases=phase_times(times_of_parts, wall_ns, options),
                     unknown_ns=unknown_ns,
                     unknown_mean_ns=unknown_ns / requests,
                     unknown_p50_ns=unknown_p50_ns,
@@ -320,12 +322,6 @@ class CompleteRequests:
                 )
             )
         return rows
-
-    def _times_of_parts(self, pairs: Int64s) -> dict[str, list[int]]:
-        """Return the sorted times of each part, from the rows with the indices `pairs`."""
-        times = Members(self.part[pairs], len(self.parts), self.time_ns[pairs])
-        parts = {name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts) if name != UNKNOWN}
-        return {name: part_times for name, part_times in parts.items() if part_times}
 
 
 TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50, 90)
@@ -415,20 +411,15 @@ def describe_failure(trace: Columns, row: int) -> tuple[str, str]:
 
 
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
-    """Return a row for each phase in the order of `IN_ORDER`. The options may limit the rows."""
-
+    """Return a row for each phase with times in the order of `IN_ORDER`. The options may limit the rows."""
     phases = []
     for name, times_ns in times.items():
-        p50_ns, p99_ns = percentiles_of(times_ns, (0.5, 0.99))
-        phases.append(
-            PhaseTime(name, len(times_ns), sum(times_ns), sum(times_ns) / len(times_ns), p50_ns, p99_ns, None)
-        )
+        if times_ns and name != UNKNOWN:
+            count, summed_ns = len(times_ns), sum(times_ns)
+            p50_ns, p99_ns = percentiles_of(times_ns, (0.5, 0.99))
+            phases.append(PhaseTime(name, count, summed_ns, summed_ns / count, p50_ns, p99_ns, None))
     phases.sort(key=lambda phase: (-phase.summed_ns, phase.name))
     shown = bound_rows(phases, options, attrgetter("summed_ns"), make_row_summer("summed_ns"))
     with_ratios = [replace(phase, ratio=share(phase.summed_ns, wall_ns)) for phase in shown]
-    return tuple(sorted(with_ratios, key=_rank_in_order))
-
-
-def _rank_in_order(phase: PhaseTime) -> tuple[bool, int]:
-    place = IN_ORDER.index(phase.name) if phase.name in IN_ORDER else len(IN_ORDER)
-    return bool(phase.remaining), place
+    rank = {name: place for place, name in enumerate(IN_ORDER)}
+    return tuple(sorted(with_ratios, key=lambda row: (bool(row.remaining), rank.get(row.name, len(rank)))))

@@ -6,10 +6,11 @@ caller's time.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
@@ -177,14 +178,11 @@ def call_rows(
         nodes = np.concatenate([groups[row.name, row.kind] for row in omitted])
         is_omitted = np.isin(calls.name, calls.name[nodes])
         outermost = nodes[nearest_above(calls.around, is_omitted)[nodes] == NONE]
-        total = row(f"(remaining {len(omitted)})", "", nodes, outermost)
-        if depth:
-            total = replace(
-                total,
-                cpu_ratio=_sum_ratios(r.cpu_ratio for r in omitted),
-                gpu_ratio=_sum_ratios(r.gpu_ratio for r in omitted),
-            )
-        return replace(total, remaining=len(omitted))
+        total = replace(row(f"(remaining {len(omitted)})", "", nodes, outermost), remaining=len(omitted))
+        if not depth:
+            return total
+        cpu_ratio, gpu_ratio = (_sum_known(map(attrgetter(name), omitted)) for name in ("cpu_ratio", "gpu_ratio"))
+        return replace(total, cpu_ratio=cpu_ratio, gpu_ratio=gpu_ratio)
 
     key = SortKey.of(options)
     sign = 1 if key.ascending else -1
@@ -205,7 +203,7 @@ def call_rows(
     return bound_rows(rows, options, heaviest_ns, sum_omitted)
 
 
-def _sum_ratios(ratios: Iterable[float | None]) -> float | None:
+def _sum_known(ratios: Iterable[float | None]) -> float | None:
     known_ratios = [ratio for ratio in ratios if ratio is not None]
     return sum(known_ratios) if known_ratios else None
 
@@ -231,15 +229,12 @@ class _Line:
     name."""
 
     row: CallRow
+    depth: int
     on: str
     times: CallTimes | None
     ratio: float | None
     name: str
     first: bool
-
-    @property
-    def depth(self) -> int:
-        return self.row.depth
 
 
 def make_block_table(block: CallBlock, options: Options, noun: str) -> Section:
@@ -248,16 +243,20 @@ def make_block_table(block: CallBlock, options: Options, noun: str) -> Section:
     if options.state != "CPU" and any(row.gpu for row in block.rows):
         bases.append(f"GPU {format_time(block.gpu_base_ns, options.unit)}")
     thread = [] if block.thread is None else [f"{shorten(printable(block.name), LINE // 2)} (id {block.thread})"]
-    kinds: dict[tuple[str, int], set[str]] = {}
+    kinds = Counter((name, depth) for name, depth, _ in {(row.name, row.depth, row.kind) for row in block.rows})
+    lines = list[_Line]()
     for row in block.rows:
-        kinds.setdefault((row.name, row.depth), set()).add(row.kind)
+        name = f"{row.name} ({row.kind})" if kinds[row.name, row.depth] > 1 and row.kind else row.name
+        parts: list[tuple[str, CallTimes | None, float | None]] = [
+            (on, times, ratio)
+            for on, times, ratio in (("CPU", row.cpu, row.cpu_ratio), ("GPU", row.gpu, row.gpu_ratio))
+            if times is not None and options.state in (on, "All")
+        ]
+        for part in parts or [("", None, None)]:
+            lines.append(_Line(row, row.depth, *part, name, first=not lines or lines[-1].row is not row))
     return Section(
         "All threads" if block.thread is None else "Thread",
-        [
-            line
-            for row in block.rows
-            for line in _make_lines(row, options, with_kind=len(kinds[row.name, row.depth]) > 1)
-        ],
+        lines,
         f"name={noun}|row.calls=Calls|on=On|times.total_ns=Total|times.ave_ns=Ave|times.max_ns=Max|times.min_ns=Min|"
         "ratio=Ratio",
         texts={
@@ -267,13 +266,3 @@ def make_block_table(block: CallBlock, options: Options, noun: str) -> Section:
         widths=7,
         lead=[*thread, *([f"Ratio of: {', '.join(bases)}"] if bases else [])],
     )
-
-
-def _make_lines(row: CallRow, options: Options, *, with_kind: bool) -> list[_Line]:
-    name = f"{row.name} ({row.kind})" if with_kind and row.kind else row.name
-    parts: list[tuple[str, CallTimes | None, float | None]] = [
-        (on, times, ratio)
-        for on, times, ratio in (("CPU", row.cpu, row.cpu_ratio), ("GPU", row.gpu, row.gpu_ratio))
-        if times is not None and options.state in (on, "All")
-    ] or [("", None, None)]
-    return [_Line(row, *part, name, place == 0) for place, part in enumerate(parts)]

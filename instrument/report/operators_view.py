@@ -16,8 +16,9 @@ UserDefined Summary of `paddle.profiler`. Ratios are shares of the window.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -45,13 +46,14 @@ from instrument.report.table import (
     format_six_digits,
     percent_text,
     printable,
+    remaining_row,
     section_title,
     share,
     shorten,
 )
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import StreamTimes, measure_calls_on_device
-from instrument.trace.columns import Columns, Int32s, Int64s
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import (
     NONE,
     Groups,
@@ -116,9 +118,10 @@ class FlopTable:
         )  # fmt: skip
 
 
-def make_flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
-    """Return the floating-point operations of spans of the given kinds, and of other spans with operations of their
-    own. Return None if no operation was counted. It takes about 1 us for each span with operations."""
+def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
+    """Return the floating-point operations of operators, and of other spans with operations of their own. Only
+    operators also count the operations of inner calls. Return None if no operation was counted. It takes about 1 us for
+    each span with operations."""
     trace = recording.columns
     first, last = recording.trace.coverage
     having = trace.attributes.having(FLOPS)
@@ -135,55 +138,41 @@ def make_flop_table(recording: Recording, kinds: Collection[str], options: Optio
     whole, elsewhere = own_flops.total(), own_flops.pop(NONE, 0)
     if not whole:
         return None
-    tree = _Tree(trace, own_flops, kinds)
-    launched_ns = _measure_launched_work_ns(recording, [row for calls in tree.calls.values() for row in calls])
+    # The spans with operations and all their callers on the same track, parents first.
+    rows = np.flatnonzero(are_at_or_above(trace.parent_on_same_track, np.array(list(own_flops), dtype=np.int64)))
+    rows = rows[np.argsort(trace.level[rows], kind="stable")]
+    around = index_rows(rows, len(trace))[trace.parent_on_same_track[rows]].astype(np.int32)
+    flops_of_rows = [own_flops.get(row, 0) for row in rows.tolist()]
+    names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
+    name, is_operator = of_site[trace.site[rows]], np.array([kind in OPERATORS for _, kind in names], dtype=np.bool_)
+    below = flops_of_rows.copy()
+    for number, caller in reversed(list(enumerate(around.tolist()))):
+        if caller != NONE:
+            below[caller] += below[number]
+    # The outermost calls of each name, and their operations.
+    flops, calls = [0] * len(names), [dict[int, None]() for _ in names]
+    for number, (key, first) in enumerate(zip(name.tolist(), find_outermost(around, name).tolist(), strict=True)):
+        counted = below[number] * (first == number) if is_operator[key] else flops_of_rows[number]
+        if is_operator[key] or counted:
+            calls[key][int(rows[first])] = None
+        flops[key] += counted
+    launched_ns = _measure_launched_work_ns(recording, list(chain.from_iterable(calls)))
 
-    def make_row(name: str, kind: str) -> FlopRow:
-        flops, calls = tree.flops[name, kind], tree.calls[name, kind]
-        return FlopRow(name, kind, len(calls), flops, *_sum_times(trace, calls, launched_ns), share(flops, whole))
-
-    def sum_omitted(rows: Sequence[FlopRow]) -> FlopRow:
+    def sum_omitted(omitted: Sequence[FlopRow]) -> FlopRow:
         # Rows may be nested: each span's operations count once, but times would count some spans twice.
-        flops = tree.sum_distinct_flops({(row.name, row.kind) for row in rows})
-        return FlopRow("", "", sum(row.calls for row in rows), flops, "", None, share(flops, whole), len(rows))
+        keys = {(row.name, row.kind) for row in omitted}
+        is_wanted = np.array([key in keys for key in names], dtype=np.bool_)
+        is_inside = nearest_at_or_above(around, (is_wanted & is_operator)[name]) != NONE
+        added = sum(flops_of_rows[number] for number in np.flatnonzero(is_wanted[name] | is_inside).tolist())
+        return remaining_row(omitted, ("calls",), flops=added, ratio=share(added, whole))
 
-    rows = sorted((make_row(*key) for key in tree.calls), key=lambda row: (-row.flops, row.name, row.kind))
-    return FlopTable(whole, elsewhere, bound_rows(rows, options, lambda row: row.time_ns or 0, sum_omitted))
-
-
-class _Tree:
-    """The spans with operations and all their callers on the same track. `calls` has the outermost calls by name and
-    kind, and `flops` their operations. Only spans of the requested kinds also count operations of inner calls."""
-
-    def __init__(self, trace: Columns, own_flops: Mapping[int, int], kinds: Collection[str]) -> None:
-        rows = np.flatnonzero(are_at_or_above(trace.parent_on_same_track, np.array(list(own_flops), dtype=np.int64)))
-        rows = rows[np.argsort(trace.level[rows], kind="stable")]  # parents first
-        self._around: Int32s = index_rows(rows, len(trace))[trace.parent_on_same_track[rows]].astype(np.int32)
-        self._own_flops = [own_flops.get(row, 0) for row in rows.tolist()]
-        names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
-        self._names, self._name = names, of_site[trace.site[rows]]
-        self._is_asked = [kind in kinds for _, kind in names]
-        below = self._own_flops.copy()
-        for number, around in reversed(list(enumerate(self._around.tolist()))):
-            if around != NONE:
-                below[around] += below[number]
-        sums, calls = [0] * len(names), [dict[int, None]() for _ in names]
-        outermost = find_outermost(self._around, self._name).tolist()
-        for number, (name, first) in enumerate(zip(self._name.tolist(), outermost, strict=True)):
-            counted = below[number] * (first == number) if self._is_asked[name] else self._own_flops[number]
-            if self._is_asked[name] or counted:
-                calls[name][first] = None
-            sums[name] += counted
-        self.flops = dict(zip(names, sums, strict=True))
-        self.calls = {name: rows[list(calls[at])].tolist() for at, name in enumerate(names) if calls[at]}
-
-    def sum_distinct_flops(self, names: Collection[tuple[str, str]]) -> int:
-        """Return the operations of all spans of the given names and kinds. An operation counts once, even if such spans
-        are nested."""
-        is_wanted = np.array([name in names for name in self._names], dtype=np.bool_)
-        is_inside = nearest_at_or_above(self._around, (is_wanted & self._is_asked)[self._name]) != NONE
-        counted = np.flatnonzero(is_wanted[self._name] | is_inside)
-        return sum(map(self._own_flops.__getitem__, counted.tolist()))
+    shown = [
+        FlopRow(*key, len(of_key), added, *_sum_times(trace, list(of_key), launched_ns), share(added, whole))
+        for key, of_key, added in zip(names, calls, flops, strict=True)
+        if of_key
+    ]
+    shown.sort(key=lambda row: (-row.flops, row.name, row.kind))
+    return FlopTable(whole, elsewhere, bound_rows(shown, options, lambda row: row.time_ns or 0, sum_omitted))
 
 
 def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
@@ -321,7 +310,7 @@ def operators(recording: Recording, options: Options) -> Operators:
 
     blocks = make_blocks(calls, calls.calls_of(OPERATORS), facts.threads, options, block)
     in_order = _execution_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
-    operations = make_flop_table(recording, OPERATORS, options)
+    operations = make_flop_table(recording, options)
     return Operators(Coverage.of_recording(recording), blocks, in_order, operations, options)
 
 

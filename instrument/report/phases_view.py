@@ -168,30 +168,23 @@ def measure_device_time_of_phases(trace: Columns, units: Units, calls: Calls) ->
     parts = stream, device.start_ns[indexes], device.end_ns[indexes]
     in_call = call != NONE
     call, parts_of_calls = call[in_call], tuple(column[in_call] for column in parts)
-    of_units, (of_calls, call_numbers) = (
-        _sum_stream_time_by_key(unit, *parts)[0],
-        _sum_stream_time_by_key(call, *parts_of_calls),
-    )
+    of_calls, call_numbers = _sum_stream_time_by_key(call, *parts_of_calls)
     of_phases, phases = _sum_stream_time_by_key(calls.phase[call], *parts_of_calls)
     return StreamUses(
-        units=of_units.tolist(),
+        units=_sum_stream_time_by_key(unit, *parts)[0].tolist(),
         calls=_group_by_phase(calls.names, calls.phase[call_numbers], of_calls),
-        phases={
-            calls.names[number]: total_ns for number, total_ns in zip(phases.tolist(), of_phases.tolist(), strict=True)
-        },
+        phases=dict(zip(map(calls.names.__getitem__, phases.tolist()), of_phases.tolist(), strict=True)),
         base_ns=sum(_sum_stream_time_by_key(np.zeros_like(unit), *parts)[0].tolist()),
         covered_ns=sum(_sum_stream_time_by_key(np.zeros_like(call), *parts_of_calls)[0].tolist()),
     )
 
 
 def _sum_stream_time_by_key(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
-    """Return the distinct keys, and the device time of each. Overlapping times on one stream count once."""
+    """Return the device time of each distinct key, and the keys. Overlapping times on one stream count once."""
     parts, firsts = number_combinations(keys, streams)
-    lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
     distinct_keys = find_distinct(keys)
-    return Groups(np.searchsorted(distinct_keys, keys[firsts]), len(distinct_keys)).sum_by_group(
-        lengths_ns
-    ), distinct_keys
+    groups = Groups(np.searchsorted(distinct_keys, keys[firsts]), len(distinct_keys))
+    return groups.sum_by_group(lengths_by_group(parts, starts, ends, len(firsts))), distinct_keys
 
 
 ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
@@ -349,7 +342,11 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     rest_times = _rest_times(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
     others_row = PhaseRow(OTHERS, None, _rest_times(rest_ns, base_ns), rest_times)
     before, is_short = units.before, facts.coverage[0] > facts.start_ns
-    whole_ns = sum((units.intervals.ends - units.intervals.starts)[units.is_whole].tolist())
+    mean_ns: dict[str, float] = {}
+    if whole:
+        whole_ns = sum((units.intervals.ends - units.intervals.starts)[units.is_whole].tolist())
+        mean_ns = {name: calls.whole_ns[name] / whole for name in sorted(calls.whole_ns, key=_rank_of_phase)}
+        mean_ns[OTHERS] = (whole_ns - sum(calls.whole_ns.values())) / whole
     return PhasesView(
         coverage=coverage,
         of=units.of,
@@ -358,19 +355,11 @@ def phases(recording: Recording, options: Options) -> PhasesView:
         overwritten=max(before - units.skipped, 0) if is_short else 0,
         cut=cut,
         rows=(unit_row, *_largest_rows(rows, options, base_ns, streams.base_ns), others_row),
-        mean_ns=_mean_times(calls.whole_ns, whole, whole_ns) if is_counted else {},
+        mean_ns=mean_ns if is_counted else {},
         outside=len(calls.outside_ns),
         outside_ns=sum(calls.outside_ns),
         _options=options,
     )
-
-
-def _mean_times(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, float]:
-    """Return the mean time of each phase in a complete unit, and the mean time outside of phases."""
-    if not whole:
-        return {}
-    means = {phase: times_ns[phase] / whole for phase in sorted(times_ns, key=_rank_of_phase)}
-    return {**means, OTHERS: (whole_ns - sum(times_ns.values())) / whole}
 
 
 def _phase_times(times_ns: Sequence[int], count: int, total_ns: int, base_ns: int) -> PhaseTimes:

@@ -40,7 +40,7 @@ from instrument.report.request_groups import (
     group_shares,
     make_shares_table,
 )
-from instrument.report.section import Coverage, Section, View, explain_empty
+from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     LINE,
     bound_rows,
@@ -282,9 +282,9 @@ class RequestTimes(View):
     def reasons_if_empty(self) -> list[str]:
         if self.requests:
             return []
-        why = "No request ended within the window." if self.requests_cut else "No request was recorded."
-        complete = self.coverage.complete or self.requests_cut > 0
-        return explain_empty("request", f"{why} {A_REQUEST}", complete=complete)
+        if self.requests_cut:
+            return wrap_text(f"No request ended within the window. {A_REQUEST}")
+        return self.coverage.explain_no_spans("request", f"No request was recorded. {A_REQUEST}")
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:
@@ -428,7 +428,7 @@ def _make_slow_request(recording: Recording, place: int, cause: Blame | None, op
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
     parts = recording.ledger.parts_of(place)
-    unknown_ns = parts.pop(UNKNOWN, 0)
+    unknown_ns = parts.get(UNKNOWN, 0)
     error, outcome = describe_failure(trace, row)
     return SlowRequest(
         name=trace.sites[trace.site[row]].name,

@@ -74,17 +74,11 @@ class Coverage:
 
     def explain_no_spans(self, noun: str, otherwise: str) -> list[str]:
         """Return the text of an empty view: `otherwise` if all spans were kept, else a note on overwritten spans."""
-        return explain_empty(noun, otherwise, complete=self.complete)
-
-
-def explain_empty(noun: str, otherwise: str, *, complete: bool) -> list[str]:
-    """Return the text of an empty view: `otherwise` if all spans were kept, else a note on overwritten spans."""
-    if complete:
-        return wrap_text(otherwise)
-    return wrap_text(
-        f"No {noun} is among the kept spans; older ones were overwritten. Raise `limits.ring` in the profile, or "
-        "look at the `events` view, which counts all."
-    )
+        overwritten = (
+            f"No {noun} is among the kept spans; older ones were overwritten. Raise `limits.ring` in the profile, or "
+            "look at the `events` view, which counts all."
+        )
+        return wrap_text(otherwise if self.complete else overwritten)
 
 
 TEXT, TIME, SIZE, RATIO, DEVICE = "text", "time", "size", "ratio", "device"
@@ -338,9 +332,6 @@ def _make_view(name: str, recording: Recording, options: Options) -> View:
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: partial(_make_view, name) for name in VIEWS}
 """The function that computes each view."""
 
-TABLE_OPTIONS = ("tracer_option", "threads")
-"""The options that only views with tables use, not the one-screen view `brief`."""
-
 
 def import_views(views: Sequence[str]) -> None:
     """Import the modules of views while the process may still allocate memory freely."""
@@ -351,8 +342,8 @@ def import_views(views: Sequence[str]) -> None:
 
 
 def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the default views: `events` if an option for tables is set, else `brief`."""
-    return ("events",) if any(options.get(option) is not None for option in TABLE_OPTIONS) else ("brief",)
+    """Return the default views: `events` if an option is set that the one-screen view `brief` does not use."""
+    return ("brief",) if options.get("tracer_option") is None and options.get("threads") is None else ("events",)
 
 
 def refuse_unknown_views(views: Sequence[str]) -> None:

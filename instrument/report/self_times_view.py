@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import groupby
 from operator import ne
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND
@@ -43,7 +42,7 @@ from instrument.report.table import (
     shorten,
 )
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.columns import Bools, Int32s, Int64s
+from instrument.trace.columns import Int64s
 from instrument.trace.indices import (
     NONE,
     Groups,
@@ -275,13 +274,6 @@ def _make_view(of: str, recording: Recording, options: Options) -> SelfTimes:
     return SelfTimes(of, reports, len(times) - 1 - len(shown), left_ns, options.corrected, options)
 
 
-def _lines_without_interruptions(tally: Tally) -> Records:
-    """Return the tally lines except those of interruptions, whose time is already in the interrupted lines."""
-    of_others = tally.tree.map_sites(is_interruption)
-    is_interrupting = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
-    return np.asarray(tally.lines[~is_interrupting]) if is_interrupting.any() else tally.lines
-
-
 WAITING = "waiting"
 
 
@@ -324,7 +316,10 @@ class _FunctionTable:
 
     def __init__(self, of: str, tally: Tally, options: Options) -> None:
         self._of, self._options, self._histogram = of, options, tally.histogram
-        self._lines = lines = _lines_without_interruptions(tally)
+        # The time of interruptions is already in the interrupted lines.
+        is_interrupting = np.array([*tally.tree.map_sites(is_interruption), False], dtype=np.bool_)[tally.site_of]
+        is_counted = ~is_interrupting[tally.lines["node"]]
+        self._lines = lines = tally.lines if is_counted.all() else tally.lines[is_counted]
         self._every: list[Site] = tally.tree.sites
         nodes, parents, site_of = lines["node"], tally.parents, tally.site_of
         self._nodes, self._parents = nodes.tolist(), parents.tolist()
@@ -341,7 +336,11 @@ class _FunctionTable:
         if of != "instances":
             row_of_site = keys if of == "ops" else np.asarray(tally.tree.number_sites(class_of_site), dtype=np.int64)
             rows = row_of_site[site_of[nodes]]
-        function_of, root_of = _find_functions(parents, (kinds == "request")[site_of])
+        # A function is the topmost request of a call path or, outside of requests, its topmost node.
+        is_request, root_of = (kinds == "request")[site_of], topmost_rows(parents)
+        topmost = is_request & (nearest_above(parents, is_request) == NONE)
+        request = nearest_at_or_above(parents, topmost)
+        function_of = np.where(request == NONE, root_of, request)
         its_function, its_root = function_of[nodes], root_of[nodes]
         key_of_node = keys[site_of]
         is_called = mask_of(nodes, len(parents))
@@ -360,8 +359,11 @@ class _FunctionTable:
         count = len(firsts) + 1
         sums = _sum_by_group(np.concatenate([ones, counted], axis=1), number, count)
         groups, of_groups, of_line, at = _group_lines(lines, number, np.concatenate([rows, rows]), at)
-        column = SortKey.of(options).column
-        self._groups = groups[_order_rows(groups, of_groups, column)]
+        first, instances, time_ns, group_calls, *_ = groups.T
+        weights = {"calls": group_calls, "ave": time_ns / group_calls}
+        weight = weights.get(SortKey.of(options).column, time_ns)
+        order = np.lexsort((-first, -instances, -group_calls, -time_ns, -weight, of_groups))
+        self._groups = groups[order]
         self._lines_of_group = Members(of_line, len(groups), at)
         sizes = np.bincount(of_groups, minlength=count)
         edges = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
@@ -415,12 +417,6 @@ class _FunctionTable:
             remaining=remaining,
         )
 
-    @staticmethod
-    def _where_of_group(group: Group) -> str:
-        if group.waiting:
-            return WAITING
-        return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
-
     def _summarise_call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
         """Return the median, the 99th percentile and the maximum of a row's calls."""
         at = self._lines_of_group[group.number]
@@ -449,12 +445,13 @@ class _FunctionTable:
         node = self._nodes[group.first]
         path = self._nodes_down_to(node, whole=sums.node == NONE) if self._of == "instances" else [node]
         is_class = self._of == "classes"
+        where = "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
         return SelfRow(
             names=(class_of_site(self._site_of_node(node)),) if is_class else tuple(map(self._label_of_node, path)),
             time_ns=group.time_ns,
             ratio=share(group.time_ns, sums.time_ns),
             running=share(running_ns, sums.time_ns),
-            where=self._where_of_group(group),
+            where=WAITING if group.waiting else where,
             calls=group.calls,
             instances=group.lines,
             number=group.first if self._of == "instances" else None,
@@ -479,22 +476,6 @@ def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tu
     return rows_of_groups, number[line_numbers][firsts], of_group, at[line_numbers]
 
 
-def _find_functions(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
-    """Return, for each call node, the node of its function and the topmost node of its call path."""
-    root_of = topmost_rows(parents)
-    topmost = is_request & (nearest_above(parents, is_request) == NONE)
-    request = nearest_at_or_above(parents, topmost)
-    return np.where(request == NONE, root_of, request).astype(np.int32), root_of
-
-
 def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
     sums = Groups(groups, count)
     return np.stack([sums.sum_by_group(column) for column in columns.T], axis=1)
-
-
-def _order_rows(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """Return the indices that sort rows by function, then the largest first. `order` is `calls`, or `ave` for the self
-    time per call. The default is self time."""
-    first, lines, time_ns, calls, *_ = groups.T
-    weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
-    return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

@@ -259,7 +259,9 @@ def startup(recording: Recording, options: Options) -> StartupView:
         sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **before}
         rest_ns = way_ns - sum(sums.values())
         sums |= {"Anything else": rest_ns} if rest_ns >= 0 else {}
-        unwatched = _unwatched_parts(rows) if facts.imports is None else ()
+        phases = {_preparation_phase_of(row.path[-1]) for row in rows}
+        unwatched = {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
+        unwatched = unwatched if facts.imports is None else set()
         way = [
             Phase(name, *((None, None) if name in unwatched else (total_ns, share(total_ns, way_ns))))
             for name, total_ns in sums.items()
@@ -315,11 +317,6 @@ def _preparation_phase_of(site: Site) -> str | None:
     """Return the phase of a site that loads or compiles, None for any other site."""
     phase = dict(site.attributes).get("phase")
     return str(phase) if phase in PREPARING else None
-
-
-def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
-    phases = {_preparation_phase_of(row.path[-1]) for row in rows}
-    return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
 
 def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
