@@ -207,12 +207,15 @@ class Kernels(View):
         names = [use.name for use in self.kernels if not use.remaining]
         labels = _shorten_kernel_names(dict.fromkeys([*names, *heaviest])) if is_seen else {}
         unit = self._options.unit
-        others = ", ".join(
+        other_work = ", ".join(
             f"{work.calls} {SEVERAL[work.kind] if work.calls > 1 else work.kind} "
             f"({format_time(work.total_ns, unit)} {unit}, busy {format_time(work.busy_ns, unit)})"
             for work in self.others
         )
-        window = [f"Window: {format_time(self.window_ns, unit)} {unit}", *[f"Not in it: {others}"] * bool(others)]
+        window = [
+            f"Window: {format_time(self.window_ns, unit)} {unit}",
+            *[f"Not in it: {other_work}"] * bool(other_work),
+        ]
         return [
             Section(
                 "Devices", self.devices, "device=Device|calls=Calls|total_ns=Sum|busy_ns=Busy|busy_ratio=Of window",
@@ -293,8 +296,8 @@ def kernels(recording: Recording, options: Options) -> Kernels:
         places=bound_rows(_uses_by_place(device_work, total_ns), options, attrgetter("total_ns"), sum_places),
         others=tuple(
             OtherWork(kind, calls, took_ns, busy_ns)
-            for kind, other in sorted(device_work.by_kind.items())
-            for calls, took_ns, _, _, busy_ns in _sum_by_group(other, np.zeros_like(other.device), 1)
+            for kind, of_kind in sorted(device_work.by_kind.items())
+            for calls, took_ns, _, _, busy_ns in _sum_by_group(of_kind, np.zeros_like(of_kind.device), 1)
             if calls and kind != "kernel"
         ),
         outside=device_work.outside,

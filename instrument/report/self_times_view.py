@@ -445,13 +445,13 @@ class _FunctionTable:
         node = self._nodes[group.first]
         path = self._nodes_down_to(node, whole=sums.node == NONE) if self._of == "instances" else [node]
         is_class = self._of == "classes"
-        where = "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
+        place = "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
         return SelfRow(
             names=(class_of_site(self._site_of_node(node)),) if is_class else tuple(map(self._label_of_node, path)),
             time_ns=group.time_ns,
             ratio=share(group.time_ns, sums.time_ns),
             running=share(running_ns, sums.time_ns),
-            where=WAITING if group.waiting else where,
+            where=WAITING if group.waiting else place,
             calls=group.calls,
             instances=group.lines,
             number=group.first if self._of == "instances" else None,
