@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_263, 4),
     "recorder": (2_511, 10),
     "recording": (4_039, 15),
-    "report": (13_316, 37),
+    "report": (13_319, 37),
     "runtime": (2_769, 13),
     "sessions": (6_358, 19),
     "trace": (9_717, 28),
