@@ -20,7 +20,7 @@ from instrument.otlp.service_sdk import (
     resource_attributes,
     suppress_instrumentation,
 )
-from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedRequest, RequestQueue, Source
+from instrument.otlp.span_queue import FATES, SENDING, QueuedRequest, RequestQueue, Source
 from instrument.recording.spans import Origin
 from instrument.runtime.environment import environment_attributes
 from instrument.runtime.faults import FAULTS, logger
@@ -45,7 +45,7 @@ _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.span_forms", "instrument.trace.trace")
 _QUIET_NS = 60 * 10**9
 _LOOK_S = 0.005
-_RETRY_S = 0.1
+_RETRY_S = _JOIN_S = 0.1
 _NEVER_NS = 1 << 63
 
 
@@ -76,7 +76,7 @@ SILENCE_NS = 1_500_000_000
 
 class Exporter:
     """Sends kept trees to a collector on one daemon thread, and counts what becomes of every span. Every method but
-    `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser.
+    `after_fork_in_child` may be called from any thread, also from a signal handler.
 
     A `Source` is a process whose spans are sent; `own` is this process. `threads` returns the names of threads by
     native id. Only an exporter for its own process `detects` that process's attributes. An exporter that never `sends`
@@ -210,8 +210,7 @@ class Exporter:
                 if any(counts[fate] > before[fate] for fate in ("rejected", "failed", "dropped")):
                     break
         except BaseException as fault:
-            with self._queue.lock:
-                self._queue.give_up(f"{type(fault).__name__}: {fault}")
+            self._queue.give_up(f"{type(fault).__name__}: {fault}")
             raise
         finally:
             sender.close()
@@ -237,16 +236,12 @@ class Exporter:
             FAULTS.note("packing of spans", fault)
         self.submit(bodies, source)
 
-    def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
-        """Queue packed OTLP requests of a source, by default of this process. Return True if all were queued. Never
-        waits for a lock.
-
-        Each must have at most `request_bytes`. Above `QUEUE_BYTES` the oldest requests are dropped and counted.
-        """
-        are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
+    def submit(self, bodies: Iterable[Body], source: Source | None = None) -> None:
+        """Queue packed OTLP requests of a source, by default of this process. Each must have at most `request_bytes`."""
+        for body in bodies:
+            self._queue.offer(body, source or self.own)
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
             self.send_soon()
-        return False not in are_taken
 
     @property
     def pending_spans(self) -> int:
@@ -262,9 +257,7 @@ class Exporter:
         """Send the offered spans, wait up to `timeout_ns` until they are sent or lost, and return the counts. Does not
         wait if the collector has asked for a longer pause."""
         thread, end_ns = self._thread, time.monotonic_ns() + timeout_ns
-        counts = self.counts()
-        newest = self._queue.newest
-        waits = bool(counts["pending"]) or self._have_waiting_metrics()
+        waits = bool(self._queue.pending) or self._have_waiting_metrics()
         settled = not waits and self._metrics_source is None  # in this order: what is just being sent waits no more
         while not settled and thread is not None and thread.is_alive() and not self._is_deferred_beyond(end_ns):
             reply: SimpleQueue[bool] = SimpleQueue()
@@ -277,10 +270,8 @@ class Exporter:
                 break
             settled = False  # metrics that the collector was too slow for are sent again
             time.sleep(min(_RETRY_S, max(0, end_ns - time.monotonic_ns()) / 1e9))
-        settled = settled and not self._queue.has_unsent_before(newest)
         counts = self.counts()
-        fates = {fate: counts[fate] for fate in FATES}
-        return Delivery(**fates, settled=settled, reason=self._queue.reason)
+        return Delivery(*(counts[fate] for fate in FATES), settled=settled, reason=self._queue.reason)
 
     def _have_waiting_metrics(self) -> bool:
         return any(metered.has_waiting() for metered in self._list_metrics())
@@ -300,19 +291,15 @@ class Exporter:
         self._halt.put(None)
         settled = self.flush(timeout_ns).settled
         sender, thread = self._sender, self._thread
-        has_lock = self._queue.lock.acquire(timeout=PATIENCE_S)
-        try:
+        with self._queue.lock:
             self._queue.is_closed, self._thread = True, None
             self._queue.give_up(sender.obstacle or "stopped before the collector had answered")
-        finally:
-            if has_lock:
-                self._queue.lock.release()
         for metrics in self._list_metrics():
             metrics.drop_waiting()
         self._wake.put(None)
         if thread is not None:
             sender.abort()
-            thread.join(PATIENCE_S)
+            thread.join(_JOIN_S)
         delivery = replace(self.flush(0), settled=settled)
         if delivery.failed or delivery.dropped:
             self._log_outcome(Response(False, reason=delivery.reason))
@@ -433,7 +420,7 @@ class Exporter:
             if not self._await_retry(sender, last_ns):
                 verdict = Response(False, reason=self._queue.reason)
                 break
-            self._queue.note_sending(request)
+            request.source.counts[SENDING] = request.spans
             self.settled(request.source)  # who hears what is settled hears it before it is sent, too
             self._sent_at_ns = time.monotonic_ns()
             left_s = partial(self._remaining_s, sender, self._sent_at_ns + timeout_ns)
@@ -448,8 +435,8 @@ class Exporter:
         if verdict.too_large and request.spans > 1 and self._halvings < HALVINGS:
             self._halvings += 1
             self.request_bytes = max(LEAST_REQUEST_BYTES, len(request.data) // 2)
-            with self._queue.lock:
-                halves = self._queue.replace_request(request, split_request(request.data))
+            halves = [QueuedRequest(*half, request.source) for half in split_request(request.data)]
+            self._queue.replace_request(request, halves)
             for half in halves:
                 self._deliver_request(sender, half)
             return

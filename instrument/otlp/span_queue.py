@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instrument import clock
 from instrument.otlp.export_facts import Ids
@@ -15,7 +14,7 @@ from instrument.otlp.metrics_queue import Metrics
 from instrument.otlp.packing import Body, pack_resource
 from instrument.otlp.senders import Response
 from instrument.recording.spans import Origin
-from instrument.runtime.unpatched import Lock
+from instrument.runtime.unpatched import RLock
 
 if TYPE_CHECKING:
     from instrument.otlp.packed_spans import SpanIds
@@ -32,12 +31,8 @@ CLOCK_STEP_NS = 5 * 10**8
 """The least change of the wall clock in ns that shows that it was set, or that the machine was suspended. A smaller
 change is drift."""
 
-PATIENCE_S = 0.1
-"""The maximum seconds to wait for the lock. Without a limit, a signal handler that interrupted the lock's owner would
-wait for ever."""
-
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
-_SENDING = "sending"
+SENDING = "sending"
 
 
 @dataclass(eq=False)
@@ -92,44 +87,38 @@ class Source:
             yield from split_into_requests(packer.pack(tree_rows), resource, most_bytes)
 
 
-@dataclass(slots=True, eq=False)
-class QueuedRequest:
-    """A packed request in the queue, or a part of it. `number` counts the queued requests from 1."""
+class QueuedRequest(NamedTuple):
+    """A packed request in the queue, or a part of it."""
 
     data: bytes
     spans: int
     source: Source
-    number: int = 0
 
 
 class RequestQueue:
-    """A bounded queue of requests to send, with the request that is being sent (the current one).
+    """A bounded queue of requests to send, and the requests in flight: the request that is being sent, or its parts.
 
-    The queue counts spans by fate. `reason` is the cause of the latest loss.
+    The queue counts spans by fate. `reason` is the cause of the latest loss. Any thread may call any method. The lock
+    lets a signal handler interrupt its owner.
     """
 
     def __init__(self) -> None:
-        self.lock = Lock()
+        self.lock = RLock()
         self.is_closed = False
         """True once sending has ended. Offered spans are then dropped."""
         self.reason = ""
-        self._inbox: deque[QueuedRequest] = deque()
-        self._queue: deque[QueuedRequest] = deque()
-        self._in_flight: deque[QueuedRequest] = deque()
+        self._waiting: deque[QueuedRequest] = deque()
+        self._in_flight: list[QueuedRequest] = []
         self.queued_bytes = 0
-        self.newest = 0
-        """The number of the newest request."""
         self._counts = dict.fromkeys((*FATES, "requests"), 0)
 
-    def offer(self, body: Body, source: Source) -> bool:
-        """Queue one request, without waiting. Return False once the queue is closed."""
-        self._inbox.append(QueuedRequest(body.data, body.spans, source))
-        if self.lock.acquire(blocking=False):  # otherwise its holder, or the thread's next round, takes it in
-            try:
-                self._queue_offered()
-            finally:
-                self.lock.release()
-        return not self.is_closed
+    def offer(self, body: Body, source: Source) -> None:
+        """Queue one request. Drop the oldest ones above `QUEUE_BYTES`."""
+        with self.lock:
+            self._count_offered(source, body.spans)
+            self._waiting.append(QueuedRequest(*body, source))
+            self.queued_bytes += len(body.data)
+            self._drop_excess()
 
     @property
     def pending(self) -> int:
@@ -141,105 +130,68 @@ class RequestQueue:
 
         offered = exported + rejected + failed + dropped + pending. A device interval counts as a span.
         """
-        with self._try_lock() as has_lock:
-            if has_lock:
-                self._queue_offered()
+        with self.lock:
             return dict(self._counts)
 
-    def has_unsent_before(self, newest: int) -> bool:
-        """Return True if a request up to the number `newest` is neither sent nor lost, or if that is unknown."""
-        with self._try_lock() as has_lock:
-            return not has_lock or any(request.number <= newest for request in (*self._in_flight, *self._queue))
-
-    @contextmanager
-    def _try_lock(self) -> Iterator[bool]:
-        """Acquire the lock within `PATIENCE_S`, and yield True on success. A signal may have interrupted its owner."""
-        has_lock = self.lock.acquire(timeout=PATIENCE_S)
-        try:
-            yield has_lock
-        finally:
-            if has_lock:
-                self.lock.release()
-
     def take_next(self) -> QueuedRequest | None:
-        """Remove and return the next request, which becomes the current one. The caller has the lock."""
-        self._queue_offered()
-        if not self._queue:
-            return None
-        request = self._remove_oldest()
-        self._in_flight.append(request)
-        return request
-
-    def replace_request(self, request: QueuedRequest, halves: Sequence[Body]) -> list[QueuedRequest]:
-        """Replace the current request by two. The caller has the lock."""
-        parts = [QueuedRequest(*half, request.source, request.number) for half in halves]
-        if request in self._in_flight:
-            self._in_flight.remove(request)
-            self._in_flight.extend(parts)
-        return parts
-
-    def note_sending(self, request: QueuedRequest) -> None:
+        """Move the oldest request into flight, and return it."""
         with self.lock:
-            request.source.counts[_SENDING] = request.spans
+            if not self._waiting:
+                return None
+            self._in_flight.append(self._remove_oldest())
+            return self._in_flight[-1]
+
+    def replace_request(self, request: QueuedRequest, parts: Sequence[QueuedRequest]) -> None:
+        """Replace a request in flight by its parts."""
+        with self.lock:
+            if request in self._in_flight:
+                self._in_flight[:] = [*(other for other in self._in_flight if other is not request), *parts]
 
     def settle_request(self, request: QueuedRequest, verdict: Response) -> None:
-        """Count a request's spans by fate. The caller has the lock."""
-        request.source.counts[_SENDING] = 0
-        if request in self._in_flight:  # a stop that could not wait for the lock may have given it up already
-            self._in_flight.remove(request)
-            rejected = min(verdict.rejected, request.spans) if verdict.taken else 0
-            self._count_fate(request.source, "rejected", rejected)
-            self._count_fate(request.source, "exported" if verdict.taken else "failed", request.spans - rejected)
-        self._counts["requests"] += 1
+        """Count the spans of a request in flight by fate. A request that was given up has its fate already."""
+        with self.lock:
+            request.source.counts[SENDING] = 0
+            if request in self._in_flight:
+                self._in_flight.remove(request)
+                rejected = min(verdict.rejected, request.spans) if verdict.taken else 0
+                self._count_fate(request.source, "rejected", rejected)
+                self._count_fate(request.source, "exported" if verdict.taken else "failed", request.spans - rejected)
+            self._counts["requests"] += 1
 
     def count_failed(self, spans: int, source: Source, reason: str) -> None:
         with self.lock:
-            self._count_pending(spans, source)
+            self._count_offered(source, spans)
             self.reason = reason
             self._count_fate(source, "failed", spans)
 
     def give_up(self, reason: str) -> None:
-        """Count the current request as failed. Once the queue is closed, count waiting requests as dropped. The caller
-        has the lock."""
-        if self._in_flight or (self.is_closed and self._queue):
-            self.reason = reason
-        while self._in_flight:
-            request = self._in_flight.popleft()
-            request.source.counts[_SENDING] = 0
-            self._count_fate(request.source, "failed", request.spans)
-        self._queue_offered()
-        while self.is_closed and self._queue:
-            self._drop_oldest()
+        """Count the spans in flight as failed. Once the queue is closed, count waiting spans as dropped."""
+        with self.lock:
+            if self._in_flight or (self.is_closed and self._waiting):
+                self.reason = reason
+            while self._in_flight:
+                request = self._in_flight.pop()
+                request.source.counts[SENDING] = 0
+                self._count_fate(request.source, "failed", request.spans)
+            self._drop_excess()
 
-    def _queue_offered(self) -> None:
-        """Move offered requests to the queue, within its limit. The caller has the lock."""
-        while self._inbox:
-            request = self._inbox.popleft()
-            self._count_pending(request.spans, request.source)
-            self.newest += 1
-            request.number = self.newest
-            self._queue.append(request)
-            self.queued_bytes += len(request.data)
-            while self._queue and (self.is_closed or self.queued_bytes > QUEUE_BYTES):
-                self._drop_oldest()
+    def _drop_excess(self) -> None:
+        while self._waiting and (self.is_closed or self.queued_bytes > QUEUE_BYTES):
+            request = self._remove_oldest()
+            self._count_fate(request.source, "dropped", request.spans)
 
-    def _count_pending(self, spans: int, source: Source) -> None:
-        """Count spans of a source as pending. The caller has the lock."""
+    def _remove_oldest(self) -> QueuedRequest:
+        request = self._waiting.popleft()
+        self.queued_bytes -= len(request.data)
+        return request
+
+    def _count_offered(self, source: Source, spans: int) -> None:
         for counts in (self._counts, source.counts):
             counts["offered"] += spans
             counts["pending"] += spans
 
-    def _drop_oldest(self) -> None:
-        request = self._remove_oldest()
-        self._count_fate(request.source, "dropped", request.spans)
-
-    def _remove_oldest(self) -> QueuedRequest:
-        request = self._queue.popleft()
-        self.queued_bytes -= len(request.data)
-        return request
-
     def _count_fate(self, source: Source, fate: str, spans: int) -> None:
-        """Move a number of a source's spans from pending to a fate. The caller has the lock."""
+        """Move a number of a source's spans from pending to a fate."""
         if spans:
             for counts in (self._counts, source.counts):
                 counts[fate] += spans

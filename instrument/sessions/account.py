@@ -149,7 +149,6 @@ class SessionDiagnostics:
         counts["spans overwritten before the steps in them were counted"] = self.windows.lost_rows
         if self.exporter is not None:
             counts.update(metrics.losses() if (metrics := self.handover.metrics()) is not None else {})
-            self.exporter.counts()  # takes in what was just offered
             sent_counts = self.exporter.own.counts  # the recording counts what it sends
             counts.update({f"spans {name} by the OTLP export": sent_counts.get(name, 0) for name in _UNSENT})
         counts.update(self.handover.losses())
