@@ -31,7 +31,7 @@ from instrument.errors import TraceError
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory_layout
 from instrument.recording.mapped import Mapped
-from instrument.recording.slot_ring import IntervalRing, Readings
+from instrument.recording.slot_ring import IntervalRing, add_samples
 from instrument.recording.spans import Sample, Site
 from instrument.trace.of_recording import read_saved
 
@@ -55,8 +55,8 @@ def copied(recorder: Any, times: int = 40) -> int:
         function(3)
     intervals = IntervalRing(1 << 14, partial(recorder.room_for, "intervals"))
     for row in rows_in(recorder):
-        intervals.add(row[1], 0, 7, row[5], row[6], "exclusive", 0)
-    Readings(partial(recorder.room_for, "samples")).add([Sample("power", 0, 5 + at_ns, 1.5) for at_ns in range(50)])
+        intervals.add_all([(row[1], 0, 7, row[5], row[6], "exclusive", 0)])
+    add_samples(recorder.room_for("samples"), [Sample("power", 0, 5 + at_ns, 1.5) for at_ns in range(50)])
     thread = threading.Thread(target=function, args=(2,))
     thread.start()
     thread.join()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from kept_gauges import make_room
 
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import memory_layout
@@ -34,10 +35,19 @@ def columns_in(recorder: Any = RECORDER, start_ns: int = 0, end_ns: int | None =
     return found
 
 
+def make_intervals(memory_bytes: int) -> IntervalRing:
+    """Make a ring of device intervals in memory of its own."""
+    room = make_room("intervals", memory_bytes // INTERVALS.itemsize)
+    return IntervalRing(memory_bytes, lambda: room)
+
+
 def intervals_in(ring: IntervalRing, span_ids: Iterable[int]) -> dict[int, tuple[DeviceInterval, ...]]:
     """Return the intervals of spans by the spans' ids, each span's in order of time."""
     ids = sorted(span_ids)
-    work = device_intervals(np.frombuffer(ring.copy_intervals(), INTERVALS), np.array(ids, np.int64))
+    room = ring._find_room()
+    assert room is not None
+    cells = np.frombuffer(room.part, INTERVALS)[: min(room.count_used(), room.slots)]
+    work = device_intervals(cells, np.array(ids, np.int64))
     found: dict[int, tuple[DeviceInterval, ...]] = {}
     names = ("device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
     for row, *place, label, uncertainty_ns in zip(

@@ -14,7 +14,7 @@ from driver import FakeDriver, value
 from fake_torch_cuda import fake_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from readback import intervals_in
+from readback import intervals_in, make_intervals
 
 from instrument.device.clock_anchors import ANCHORS_KEPT
 from instrument.device.cuda import FATAL, UNKNOWN, CudaDriver, NumbaStreams, find_current_stream_of_numba
@@ -23,7 +23,6 @@ from instrument.device.resolver import ROW_NS, Resolver
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import Driver, TorchDriver
 from instrument.recording.memory_layout import STREAM
-from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import DeviceInterval, Site, Span, Work, covered_ns
 
 cuda = pytest.importorskip("cuda.bindings.driver")
@@ -56,7 +55,7 @@ class Bench:
         self.use(1)
         self.use(0)
         self.totals = Totals()
-        self.intervals = IntervalRing(1 << 20)
+        self.intervals = make_intervals(1 << 20)
         self.driver: Driver = TorchDriver(self.torch) if self.torch else CudaDriver(holds_gil=kind == HOLDING)
         self.slewed: Callable[[int], int] = int
         self.timer = Timer(self.driver, self.intervals, self.totals, self.now_ns, fake.now_ns)  # type: ignore[arg-type]
@@ -576,7 +575,7 @@ def test_a_thread_without_a_context_is_lent_one_for_the_moment(bench: Bench) -> 
 
 def test_no_context_is_made_for_a_host_without_one(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Resolver, "start", lambda self: None)
-    timer = Timer(CudaDriver(), IntervalRing(4096), Totals(), fake_driver.now_ns, fake_driver.now_ns)  # type: ignore[arg-type]
+    timer = Timer(CudaDriver(), make_intervals(4096), Totals(), fake_driver.now_ns, fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, 0))
     pair = timer.begin(SITE, None, 1)
     assert pair is not None
@@ -595,7 +594,7 @@ def test_a_thread_without_a_context_is_never_said_to_be_captured(
     value(cuda.cuInit(0))
     value(cuda.cuCtxSetCurrent(value(cuda.cuDevicePrimaryCtxRetain(0))))
     stream = 0 if is_asked_on_stream_0 else int(value(cuda.cuStreamCreate(1)))
-    timer = Timer(CudaDriver(), IntervalRing(4096), Totals(), fake_driver.now_ns, fake_driver.now_ns)  # type: ignore[arg-type]
+    timer = Timer(CudaDriver(), make_intervals(4096), Totals(), fake_driver.now_ns, fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, stream))
     with ThreadPoolExecutor(1) as pool:
         pair = pool.submit(timer.begin, SITE, None, 1).result()
@@ -613,7 +612,7 @@ def test_the_context_of_another_device_is_not_taken_for_a_devices_own(
     monkeypatch.setattr(Resolver, "start", lambda self: None)
     value(cuda.cuInit(0))
     value(cuda.cuCtxSetCurrent(value(cuda.cuDevicePrimaryCtxRetain(1))))
-    intervals = IntervalRing(1 << 16)
+    intervals = make_intervals(1 << 16)
     timer = Timer(CudaDriver(), intervals, Totals(), fake_driver.now_ns, fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, 0))
     early = timer.begin(SITE, None, 1)
@@ -723,7 +722,7 @@ def test_a_record_that_waits_stops_no_other_thread(fake_driver: FakeDriver, monk
     value(cuda.cuInit(0))
     context = value(cuda.cuDevicePrimaryCtxRetain(0))
     value(cuda.cuCtxSetCurrent(context))
-    timer = Timer(CudaDriver(), IntervalRing(4096), Totals(), fake_driver.now_ns, fake_driver.now_ns)  # type: ignore[arg-type]
+    timer = Timer(CudaDriver(), make_intervals(4096), Totals(), fake_driver.now_ns, fake_driver.now_ns)  # type: ignore[arg-type]
     timer.sources.append(lambda: (0, 0))
     pair = timer.begin(SITE, None, 1)
     assert pair is not None
@@ -907,9 +906,9 @@ def test_stopping_takes_in_what_has_happened_and_gives_everything_back(bench: Be
 
 
 def test_intervals_keep_the_newest_in_the_memory_that_they_have() -> None:
-    ring = IntervalRing(64 * 56)
+    ring = make_intervals(64 * 56)
     for number in range(1, 1001):
-        ring.add(number, 0, 7, number, number + 1, "exclusive", 3)
+        ring.add_all([(number, 0, 7, number, number + 1, "exclusive", 3)])
     spans = [Span(SITE, number, 0, 0, 0, 0, 0, 0, 0, 0) for number in range(1, 1001)]
     found = intervals_in(ring, {span.span_id for span in spans})
     assert sorted(found) == list(range(937, 1001))

@@ -561,6 +561,7 @@ import instrument
 from driver import FakeDriver
 from fake_torch_cuda import fake_torch
 from instrument.profile.keys import loads
+from instrument.recorder.recorder import RECORDER
 fake = FakeDriver(os.path.join(os.environ["LD_LIBRARY_PATH"], "libcuda.so.1"))
 fake.reset(virtual=False)
 torch = sys.modules["torch"] = fake_torch(fake)
@@ -574,7 +575,7 @@ with instrument.scope("request", kind="request"):
     now = time.monotonic_ns()
     while not running.recorded.timing.is_settled(now):
         time.sleep(0.01)
-    while not running.recorded.gauges.samples(0, time.monotonic_ns()):
+    while not RECORDER.mapped().samples():
         time.sleep(0.01)
     print("settled", flush=True)
     time.sleep(600)

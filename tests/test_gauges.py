@@ -16,25 +16,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kept_gauges import KeptGauges
 
 import instrument
 from instrument import chrome
 from instrument.device import gauges as host_room
 from instrument.device import gauges as room
 from instrument.device import nvml
-from instrument.device.gauges import Gauges, Gone, Host
+from instrument.device.gauges import Gone, Host
 from instrument.device.nvml import NvmlDevice, select_visible
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.mapped import Mapped
 from instrument.recording.metric_definitions import GAUGES
-from instrument.recording.slot_ring import GaugePlace, Readings
+from instrument.recording.slot_ring import GaugePlace, add_samples
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.report.device_view import device
 from instrument.report.view import Options, Recording
@@ -49,9 +49,9 @@ Run = Callable[..., "Ran"]
 PRELUDE = """
 import os, sys, threading, time
 import instrument
-from instrument.device.gauges import Gauges
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recording.spans import HOST
+from kept_gauges import KeptGauges
 
 MS = 10**6
 
@@ -66,7 +66,7 @@ def until(reached, what="what was waited for"):
 
 def read(readings=3, nvml_ns=120 * MS, host_ns=None):
     '''The gauges after so many readings of the first GPU's memory.'''
-    gauges = Gauges(Device(nvml_ns=nvml_ns, host_ns=host_ns))
+    gauges = KeptGauges(Device(nvml_ns=nvml_ns, host_ns=host_ns))
     gauges.prepare()
     gauges.begin()
     until(lambda: len(values(gauges, "memory_used", 0)) >= readings, gauges.notes())
@@ -124,7 +124,7 @@ def run(library: Path, tmp_path: Path) -> Run:
                 "FAKE_NVML": str(tmp_path / "script"),
                 "FAKE_NVML_LOG": str(log),
                 "PYTEST_CURRENT_TEST": "inside",
-                "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+                "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
                 **environ,
             },
         )
@@ -157,8 +157,8 @@ FULL = """
 """
 
 
-def begin(settings: Device, keep: Any = None) -> Gauges:
-    gauges = Gauges(settings, keep)
+def begin(settings: Device, keep: Any = None) -> KeptGauges:
+    gauges = KeptGauges(settings, keep)
     gauges.prepare()
     gauges.begin()
     return gauges
@@ -277,7 +277,7 @@ def test_a_gpu_that_falls_off_its_bus_is_named_once_and_the_others_are_read_on(r
     done = run(
         TWO + "1.util 40\n1.all 15 @2\n",
         """
-        gauges = Gauges(Device(nvml_ns=20 * MS, host_ns=None))
+        gauges = KeptGauges(Device(nvml_ns=20 * MS, host_ns=None))
         gauges.prepare()
         gauges.begin()
         until(lambda: gauges.notes() and len(values(gauges, "memory_used", 1)) > 6)
@@ -321,9 +321,7 @@ def test_memory_stays_bounded_and_the_newest_samples_are_kept(run: Run) -> None:
     done = run(
         FULL,
         """
-        from instrument.recording import slot_ring as room
-        room.MOST_SAMPLES = 40
-        gauges = Gauges(Device(nvml_ns=10 * MS, host_ns=None))
+        gauges = KeptGauges(Device(nvml_ns=10 * MS, host_ns=None), slots=40)
         gauges.prepare()
         gauges.begin()
         until(lambda: gauges.losses())
@@ -393,7 +391,7 @@ def test_numbers_follow_the_pci_bus_and_a_variable_that_is_set_late(run: Run) ->
     done = run(
         TWO,
         """
-        gauges = Gauges(Device(nvml_ns=20 * MS, host_ns=None))
+        gauges = KeptGauges(Device(nvml_ns=20 * MS, host_ns=None))
         gauges.prepare()
         gauges.begin()
         until(gauges.gpus)
@@ -439,7 +437,7 @@ def test_one_line_names_the_reason_if_nvml_does_not_start(run: Run, code: int, r
     done = run(
         f"init {code}\n",
         """
-        gauges = Gauges(Device())
+        gauges = KeptGauges(Device())
         gauges.prepare()
         gauges.begin()
         until(lambda: not threads())
@@ -461,7 +459,7 @@ def profile_beside(_: Run) -> str:
 
 def test_a_driver_without_a_gpu_says_so(run: Run) -> None:
     program = """
-        gauges = Gauges(Device(nvml_ns=20 * MS))
+        gauges = KeptGauges(Device(nvml_ns=20 * MS))
         gauges.prepare()
         gauges.begin()
         until(lambda: not threads())
@@ -475,7 +473,7 @@ def test_a_driver_that_is_exchanged_while_it_runs_ends_the_reading(run: Run) -> 
     done = run(
         FULL + "\n0.all 18 @3\n",
         """
-        gauges = Gauges(Device(nvml_ns=20 * MS))
+        gauges = KeptGauges(Device(nvml_ns=20 * MS))
         gauges.prepare()
         gauges.begin()
         until(lambda: not threads())
@@ -492,7 +490,7 @@ def test_other_code_that_shuts_nvml_down_is_outlived(run: Run) -> None:
         FULL,
         """
         import pynvml
-        gauges = Gauges(Device(nvml_ns=20 * MS))
+        gauges = KeptGauges(Device(nvml_ns=20 * MS))
         gauges.prepare()
         gauges.begin()
         until(lambda: values(gauges, "memory_used"))
@@ -512,7 +510,7 @@ def test_without_nvidias_bindings_a_driver_is_named_with_what_to_install(run: Ru
         FULL,
         """
         sys.modules["pynvml"] = None
-        gauges = Gauges(Device())
+        gauges = KeptGauges(Device())
         gauges.prepare()
         gauges.begin()
         print(threads(), *gauges.notes())
@@ -525,7 +523,7 @@ def test_without_nvidias_bindings_a_driver_is_named_with_what_to_install(run: Ru
 def test_bindings_that_are_too_old_are_named_with_what_to_install(run: Run, tmp_path: Path) -> None:
     (tmp_path / "pynvml.py").write_text("def nvmlInit(): pass\n")
     program = """
-        gauges = Gauges(Device())
+        gauges = KeptGauges(Device())
         gauges.prepare()
         gauges.begin()
         print(threads(), *gauges.notes())
@@ -769,19 +767,23 @@ def test_an_ended_process_that_is_not_reaped_has_no_facts() -> None:
 
 def test_readings_that_another_process_writes_are_those_of_the_process() -> None:
     RECORDER.begin(1 << 20, {})
-    readings = Readings(partial(RECORDER.room_for, "samples"))
-    readings.add([Sample("process_memory", HOST, 1, 5)])
+    add_samples(RECORDER.room_for("samples"), [Sample("process_memory", HOST, 1, 5)])
     with closing(GaugePlace(RECORDER.memory_fd)) as place:
         assert place.take()
         assert place.add([Sample("memory_used", 0, 3, 7), Sample("power", 0, 3, None)])
         with closing(GaugePlace(RECORDER.memory_fd)) as other:
             assert not other.take()
             assert other.is_taken()
-        readings.add([Sample("process_cpu", HOST, 2, 50.5)])
-        assert readings.samples(1, 3) == [Sample("process_memory", HOST, 1, 5), Sample("process_cpu", HOST, 2, 50.5)]
-        assert readings.samples(3, 4) == [Sample("memory_used", 0, 3, 7), Sample("power", 0, 3, None)]
+        add_samples(RECORDER.room_for("samples"), [Sample("process_cpu", HOST, 2, 50.5)])
         with closing(Mapped(RECORDER.memory_fd)) as mapped:
-            assert [one.at_ns for one in mapped.samples(2)] == [3, 3, 2]
+            for reader in (mapped, RECORDER.mapped()):
+                assert reader.samples() == [
+                    Sample("process_memory", HOST, 1, 5),
+                    Sample("process_cpu", HOST, 2, 50.5),
+                    Sample("memory_used", 0, 3, 7),
+                    Sample("power", 0, 3, None),
+                ]
+                assert [one.at_ns for one in reader.samples(2)] == [2, 3, 3]
         RECORDER.begin(1 << 20, {})
         assert not place.add([Sample("memory_used", 0, 4, 7)]), "another session records there"
 
@@ -881,7 +883,7 @@ def test_a_child_of_a_process_that_hangs_in_the_driver_leaves_nvml_alone(run: Ru
             hangs.wait(60)
             return []
         Nvml.read = hang
-        gauges = Gauges(Device(nvml_ns=10 * MS, host_ns=10 * MS))
+        gauges = KeptGauges(Device(nvml_ns=10 * MS, host_ns=10 * MS))
         gauges.prepare()
         gauges.begin()
         until(inside.is_set)

@@ -39,9 +39,9 @@ from instrument.profile.model import Capture
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_checkpoint import Progress
-from instrument.recording.mapped import ROWS, Mapped
+from instrument.recording.mapped import INTERVALS, ROWS, Mapped
 from instrument.recording.mapped_facts import detail_of, facts_in
-from instrument.recording.slot_ring import INTERVAL_BYTES, LABELS, IntervalRing, Readings
+from instrument.recording.slot_ring import LABELS, IntervalRing, add_samples
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.recording.trace_context import REMOTE
@@ -221,10 +221,10 @@ def test_a_site_that_is_first_recorded_during_a_read_is_read_with_its_name(
 
 
 def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
-    intervals, mapped = IntervalRing(64 * INTERVAL_BYTES, partial(recorder.room_for, "intervals")), read(recorder)
+    intervals, mapped = IntervalRing(64 * INTERVALS.itemsize, partial(recorder.room_for, "intervals")), read(recorder)
     assert len(mapped.intervals()) == 0
     for number in range(1, 300):
-        intervals.add(number, 1, 1 << 40, 1000 * number, 1000 * number + 5, "overlapped", 7)
+        intervals.add_all([(number, 1, 1 << 40, 1000 * number, 1000 * number + 5, "overlapped", 7)])
         found = mapped.intervals()
         # The slot that is written next is left out, for another process cannot know whether that has begun.
         assert found["span_id"].tolist() == list(range(max(number - 62, 1), number + 1))
@@ -234,7 +234,7 @@ def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any
 
 
 def test_it_is_said_up_to_when_device_times_are_known(recorder: Any) -> None:
-    intervals, mapped = IntervalRing(64 * INTERVAL_BYTES, partial(recorder.room_for, "intervals")), read(recorder)
+    intervals, mapped = IntervalRing(64 * INTERVALS.itemsize, partial(recorder.room_for, "intervals")), read(recorder)
     assert mapped.settled_ns() == 0
     intervals.publish_settled(1 << 40)
     assert mapped.settled_ns() == 1 << 40
@@ -293,10 +293,10 @@ def test_a_look_at_a_run_reports_the_age_also_of_a_request_that_began_as_others_
 
 
 def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
-    readings, mapped = Readings(partial(recorder.room_for, "samples")), read(recorder)
+    mapped = read(recorder)
     told = [Sample("power", 0, at_ns, at_ns / 8) for at_ns in range(1, memory_layout.MOST_SAMPLES + 10)]
     told.append(Sample("temperature", 3, 1 << 40, None))
-    readings.add(told)
+    add_samples(recorder.room_for("samples"), told)
     assert mapped.samples() == told[-memory_layout.MOST_SAMPLES + 1 :]
 
 

@@ -223,7 +223,7 @@ class Device(Service):
     def settle(self, until_ns: int, spans: int) -> None:
         """Settle the device times of the last spans that ended by then."""
         for row in [row for row in rows_in(self.recorder) if row[6] <= until_ns][-spans:]:
-            self.intervals.add(row[1], 0, 7, row[5], row[5] + MS, "exclusive", 0)
+            self.intervals.add_all([(row[1], 0, 7, row[5], row[5] + MS, "exclusive", 0)])
         self.intervals.publish_settled(until_ns)
 
 

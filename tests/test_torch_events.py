@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 from driver import FakeDriver, value
 from fake_torch_cuda import AcceleratorError, fake_torch
-from readback import intervals_in
+from readback import intervals_in, make_intervals
 
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
 from instrument.device.torch_events import TorchDriver, find_error
 from instrument.recording.memory_layout import STREAM
-from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import Site, Span
 
 cuda = pytest.importorskip("cuda.bindings.driver")
@@ -51,7 +50,7 @@ class Service:
     def __init__(self, torch: Any, fake: FakeDriver) -> None:
         self.fake = fake
         self.begun = 0
-        self.intervals = IntervalRing(1 << 16)
+        self.intervals = make_intervals(1 << 16)
         self.driver = TorchDriver(torch)
         totals: Any = SimpleNamespace(count_device=lambda *_: True)
         self.timer = Timer(self.driver, self.intervals, totals, fake.now_ns, fake.now_ns)

@@ -18,7 +18,7 @@ from typing import Any
 from instrument.device import nvml
 from instrument.device.nvml import Closed, Nvml, NvmlError
 from instrument.profile.model import AUTO_NS, Device
-from instrument.recording.slot_ring import FindRoom, Readings
+from instrument.recording.slot_ring import FindRoom, add_samples
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.runtime.environment import count_usable_cores, memory_waits_us
 from instrument.runtime.faults import FAULTS
@@ -288,15 +288,14 @@ class Gauges(GaugeSources):
     """Reads this process's gauges on a thread, as the profile's `device` selects them. `keep` receives each reading
     there.
 
-    `find_room` returns the recording's memory for samples, None without one. Any thread may call `begin`, `stop` and
-    the methods that return readings.
+    `find_room` returns the recording's memory for samples. Any thread may call `begin` and `stop`.
     """
 
     def __init__(
         self,
         settings: Device,
+        find_room: FindRoom,
         keep: Callable[[Sequence[Sample], Sequence[Gpu]], object] | None = None,
-        find_room: FindRoom | None = None,
     ) -> None:
         self._keep_with_gpus = keep
         self._find_room = find_room
@@ -308,7 +307,6 @@ class Gauges(GaugeSources):
         self._thread: Thread | None = None
         self.is_reading = False
         """True while this process reads its gauges itself."""
-        self._readings = Readings(self._find_room)
         self._outside: tuple[Sequence[Gpu], Sequence[str]] = (), ()
         self._before_ns = 0
         self.thread_ns = 0
@@ -377,18 +375,13 @@ class Gauges(GaugeSources):
         return super().torch_memory(rarely=rarely)
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
-        self._readings.add(samples)
+        add_samples(self._find_room(), samples)
         if self._keep_with_gpus is not None:
             self._keep_with_gpus(samples, self.gpus())
 
     def store_agent_readings(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
         """Store the GPUs that the agent reads, and the agent's sentences on unreadable ones."""
         self._outside = tuple(gpus), tuple(notes)
-
-    def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
-        """Return the newest samples from `first_ns` up to, but not including, `last_ns`. They are sorted by time,
-        device and name."""
-        return self._readings.samples(first_ns, last_ns)
 
     def gpus(self) -> tuple[Gpu, ...]:
         return super().gpus() or tuple(self._outside[0])
@@ -397,7 +390,8 @@ class Gauges(GaugeSources):
         return list(dict.fromkeys([*super().notes(), *self._outside[1]]))
 
     def losses(self) -> dict[str, int]:
-        overwritten = self._readings.overwritten
+        room = self._find_room()
+        overwritten = 0 if room is None else max(room.count_used() - room.slots, 0)
         return {"samples of gauges overwritten by newer ones": overwritten} if overwritten else {}
 
 

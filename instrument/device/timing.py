@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from instrument.device import cuda
     from instrument.device.timer import Timer
     from instrument.device.torch_events import Driver
-    from instrument.trace.columns import DeviceIntervals, Int64s
 else:
     cuda = LazyModule("instrument.device.cuda")
 
@@ -147,15 +146,6 @@ class Timing:
             self.timer.frameworks.update(before.frameworks)
             if self._undo_imports is not None:
                 self._ranges.set_device_timer(self.timer.begin)
-
-    def intervals_of_spans(self, span_id: Int64s) -> DeviceIntervals:
-        """Return the known device intervals of spans, by the spans' ids."""
-        import numpy as np
-
-        from instrument.recording.mapped import INTERVALS
-        from instrument.trace.columns import device_intervals
-
-        return device_intervals(np.frombuffer(self.intervals.copy_intervals(), INTERVALS), span_id)
 
     def is_settled(self, at_ns: int) -> bool:
         """Return True if all spans that ended before `at_ns` have their device times."""

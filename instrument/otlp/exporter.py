@@ -237,7 +237,7 @@ class Exporter:
         self.submit(bodies, source)
 
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> None:
-        """Queue packed OTLP requests of a source, by default of this process. Each must have at most `request_bytes`."""
+        """Queue packed OTLP requests of a source, by default of this process."""
         for body in bodies:
             self._queue.offer(body, source or self.own)
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
@@ -271,7 +271,8 @@ class Exporter:
             settled = False  # metrics that the collector was too slow for are sent again
             time.sleep(min(_RETRY_S, max(0, end_ns - time.monotonic_ns()) / 1e9))
         counts = self.counts()
-        return Delivery(*(counts[fate] for fate in FATES), settled=settled, reason=self._queue.reason)
+        fates = {fate: counts[fate] for fate in FATES}
+        return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
     def _have_waiting_metrics(self) -> bool:
         return any(metered.has_waiting() for metered in self._list_metrics())

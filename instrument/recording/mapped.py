@@ -39,7 +39,7 @@ from instrument.recording.memory_layout import duplicate
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.numbers import Cell
 from instrument.recording.paths import CallTree
-from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, typed_reading
+from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, make_buckets
 from instrument.runtime.cheap_start import NamedTuple
@@ -53,6 +53,9 @@ MOST_SLOTS = {
     "rows": 1 << 31,
 }
 """The maximum number of slots in each part of a recording. A part with more slots counts as damaged."""
+FEW_SAMPLES = 4096
+"""The number of newest readings that are copied first. With one GPU, they cover three minutes, which mostly
+suffices."""
 MOST_OPEN_SPAN_READS = 3
 """The maximum number of reads of the open spans. A span is valid once two successive reads of it are equal."""
 MOST_TOTALS_READS = 10
@@ -489,7 +492,8 @@ class Mapped:
         return int(self._read_head()["settled_ns"])
 
     def samples(self, since_ns: int = 0) -> list[Sample]:
-        """Return the readings of gauges and of the service's own metrics from a time on, the oldest first."""
+        """Return the readings of gauges and of the service's own metrics from a time on, ordered by time, device and
+        name."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.MOST_SAMPLES), self._parts["samples"].used
         table = self._read_newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
@@ -498,12 +502,12 @@ class Mapped:
         sound = (table["at_ns"] >= max(since_ns, 1)) & (table["at_ns"] < FARTHEST_NS) & (table["device"] >= HOST)
         sound &= (table["device"] < MOST_DEVICES) & np.isfinite(table["value"])
         samples = [
-            Sample(name, int(row["device"]), int(row["at_ns"]), typed_reading(name, row["value"], row["is_reported"]))
+            Sample(name, int(row["device"]), int(row["at_ns"]), _type_reading(name, row["value"], row["is_reported"]))
             for row in table[sound]
             if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]
         values = own_numbers.samples_of(*read_own_metrics(self), since_ns=since_ns)
-        return sorted([*samples, *values], key=attrgetter("at_ns")) if values else samples
+        return sorted([*samples, *values], key=attrgetter("at_ns", "device", "name"))
 
     def _read_newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
         """Return the slots of a ring in order, without the slot to be written next, because it may be half-written."""
@@ -612,6 +616,13 @@ def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
         for (span_id, active_ns, *_), text in iterate_records(data, _DETAIL)
         if span_id
     }
+
+
+def _type_reading(name: str, value: float, is_reported: int) -> float | None:
+    """Return a stored reading as the type of its gauge: an int for bytes, None if the device does not report it."""
+    if not is_reported:
+        return None
+    return int(value) if GAUGES[name].unit == "bytes" else float(value)
 
 
 def _are_valid_rows(rows: Records, nodes: int) -> NDArray[np.bool_]:

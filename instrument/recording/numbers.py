@@ -61,13 +61,11 @@ def cell_of(name: bytes, at_ns: int, value: float) -> Cell | None:
     return Cell(parts[0], parts[1], parts[2], at_ns, value)
 
 
-def samples_of(
-    former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0, until_ns: int = 1 << 62
-) -> list[Sample]:
-    """Return the readings of gauges, counters and sums within an interval. Their names are added to `GAUGES`."""
+def samples_of(former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0) -> list[Sample]:
+    """Return the readings of gauges, counters and sums from a time on. Their names are added to `GAUGES`."""
     samples = []
     for cell in (*former, *newest):
-        if cell.kind not in (GAUGE, COUNTER, SUM) or not since_ns <= cell.at_ns < until_ns:
+        if cell.kind not in (GAUGE, COUNTER, SUM) or cell.at_ns < since_ns:
             continue
         name = f"{cell.name}.sum" if cell.kind == SUM else cell.name
         if add_service_gauge(name, cell.unit, grows=cell.kind != GAUGE):

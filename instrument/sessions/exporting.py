@@ -343,9 +343,8 @@ class Exporting:
                 self._facts.publish_counts(at_once=True)
                 self._read_own(lambda loop, _: loop.read_new())
                 self._read_own(lambda loop, export: bool(metered_of.update(loop.metered([export]))))
-            now_ns = time.monotonic_ns()
             gauges = self._recorded.gauges
-            samples = gauges.samples(now_ns - GAUGE_AGE_LIMIT_NS, now_ns)
+            samples = RECORDER.mapped().samples(time.monotonic_ns() - GAUGE_AGE_LIMIT_NS)
             snapshot = next((metered.snapshot for metered in metered_of.values()), None)
             return metrics_queue.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
 

@@ -98,7 +98,7 @@ class Recorded:
         self.imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
         self.ranges = Ranges(RECORDER)
         room = partial(RECORDER.room_for, "samples")
-        self.gauges = Gauges(profile.device, lambda samples, gpus: keep_gpus(gpus), room)
+        self.gauges = Gauges(profile.device, room, lambda samples, gpus: keep_gpus(gpus))
         self.timing: Timing | None = None
         if profile.device.cuda != "off" and profile.state != "CPU":
             interval_bytes = profile.limits.ring_bytes // INTERVAL_SHARE
@@ -291,16 +291,14 @@ class Recorded:
 
         Takes 0.3 us per span, on any thread while the session runs.
         """
-        from instrument.recording.mapped import read_own_metrics
-        from instrument.recording.numbers import samples_of
-        from instrument.trace.columns import DeviceIntervals
+        from instrument.trace.columns import device_intervals
         from instrument.trace.of_recording import NO_DETAIL
         from instrument.trace.trace import SpanViews, Trace
 
-        device_of = (
-            self.timing.intervals_of_spans if self.timing is not None else lambda _: DeviceIntervals.make_empty()
+        mapped = RECORDER.mapped()
+        columns, lacking = stretch.snapshot.columns(
+            stretch.end_ns, lambda span_id: device_intervals(mapped.intervals(), span_id), start_ns=stretch.start_ns
         )
-        columns, lacking = stretch.snapshot.columns(stretch.end_ns, device_of, start_ns=stretch.start_ns)
         window_ns, startup = stretch.end_ns - stretch.start_ns, self.startup()
         return Trace(
             origin=stretch.origin,
@@ -313,10 +311,7 @@ class Recorded:
             window=stretch.window,
             cost=self.account.cost_of(columns.count_calls(), columns.count_timed(), window_ns, self.lasted_ns()),
             held_from_ns=stretch.held_from_ns,
-            samples=[
-                *self.gauges.samples(stretch.start_ns, stretch.end_ns),
-                *samples_of(*read_own_metrics(RECORDER.mapped()), since_ns=stretch.start_ns, until_ns=stretch.end_ns),
-            ],
+            samples=[sample for sample in mapped.samples(stretch.start_ns) if sample.at_ns < stretch.end_ns],
             gpus=self.gauges.gpus(),
             startup=None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup,
             own_notes=self.account.own_notes(),

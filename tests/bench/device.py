@@ -145,11 +145,12 @@ def main() -> None:
 
 def compare(current: Any) -> None:
     """The three tables."""
+    from readback import make_intervals
+
     from instrument.device.cuda import CudaDriver
     from instrument.device.timer import Timer
     from instrument.device.timing import raw_clock
     from instrument.recorder.recorder import Recorder
-    from instrument.recording.slot_ring import IntervalRing
     from instrument.recording.spans import Site
 
     def nothing() -> None: ...
@@ -162,7 +163,7 @@ def compare(current: Any) -> None:
     for name, holds_gil in (("device span, lock let go", False), ("device span, lock kept", True)):
         recorder = Recorder(1 << 22)
         recorder.on = True
-        timer = Timer(CudaDriver(holds_gil=holds_gil), IntervalRing(1 << 22), recorder, recorder.now_ns, raw_clock)
+        timer = Timer(CudaDriver(holds_gil=holds_gil), make_intervals(1 << 22), recorder, recorder.now_ns, raw_clock)
         timer.sources.append(current)
         recorder.begin_device = timer.begin
         runs[name] = recorder.wrap(nothing, Site(name, device=True))
@@ -195,16 +196,17 @@ def compare(current: Any) -> None:
 
 def soak(current: Any, spans: int) -> None:
     """Memory over many spans, and what one costs with everything in it."""
+    from readback import make_intervals
+
     from instrument.device.cuda import CudaDriver
     from instrument.device.timer import Timer
     from instrument.device.timing import raw_clock
     from instrument.recorder.recorder import Recorder
-    from instrument.recording.slot_ring import IntervalRing
     from instrument.recording.spans import Site
 
     recorder = Recorder(1 << 22)
     recorder.on = True
-    timer = Timer(CudaDriver(), IntervalRing(1 << 22), recorder, recorder.now_ns, raw_clock)
+    timer = Timer(CudaDriver(), make_intervals(1 << 22), recorder, recorder.now_ns, raw_clock)
     timer.sources.append(current)
     recorder.begin_device = timer.begin
 
