@@ -6,17 +6,18 @@ Counters never fall, because the totals of ended processes remain in a file. The
 from __future__ import annotations
 
 import gzip
-import json
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from instrument.otlp import exposition
 from instrument.otlp.exposition import MetricAndOrigin, metrics_of_run, registry_of, require_client
 from instrument.otlp.metrics_queue import Metered
-from instrument.recording.distributions import Metric, sum_metrics
+from instrument.recording.distributions import Distribution, Labels, Metric, sum_metrics
 from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
 from instrument.runtime import file_writing
 from instrument.runtime.threads import Thread
@@ -35,6 +36,13 @@ ENDED_METRICS_FILE = "metrics.ended"
 Scope = tuple[str, str]
 """The processes that a scrape covers: those of a run ("run", its name), or of an address ("listen", host and port)."""
 
+_StoredMetric = tuple[str, str, str, str, list[tuple[Labels, float | Distribution]]]
+_Stored = tuple[
+    list[tuple[str, tuple[list[Scope], str, list[_StoredMetric]]]],
+    list[tuple[tuple[Scope, str], list[_StoredMetric]]],
+]
+"""The content of the file: the totals of processes by their keys, and sums of totals by scope and service."""
+
 
 class EndedMetrics:
     """The totals of ended processes, stored in a file of `folder`."""
@@ -45,10 +53,9 @@ class EndedMetrics:
         self._together: dict[tuple[Scope, str], list[Metric]] = {}
         with suppress(OSError, TypeError, ValueError):
             if self._path is not None:
-                by_key, together = json.loads(self._path.read_bytes())
-                self._apart = {str(key): _part_of(part) for key, part in by_key}
-                for (scope,), service, metrics in map(_part_of, together):
-                    self._together[scope, service] = metrics
+                by_key, together = msgspec.json.decode(self._path.read_bytes(), type=_Stored)
+                self._apart = {key: (scopes, service, _restore(metrics)) for key, (scopes, service, metrics) in by_key}
+                self._together = {of: _restore(metrics) for of, metrics in together}
 
     def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
         """Store the totals of the ended process `key`, in place of the totals stored earlier."""
@@ -77,21 +84,18 @@ class EndedMetrics:
     def _write(self) -> None:
         if self._path is None:
             return
-        parts = [[key, _as_json(part)] for key, part in self._apart.items()]
-        together = [_as_json(([scope], service, metrics)) for (scope, service), metrics in self._together.items()]
+        by_key = [(key, (scopes, service, _store(metrics))) for key, (scopes, service, metrics) in self._apart.items()]
+        together = [(of, _store(metrics)) for of, metrics in self._together.items()]
         with suppress(OSError), file_writing.open_replacement(self._path) as file:
-            file.write(json.dumps([parts, together]).encode())
+            file.write(msgspec.json.encode((by_key, together), enc_hook=int))
 
 
-def _as_json(part: tuple[list[Scope], str, list[Metric]]) -> list[Any]:
-    scopes, service, metrics = part
-    return [scopes, service, [metric.as_json() for metric in metrics]]
+def _store(metrics: Iterable[Metric]) -> list[_StoredMetric]:
+    return [(metric.name, metric.unit, metric.kind, metric.description, [*metric.series.items()]) for metric in metrics]
 
 
-def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
-    scopes, service, metrics = stored
-    typed_scopes: list[Scope] = [(str(kind), str(name)) for kind, name in scopes]
-    return typed_scopes, str(service), [Metric.from_json(metric) for metric in metrics]
+def _restore(stored: Iterable[_StoredMetric]) -> list[Metric]:
+    return [Metric(name, unit, kind, about, dict(series)) for name, unit, kind, about, series in stored]
 
 
 class Scrapes:

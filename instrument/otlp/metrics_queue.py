@@ -10,11 +10,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from instrument.otlp.packing import Exponential, Point, Series, make_exponential
 from instrument.otlp.senders import Response
-from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot, labels_as_json, labels_from_json
+from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot
 from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, MetricDefinition
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
 from instrument.runtime.cheap_start import dataclass, field, replace
@@ -48,6 +50,24 @@ class MetricsRequest:
     series: list[Series] = field(default_factory=list)
     count: int = 0
     values: dict[tuple[str, Labels], TimedValue] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _State:
+    """The attributes of `Metrics` that the next exporter continues from."""
+
+    start_ns: int
+    start_realtime_ns: int
+    delivered_ns: int
+    values: list[tuple[tuple[str, Labels], TimedValue]]
+    taken_ns: int
+    begun_ns: dict[int, int]
+    newest: list[tuple[tuple[str, int], float]]
+    lost: dict[str, int]
+    lost_series: dict[str, int]
+    reason: str
+    off: str
+    has_metrics: bool
 
 
 class Metrics:
@@ -89,47 +109,24 @@ class Metrics:
         self._request_samples = REQUEST_SAMPLES
 
     def state(self) -> dict[str, Any]:
-        """Return, as JSON for the next exporter, the losses and the values that the collector has."""
+        """Return, as values for JSON, the losses and the values that the collector has, for `restore_state`."""
         with self._lock:
-            values = [
-                [name, labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value, at_ns]
-                for (name, labels), (value, at_ns) in self._delivered_values.items()
-            ]
-            return {
-                "start_ns": self._start_ns,
-                "start_realtime_ns": self._start_realtime_ns,
-                "delivered_ns": self._delivered_ns,
-                "values": values,
-                "taken_ns": self.taken_ns,
-                "begun_ns": [*self._begun_ns.items()],
-                "newest": [[name, device, value] for (name, device), value in self._newest.items()],
-                "lost": [self._lost, self._lost_series],
-                "reason": self._reason,
-                "off": self.off,
-                "is_noted": self._has_metrics,
-            }
+            state = _State(
+                self._start_ns, self._start_realtime_ns, self._delivered_ns, [*self._delivered_values.items()],
+                self.taken_ns, self._begun_ns, [*self._newest.items()], self._lost, self._lost_series, self._reason,
+                self.off, self._has_metrics,
+            )  # fmt: skip
+            return cast("dict[str, Any]", msgspec.to_builtins(state, enc_hook=int))
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of another exporter. Raises one of `export_checkpoint.DAMAGED` if it is malformed."""
-        values: dict[tuple[str, Labels], TimedValue] = {
-            (str(name), labels_from_json(labels)): (
-                Distribution.from_json(value) if isinstance(value, list) else float(value),
-                int(at_ns),
-            )
-            for name, labels, value, at_ns in state["values"]
-        }
-        start_ns, realtime_ns, delivered_ns, taken_ns = (
-            int(state[name]) for name in ("start_ns", "start_realtime_ns", "delivered_ns", "taken_ns")
-        )
-        begun_ns = {int(device): int(at_ns) for device, at_ns in state["begun_ns"]}
-        newest = {(str(name), int(device)): float(value) for name, device, value in state["newest"]}
-        lost, lost_series = ({str(fate): int(count) for fate, count in of.items()} for of in state["lost"])
+        before = msgspec.convert(state, _State, strict=False)
         with self._lock:
-            self._start_ns, self._start_realtime_ns, self._delivered_ns = start_ns, realtime_ns, delivered_ns
-            self._delivered_values, self._begun_ns, self._newest, self.taken_ns = values, begun_ns, newest, taken_ns
-            self._lost, self._lost_series = {**self._lost, **lost}, {**self._lost_series, **lost_series}
-            self._reason, self.off = str(state["reason"]), self.off or str(state["off"])
-            self._has_metrics = self._has_metrics or bool(state.get("is_noted"))
+            self._start_ns, self._start_realtime_ns = before.start_ns, before.start_realtime_ns
+            self._delivered_ns, self._delivered_values = before.delivered_ns, dict(before.values)
+            self.taken_ns, self._begun_ns, self._newest = before.taken_ns, before.begun_ns, dict(before.newest)
+            self._lost, self._lost_series, self._reason = before.lost, before.lost_series, before.reason
+            self.off, self._has_metrics = self.off or before.off, self._has_metrics or before.has_metrics
 
     # ---------------------------------------------------------------- what waits
 

@@ -145,7 +145,7 @@ class RequestQueue:
         """Replace a request in flight by its parts."""
         with self.lock:
             if request in self._in_flight:
-                self._in_flight[:] = [*(other for other in self._in_flight if other is not request), *parts]
+                self._in_flight[:] = [*(peer for peer in self._in_flight if peer is not request), *parts]
 
     def settle_request(self, request: QueuedRequest, verdict: Response) -> None:
         """Count the spans of a request in flight by fate. A request that was given up has its fate already."""

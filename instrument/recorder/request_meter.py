@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import filterfalse
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from instrument.recorder.wrapping import RPC_STATUS, STATUS
 from instrument.recording.distributions import (
@@ -29,8 +29,6 @@ from instrument.recording.distributions import (
     bucket_of,
     bucket_start,
     group_of,
-    labels_as_json,
-    labels_from_json,
 )
 from instrument.recording.memory_layout import END_NS, ERROR, ROOT_ID, ROW_ATTRIBUTES, SPAN_ID, START_NS, Row
 from instrument.recording.metric_definitions import (
@@ -56,7 +54,7 @@ from instrument.recording.metric_definitions import (
     token_times,
 )
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, TIME_IN_QUEUE, Site, Span
-from instrument.runtime.cheap_start import late_pattern, replace
+from instrument.runtime.cheap_start import dataclass, late_pattern, replace
 
 if TYPE_CHECKING:
     from instrument.recording.paths import CallTree
@@ -66,6 +64,18 @@ SCHEME = "url.scheme"
 
 Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
 """The ended requests by span name: the endpoint's labels, and the number of requests per histogram bucket."""
+
+
+@dataclass(slots=True)
+class _Counts:
+    """The counts of a meter, as they are stored for the next one."""
+
+    start_ns: int
+    histograms: Mapping[str, list[tuple[Labels, Distribution]]]
+    met: Mapping[str, Mapping[int, int]]
+    endpoints: list[Labels]
+    asked_for: set[str]
+    counters: list[tuple[tuple[str, str], float]]
 
 
 class MeteredRows(Protocol):
@@ -270,27 +280,26 @@ class Meter:
 
     def state(self) -> dict[str, Any]:
         """Return all counts as values for JSON, without exemplars, for `restore`."""
-        return {
-            "start_ns": self._start_ns,
-            "histograms": self._histograms.state(),
-            "met": [[name, [*counter.items()]] for name, counter in self._met.items()],
-            "endpoints": [*map(labels_as_json, self._endpoints)],
-            "asked_for": sorted(self._asked_for),
-            "counters": [[name, key, value] for (name, key), value in self._counters.items()],
-        }
+        import msgspec
+
+        counts = _Counts(
+            self._start_ns, self._histograms.state(), self._met, [*self._endpoints], self._asked_for,
+            [*self._counters.items()],
+        )  # fmt: skip
+        return cast("dict[str, Any]", msgspec.to_builtins(counts, enc_hook=int))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the counts of an earlier meter. Invalid counts raise one of `export_checkpoint.DAMAGED`."""
-        start_ns, histograms = int(state["start_ns"]), Histograms.from_state(state["histograms"])
-        met = {str(name): Counter({int(index): int(count) for index, count in counts}) for name, counts in state["met"]}
-        endpoints = dict.fromkeys(map(labels_from_json, state["endpoints"]))
-        counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}
-        asked_for = {str(mark) for mark in state["asked_for"]}
-        self._start_ns, self._histograms, self._met, self._endpoints = start_ns, histograms, met, endpoints
-        requests = [*histograms.series(HTTP_DURATION.name), *histograms.series(RPC_DURATION.name)]
+        import msgspec
+
+        counts = msgspec.convert(state, _Counts, strict=False)
+        self._start_ns, self._histograms = counts.start_ns, Histograms.from_state(counts.histograms)
+        self._met = {name: Counter(buckets) for name, buckets in counts.met.items()}
+        self._endpoints, self._asked_for = dict.fromkeys(counts.endpoints), counts.asked_for
+        self._counters = dict(counts.counters)
+        requests = [*self._histograms.series(HTTP_DURATION.name), *self._histograms.series(RPC_DURATION.name)]
         values = (value for labels in requests for name, value in labels if name == self.by)
         self.groups.update(str(value) for value in values if value != OTHER)
-        self._counters, self._asked_for = counters, asked_for
 
     # ---------------------------------------------------------------- all together
 

@@ -11,7 +11,6 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from instrument.runtime.cheap_start import dataclass, field, replace
 
@@ -85,13 +84,11 @@ OVERFLOW: Labels = (("otel.metric.overflow", True),)
 OTHER = "other"
 """The group of all requests whose attribute value came after the maximum number of groups was reached."""
 
-MOST_COUNT = (1 << 63) - 1
-"""The largest count that fits into OTLP."""
 ONE = 10**9
 """The value 1 in a distribution of counts, whose unit is 1e-9."""
 
 LARGEST_SUM = 10**200
-"""The largest valid sum in a stored distribution, in units of 1e-9. Sums of bytes in this unit soon exceed 64 bits."""
+"""The largest sum in a distribution, in units of 1e-9. Sums of bytes in this unit soon exceed 64 bits."""
 
 
 @dataclass(slots=True)
@@ -147,20 +144,6 @@ class Distribution:
     def copy(self) -> Distribution:
         return Distribution(self.count, self.sum_ns, self.least_ns, self.most_ns, dict(self.buckets))
 
-    def as_json(self) -> list[Any]:
-        pairs = (number for pair in self.buckets.items() for number in pair)
-        return [self.count, self.sum_ns, self.least_ns, self.most_ns, *pairs]
-
-    @classmethod
-    def from_json(cls, stored: Sequence[Any]) -> Distribution:
-        """Return a distribution from the JSON of `as_json`. Raises `TypeError` or `ValueError` for anything else."""
-        count, sum_ns, least_ns, most_ns, *pairs = map(int, stored)
-        buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        are_counts = all(0 <= number <= MOST_COUNT for number in (count, least_ns, most_ns, *buckets.values()))
-        if not are_counts or not 0 <= sum_ns <= LARGEST_SUM or not all(0 <= index <= LAST_BUCKET for index in buckets):
-            raise ValueError(f"found {stored!r:.100}, which no durations make")
-        return cls(count, sum_ns, least_ns, most_ns, buckets)
-
     def subtract_state(self, before: Distribution) -> Distribution:
         """Return the calls counted since an earlier state. Their minimum and maximum are unknown."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
@@ -176,20 +159,6 @@ def group_of(value: object) -> str | None:
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
-
-
-def labels_as_json(labels: Labels) -> list[list[Value]]:
-    return [[name, value] for name, value in labels]
-
-
-def labels_from_json(stored: Iterable[Sequence[Any]]) -> Labels:
-    """Return labels from the list of `labels_as_json`. Raises `TypeError` or `ValueError` for anything else."""
-    labels: list[tuple[str, Value]] = []
-    for name, value in stored:
-        if not (isinstance(name, str) and isinstance(value, str | int)):
-            raise TypeError(f"found {value!r:.60} of {name!r:.60} among the labels of a series")
-        labels.append((name, value))
-    return tuple(labels)
 
 
 MOST_EXEMPLARS = 8
@@ -239,24 +208,6 @@ class Metric:
     description: str
     series: Mapping[Labels, float | Distribution]
     exemplars: Mapping[Labels, tuple[Exemplar, ...]] = field(default_factory=dict)
-
-    def as_json(self) -> list[Any]:
-        """Return the metric as JSON, without exemplars."""
-        series = [
-            [labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value]
-            for labels, value in self.series.items()
-        ]
-        return [self.name, self.unit, self.kind, self.description, series]
-
-    @classmethod
-    def from_json(cls, stored: Sequence[Any]) -> Metric:
-        """Return a metric from the JSON of `as_json`. Raises `TypeError` or `ValueError` for anything else."""
-        name, unit, kind, description, series = stored
-        values = {
-            labels_from_json(labels): Distribution.from_json(value) if isinstance(value, list) else float(value)
-            for labels, value in series
-        }
-        return cls(str(name), str(unit), str(kind), str(description), values)
 
 
 def sum_metrics(metrics: Iterable[Metric]) -> list[Metric]:
@@ -331,21 +282,12 @@ class Histograms:
         exemplars = {labels: of_series.all() for labels, of_series in self._exemplars.get(name, {}).items()}
         return {labels: distribution.copy() for labels, distribution in self.series(name).items()}, exemplars
 
-    def state(self) -> dict[str, Any]:
-        """Return all distributions as values for JSON, without exemplars."""
-        return {
-            name: [[labels_as_json(labels), distribution.as_json()] for labels, distribution in series.items()]
-            for name, series in self._series.items()
-        }
+    def state(self) -> dict[str, list[tuple[Labels, Distribution]]]:
+        """Return all distributions, without exemplars."""
+        return {name: [*series.items()] for name, series in self._series.items()}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Histograms:
-        """Return the distributions from the values of `state`. Raises `TypeError` or `ValueError` for anything else."""
+    def from_state(cls, state: Mapping[str, Iterable[tuple[Labels, Distribution]]]) -> Histograms:
         histograms = cls()
-        histograms._series = {
-            str(name): {
-                labels_from_json(labels): Distribution.from_json(distribution) for labels, distribution in series
-            }
-            for name, series in state.items()
-        }
+        histograms._series = {name: dict(series) for name, series in state.items()}
         return histograms
