@@ -25,7 +25,6 @@ from instrument.recording.export_checkpoint import (
     DERIVED_LOST,
     ENDS,
     METRICS_LOST,
-    UNQUEUED,
     ExportCheckpoint,
     Progress,
     count_undecided_as_lost,
@@ -186,8 +185,7 @@ class RecordingExport:
                 reading.metering.note_exemplar(request)
         with self._lock:
             intervals = 0 if trace is None else len(trace.device)
-            reading.base["intervals"] += intervals
-            reading.base["kept"] += len(rows) + intervals
+            self._count_kept(len(rows), intervals)
             self.write_progress(settled_ns)
         if trace is not None and self.sends:
             self._exporter.submit_rows(reading.source, trace, rows, links=settled.links, interruptions=hits)
@@ -207,8 +205,8 @@ class RecordingExport:
             self.note_settled()
 
     def note_unstored(self, rows: int) -> None:
-        if rows and (reading := self._reading) is not None:
-            reading.base["unstored"] += rows
+        if rows and self._reading is not None:
+            self._progress.fates["unstored"] += rows
             self.note_settled()
 
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
@@ -253,11 +251,12 @@ class RecordingExport:
         reading = _Reading(self.mapped, progress, facts, self._exporter, self._place, self.sends)
         with self._lock:
             self._progress, self._reading = progress, reading
-        count_undecided_as_lost(reading.base)
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
-            reading.base["kept"] = sum(progress.fates[fate] for fate in ENDS)
-            reading.base["unanswered"] += unanswered
-            reading.left_over = unsettled - unanswered
+            progress.fates["kept"] = sum(progress.fates[fate] for fate in ENDS)
+            progress.fates["unanswered"] += unanswered
+        left_over = unsettled - unanswered - reading.reader.rows.adopted
+        progress.fates["abandoned"] += max(left_over, 0)
+        reading.earlier_beyond += min(left_over, 0)  # for which the exporter before had no room
         self.write_progress()
         return reading
 
@@ -268,20 +267,21 @@ class RecordingExport:
         reading = self._reading
         if reading is None or not self.is_ours:
             return
-        reader, base = reading.reader, reading.base
+        reader, fates = reading.reader, self._progress.fates
         with self._lock:
             self._progress.settled_ns = max(self._progress.settled_ns, settled_ns)
-            fates, left_over = self._progress.fates, reading.left_over - reader.rows.adopted
-            if not self.is_spoilt:  # a negative rest are rows for which the exporter before had no room
-                beyond = base["beyond"] + reader.rows.counts[BEYOND] + reader.rows.counts[TOO_LONG] + min(left_over, 0)
+            if not self.is_spoilt:
+                beyond = reading.earlier_beyond + reader.rows.counts[BEYOND] + reader.rows.counts[TOO_LONG]
                 fates.update(seen=reader.seen, missed=reader.missed, beyond=max(beyond, 0))
                 self._progress.places = reader.places
-            fates.update(kept=base["kept"], intervals=base["intervals"], unanswered=base["unanswered"])
-            fates["abandoned"] = base["abandoned"] + max(left_over, 0)
-            fates["untimed"] = base["untimed"] + reading.times.untimed
+            fates["untimed"] = reading.times.untimed
             counts = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
             fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.undecided_count, 0)
             self.note_settled()
+
+    def _count_kept(self, spans: int, intervals: int) -> None:
+        self._progress.fates["intervals"] += intervals
+        self._progress.fates["kept"] += spans + intervals
 
     def note_settled(self) -> None:
         """Write counts into the recording: of spans about to be sent, and of ended spans by fate."""
@@ -289,17 +289,11 @@ class RecordingExport:
             reading = self._reading
             if not self.is_ours or reading is None:
                 return
-            for fate in ENDS:
-                self._progress.fates[fate] = reading.base[fate] + reading.source.counts[fate]
-            self._progress.fates["unstored"] = reading.base["unstored"]
-            self._progress.fates["sending"] = reading.source.counts["sending"]
-            counts = reading.derived.counts
-            lost = sum(counts[fate] for fate in ENDS if fate != "exported")
-            self._progress.fates[DERIVED_LOST] = reading.base[DERIVED_LOST] + lost
-            self._progress.fates["deriving"] = counts["pending"]
-            self._progress.fates[UNQUEUED], self._progress.fates["queueing"] = (
-                reading.base[UNQUEUED], reading.metering.unsaved,
-            )  # fmt: skip
+            counts, derived = reading.source.counts, reading.derived.counts
+            self._progress.fates.update({fate: counts[fate] for fate in (*ENDS, "sending")})
+            lost = sum(derived[fate] for fate in ENDS if fate != "exported")
+            self._progress.fates[DERIVED_LOST] = reading.earlier_derived_lost + lost
+            self._progress.fates.update(deriving=derived["pending"], queueing=reading.metering.unsaved)
             self._place.write(self._progress)
 
     def note_sent(self) -> None:
@@ -337,9 +331,7 @@ class RecordingExport:
         if reading is None or not spans:
             return
         with self._lock:
-            intervals = sum(len(span.device) for span in spans)
-            reading.base["intervals"] += intervals
-            reading.base["kept"] += len(spans) + intervals
+            self._count_kept(len(spans), sum(len(span.device) for span in spans))
             self.write_progress()
         self._exporter.submit_rows(reading.source, columns_of_spans(spans), np.arange(len(spans)))
         self.note_settled()
@@ -395,7 +387,6 @@ class RecordingExport:
             reading, progress = self._reading, self._progress
             if reading is not None:
                 self.write_progress()
-                reading.base["abandoned"] += reading.reader.rows.undecided_count
                 progress.fates["abandoned"] += reading.reader.rows.undecided_count
                 self.note_settled()
                 count_undecided_as_lost(progress.fates)
@@ -436,13 +427,14 @@ class _Reading:
         origin = replace(read_origin(mapped.header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)
         self.facts = facts
         self.threads: Mapping[int, str] = {}
-        self.base = Counter(progress.fates)
-        self.left_over = 0
-        """The number of rows that an earlier exporter had read without a recorded outcome."""
+        count_undecided_as_lost(progress.fates)
+        self.earlier_beyond, self.earlier_derived_lost = progress.fates["beyond"], progress.fates[DERIVED_LOST]
+        """The spans beyond limits, and the lost spans of stages, that earlier exporters have counted."""
         self.reader = RecordingReader(mapped, progress, facts)
-        self.times = DeviceTimes(mapped)
+        self.times = DeviceTimes(mapped, progress.fates["untimed"])
         self.interruptions = Interruptions()
-        self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self.facts.resource)
+        ended = Counter({fate: progress.fates[fate] for fate in ENDS})
+        self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self.facts.resource, ended)
         self.derived = replace(self.source, counts=Counter())
         """The source of the spans of stages, which are made from this process's rows."""
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source, progress.fates, sends)

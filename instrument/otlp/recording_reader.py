@@ -171,10 +171,10 @@ class DeviceTimes:
     One thread uses an instance. `untimed` counts the spans that were sent before their device times could be known.
     """
 
-    def __init__(self, mapped: Mapped) -> None:
+    def __init__(self, mapped: Mapped, untimed: int = 0) -> None:
         self._mapped = mapped
         self._counts: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
-        self.untimed = 0
+        self.untimed = untimed
 
     def note_count(self) -> None:
         """Store the current number of device intervals, before the settled time is read."""
