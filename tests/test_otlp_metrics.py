@@ -28,7 +28,7 @@ from instrument.otlp.span_queue import Source
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.distributions import Metric, Snapshot
-from instrument.recording.metric_definitions import COUNTER, GAUGES
+from instrument.recording.metrics import COUNTER, GAUGES
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.runtime.environment import TEMPORALITY
 from instrument.runtime.faults import FAULTS

@@ -25,7 +25,7 @@ from instrument.recorder import own_numbers as numbers
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import bucket_middle
 from instrument.recording.mapped import read_own_metrics
-from instrument.recording.numbers import LARGEST_MIDDLE, metrics_of, samples_of
+from instrument.recording.metrics import LARGEST_MIDDLE, metrics_of, samples_of
 from instrument.runtime.faults import FAULTS
 
 

@@ -34,7 +34,7 @@ from instrument.agent.scrapes import MOST_SEPARATE, EndedMetrics, Scrapes
 from instrument.otlp.exposition import CONTENT_TYPE, format_metrics, metrics_of_run, prefers_protobuf
 from instrument.otlp.metrics_queue import Metered
 from instrument.recording.distributions import Distribution, Exemplar, Metric, Snapshot
-from instrument.recording.metric_definitions import COUNTER, HISTOGRAM, UPDOWN
+from instrument.recording.metrics import COUNTER, HISTOGRAM, UPDOWN
 from instrument.recording.spans import HOST, Origin, Sample
 from instrument.runtime import agent_socket
 

@@ -15,7 +15,6 @@ from readback import spans_in
 from instrument.native import MODULE
 from instrument.recording.mapped import INTERVALS, ROWS
 from instrument.recording.memory_layout import PACKED_ROW
-from instrument.recording.slot_ring import INTERVAL_BYTES
 from instrument.recording.spans import Origin, Site
 from instrument.recording.trace_context import REMOTE, RemoteParent
 from instrument.sessions.window import WINDOWS_THREAD, Stretch

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from instrument.recording.metric_definitions import GAUGES
+from instrument.recording.metrics import GAUGES
 from instrument.recording.spans import HOST
 from instrument.recording.trace_context import REMOTE
 

@@ -27,7 +27,7 @@ from instrument.agent.child import AgentEnd
 from instrument.device.gauges import GaugeSources, Gone
 from instrument.errors import ExportError
 from instrument.profile.model import Device, Otlp
-from instrument.recording.metric_definitions import GAUGES
+from instrument.recording.metrics import GAUGES
 from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Origin, Sample
 from instrument.runtime import agent_socket

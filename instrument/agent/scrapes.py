@@ -18,7 +18,7 @@ from instrument.otlp import exposition
 from instrument.otlp.exposition import MetricAndOrigin, metrics_of_run, registry_of, require_client
 from instrument.otlp.metrics_queue import Metered
 from instrument.recording.distributions import Distribution, Labels, Metric, sum_metrics
-from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
+from instrument.recording.metrics import COUNTER, HISTOGRAM
 from instrument.runtime import file_writing
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue

@@ -31,7 +31,7 @@ from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict, suggest_nearest
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.metric_definitions import OPERATION, operation_of
+from instrument.recording.metrics import OPERATION, operation_of
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS

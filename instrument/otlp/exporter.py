@@ -275,7 +275,7 @@ class Exporter:
         return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
     def _have_waiting_metrics(self) -> bool:
-        return any(metered.has_waiting() for metered in self._list_metrics())
+        return any(metered.metrics is not None and metered.metrics.has_waiting() for metered in self._metered)
 
     def _is_deferred_beyond(self, time_ns: int) -> bool:
         """Return True if the collector has asked for a pause that ends after `time_ns`."""
@@ -295,8 +295,9 @@ class Exporter:
         with self._queue.lock:
             self._queue.is_closed, self._thread = True, None
             self._queue.give_up(sender.obstacle or "stopped before the collector had answered")
-        for metrics in self._list_metrics():
-            metrics.drop_waiting()
+        for metered in self._metered:
+            if metered.metrics is not None:
+                metered.metrics.drop_waiting()
         self._wake.put(None)
         if thread is not None:
             sender.abort()
@@ -356,9 +357,6 @@ class Exporter:
                 return
             self._deliver_request(sender, request)
 
-    def _list_metrics(self) -> list[Metrics]:
-        return [metered.metrics for metered in self._metered if metered.metrics is not None]
-
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
         """Send the waiting snapshots and samples of each process whose metrics are due.
 
@@ -406,9 +404,7 @@ class Exporter:
         verdict = sender.send_metrics(source.resource(), series, left_s, self._pause)
         self._are_metrics_late = verdict.is_late
         if verdict.wait_s:
-            self._metrics_deferred_until_ns = time.monotonic_ns() + round(
-                min(verdict.wait_s, LONGEST_RETRY_PAUSE_S) * 1e9
-            )
+            self._metrics_deferred_until_ns = _end_of_pause_ns(verdict)
         return verdict
 
     def _deliver_request(self, sender: Sender, request: QueuedRequest) -> None:
@@ -430,7 +426,7 @@ class Exporter:
             if not verdict.wait_s:
                 break
             self._log_outcome(verdict)
-            self._deferred_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, LONGEST_RETRY_PAUSE_S) * 1e9)
+            self._deferred_until_ns = _end_of_pause_ns(verdict)
         if verdict.taken:
             self._halvings = 0
         if verdict.too_large and request.spans > 1 and self._halvings < HALVINGS:
@@ -484,3 +480,7 @@ class Exporter:
             self._failing = False
             self._quiet_until_ns = time.monotonic_ns() + _QUIET_NS
             logger.warning("spans reach the OpenTelemetry collector again")
+
+
+def _end_of_pause_ns(verdict: Response) -> int:
+    return time.monotonic_ns() + round(min(verdict.wait_s, LONGEST_RETRY_PAUSE_S) * 1e9)

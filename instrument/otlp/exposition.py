@@ -33,7 +33,7 @@ from instrument.recording.distributions import (
     bucket_middle,
     sum_metrics,
 )
-from instrument.recording.metric_definitions import (
+from instrument.recording.metrics import (
     BOUNDS_ITEMS,
     BOUNDS_S,
     COUNTER,

@@ -1,6 +1,6 @@
 """Prepares metrics for a collector from samples of gauges and from snapshots of totals, and counts lost metrics.
 
-`metric_definitions` declares the metrics. A failed delivery of a snapshot loses nothing: the next snapshot repeats the
+`metrics` declares the metrics. A failed delivery of a snapshot loses nothing: the next snapshot repeats the
 totals, or has all changes since the last delivery.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 from instrument.otlp.packing import Exponential, Point, Series, make_exponential
 from instrument.otlp.senders import Response
 from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot
-from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, MetricDefinition
+from instrument.recording.metrics import COUNTER, GAUGE, GAUGES, HISTOGRAM, MetricDefinition
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
 from instrument.runtime.cheap_start import dataclass, field, replace
 from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY

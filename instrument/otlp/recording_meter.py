@@ -27,15 +27,15 @@ from instrument.recording.export_checkpoint import (
 )
 from instrument.recording.mapped import Mapped, read_own_metrics
 from instrument.recording.memory_layout import Row, is_request_root
-from instrument.recording.metric_definitions import (
+from instrument.recording.metrics import (
     EXPORTED_SPANS,
     INFLIGHT_SPANS,
     LIVE_SPANS,
     PROCESSED_SPANS,
     RECORDING_MEMORY,
     STARTED_SPANS,
+    metrics_of,
 )
-from instrument.recording.numbers import metrics_of
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock

@@ -11,8 +11,7 @@ from typing import Any, TypeVar, cast
 
 from instrument.recorder import core
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.metric_definitions import COUNTER, GAUGE
-from instrument.recording.numbers import MOST_GAUGES, SUM, cell_name, is_valid_cell_name
+from instrument.recording.metrics import COUNTER, GAUGE, MOST_GAUGES, SUM, cell_name, is_valid_cell_name
 
 EVERY_NS = 10**9
 """The default minimum ns between two values of a metric in timelines."""

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording import memory_layout as layout
-from instrument.recording import numbers as own_numbers
 from instrument.recording.distributions import LAST_BUCKET
 from instrument.recording.mapped_facts import (
     FARTHEST_NS,
@@ -36,8 +35,7 @@ from instrument.recording.mapped_facts import (
     sound_attributes,
 )
 from instrument.recording.memory_layout import duplicate
-from instrument.recording.metric_definitions import GAUGES
-from instrument.recording.numbers import Cell
+from instrument.recording.metrics import GAUGES, Cell, cell_of, samples_of
 from instrument.recording.paths import CallTree
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import HOST, Sample, Site
@@ -105,7 +103,7 @@ def _ring_type(object_bytes: int) -> np.dtype[np.void]:
 
 def _make_cells(records: Records) -> list[Cell]:
     rows = records[(records["at_ns"] > 0) & (records["at_ns"] < FARTHEST_NS) & np.isfinite(records["value"])]
-    cells = map(own_numbers.cell_of, rows["name"].tolist(), rows["at_ns"].tolist(), rows["value"].tolist())
+    cells = map(cell_of, rows["name"].tolist(), rows["at_ns"].tolist(), rows["value"].tolist())
     return [cell for cell in cells if cell is not None]
 
 
@@ -506,7 +504,7 @@ class Mapped:
             for row in table[sound]
             if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]
-        values = own_numbers.samples_of(*read_own_metrics(self), since_ns=since_ns)
+        values = samples_of(*read_own_metrics(self), since_ns=since_ns)
         return sorted([*samples, *values], key=attrgetter("at_ns", "device", "name"))
 
     def _read_newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:

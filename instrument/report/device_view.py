@@ -15,7 +15,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from instrument.recording.metric_definitions import GAUGES
+from instrument.recording.metrics import GAUGES
 from instrument.recording.spans import HOST, UNTIMED, Gpu, Sample
 from instrument.report.request_groups import GroupShare, group_shares, make_shares_table
 from instrument.report.section import Coverage, Section, View

@@ -16,8 +16,7 @@ import numpy as np
 
 from instrument.profile.model import KINDS
 from instrument.recording.distributions import LAST_BUCKET
-from instrument.recording.metric_definitions import GAUGES
-from instrument.recording.numbers import learn_gauges
+from instrument.recording.metrics import GAUGES, learn_gauges
 from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
     FIRSTS,

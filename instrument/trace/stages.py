@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.metric_definitions import GENERATION, has_generation_names
+from instrument.recording.metrics import GENERATION, has_generation_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Groups, find_group_starts, mask_of, number_combinations, rank_distinct

@@ -48,9 +48,9 @@ from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
     from instrument.instrumentors.requests import server_timing
-    from instrument.recording import metric_definitions
+    from instrument.recording import metrics
 else:
-    metric_definitions = LazyModule("instrument.recording.metric_definitions")
+    metrics = LazyModule("instrument.recording.metrics")
     server_timing = LazyModule("instrument.instrumentors.requests.server_timing")
 
 HEADER = "http.request.header."
@@ -615,9 +615,9 @@ class Endpoints:
             parts: dict[str, AttributeValue] = {"http.request.method": method}
             if route:
                 parts["http.route"] = route
-                if self._generations and metric_definitions.matches_route(route, self._generations):
-                    parts[metric_definitions.OPERATION] = metric_definitions.operation_of(route)
-                    parts |= {metric_definitions.PROVIDER: self._provider} if self._provider else {}
+                if self._generations and metrics.matches_route(route, self._generations):
+                    parts[metrics.OPERATION] = metrics.operation_of(route)
+                    parts |= {metrics.PROVIDER: self._provider} if self._provider else {}
             parts |= {"network.protocol.name": "websocket"} if protocol == "websocket" else {}
             facts = parts | facts
             verb = "HTTP" if method == "_OTHER" else method
