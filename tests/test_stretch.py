@@ -14,7 +14,7 @@ from readback import spans_in
 
 from instrument.native import MODULE
 from instrument.recording.mapped import INTERVALS, ROWS
-from instrument.recording.memory_layout import PACKED_ROW
+from instrument.recording.memory_layout import PACKED_ROW, STRIDES
 from instrument.recording.spans import Origin, Site
 from instrument.recording.trace_context import REMOTE, RemoteParent
 from instrument.sessions.window import WINDOWS_THREAD, Stretch
@@ -63,7 +63,7 @@ def test_a_stretch_stays_what_it_was_when_newer_rows_overwrite_its_own(make_reco
 
 def test_a_row_is_the_same_64_bytes_in_the_recorder_and_for_its_readers() -> None:
     assert ROWS.itemsize == PACKED_ROW.size == MODULE.ROW_BYTES == 64
-    assert INTERVALS.itemsize == INTERVAL_BYTES
+    assert INTERVALS.itemsize == STRIDES["intervals"]
 
 
 def test_columns_say_of_each_span_what_its_row_does(recorder: Any) -> None:
