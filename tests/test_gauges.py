@@ -267,12 +267,6 @@ def test_memory_of_the_process_is_known_only_where_nvml_knows_its_number(run: Ru
     assert run(FULL.replace("0.pid 0", "0.pid 4194305"), program).output == "None\n"
 
 
-def test_an_older_driver_reports_memory_by_its_older_call(run: Run) -> None:
-    done = run(FULL + "\n0.memory 13\n", "print(set(values(read(3), 'memory_used')))")
-    assert done.output == "{5000000512}\n"
-    assert done.calls[0]["memory"] == 1
-
-
 def test_a_gpu_that_falls_off_its_bus_is_named_once_and_the_others_are_read_on(run: Run) -> None:
     done = run(
         TWO + "1.util 40\n1.all 15 @2\n",

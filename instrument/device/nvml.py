@@ -255,17 +255,8 @@ class Nvml:
         return {"utilization": rates.gpu, "memory_active": rates.memory}
 
     def _read_memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        """Read the memory by the second version of NVML's call, which leaves out the driver's own memory as nvidia-smi
-        does. If it is missing, use the first version."""
-        memory = None
-        if "v2" not in device.absent:
-            try:
-                memory = nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
-            except nvml.NVMLError as error:
-                if error.value not in (nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NOT_SUPPORTED):
-                    raise
-                device.absent.add("v2")
-        memory = memory or nvml.nvmlDeviceGetMemoryInfo(device.handle)
+        """Read the memory without the driver's own, as nvidia-smi does."""
+        memory = nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
         return {"memory_used": memory.used, "memory_total": memory.total}
 
     def _read_power(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:

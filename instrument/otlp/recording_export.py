@@ -254,9 +254,7 @@ class RecordingExport:
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
             progress.fates["kept"] = sum(progress.fates[fate] for fate in ENDS)
             progress.fates["unanswered"] += unanswered
-        left_over = unsettled - unanswered - reading.reader.rows.adopted
-        progress.fates["abandoned"] += max(left_over, 0)
-        reading.earlier_beyond += min(left_over, 0)  # for which the exporter before had no room
+            reading.left_over = unsettled - unanswered
         self.write_progress()
         return reading
 
@@ -270,11 +268,13 @@ class RecordingExport:
         reader, fates = reading.reader, self._progress.fates
         with self._lock:
             self._progress.settled_ns = max(self._progress.settled_ns, settled_ns)
-            if not self.is_spoilt:
-                beyond = reading.earlier_beyond + reader.rows.counts[BEYOND] + reader.rows.counts[TOO_LONG]
+            left_over = reading.left_over - reader.rows.adopted
+            if not self.is_spoilt:  # a negative rest are rows for which the exporter before had no room
+                beyond = reading.earlier["beyond"] + reader.rows.counts[BEYOND] + reader.rows.counts[TOO_LONG]
+                beyond += min(left_over, 0)
                 fates.update(seen=reader.seen, missed=reader.missed, beyond=max(beyond, 0))
                 self._progress.places = reader.places
-            fates["untimed"] = reading.times.untimed
+            fates.update(untimed=reading.times.untimed, abandoned=reading.earlier["abandoned"] + max(left_over, 0))
             counts = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
             fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.undecided_count, 0)
             self.note_settled()
@@ -292,7 +292,7 @@ class RecordingExport:
             counts, derived = reading.source.counts, reading.derived.counts
             self._progress.fates.update({fate: counts[fate] for fate in (*ENDS, "sending")})
             lost = sum(derived[fate] for fate in ENDS if fate != "exported")
-            self._progress.fates[DERIVED_LOST] = reading.earlier_derived_lost + lost
+            self._progress.fates[DERIVED_LOST] = reading.earlier[DERIVED_LOST] + lost
             self._progress.fates.update(deriving=derived["pending"], queueing=reading.metering.unsaved)
             self._place.write(self._progress)
 
@@ -387,6 +387,7 @@ class RecordingExport:
             reading, progress = self._reading, self._progress
             if reading is not None:
                 self.write_progress()
+                reading.earlier["abandoned"] += reading.reader.rows.undecided_count
                 progress.fates["abandoned"] += reading.reader.rows.undecided_count
                 self.note_settled()
                 count_undecided_as_lost(progress.fates)
@@ -428,8 +429,10 @@ class _Reading:
         self.facts = facts
         self.threads: Mapping[int, str] = {}
         count_undecided_as_lost(progress.fates)
-        self.earlier_beyond, self.earlier_derived_lost = progress.fates["beyond"], progress.fates[DERIVED_LOST]
-        """The spans beyond limits, and the lost spans of stages, that earlier exporters have counted."""
+        self.earlier = dict(progress.fates)
+        """The counts of earlier exporters."""
+        self.left_over = 0
+        """The number of rows that an earlier exporter had read without a recorded outcome."""
         self.reader = RecordingReader(mapped, progress, facts)
         self.times = DeviceTimes(mapped, progress.fates["untimed"])
         self.interruptions = Interruptions()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from instrument.otlp.export_facts import ExportFacts
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import Mapped
-from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in
 from instrument.recording.memory_layout import REQUEST_BIT, SPAN_ID, Row, unpacked_rows
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
@@ -72,7 +72,12 @@ class RecordingReader:
         return rows
 
     def open_rows(self) -> list[tuple[int, Row]]:
-        return [(span.thread_id, make_open_row(span)) for span in self._mapped.open_spans()]
+        """Return the open spans as rows without attributes, each with its thread."""
+        rows = []
+        for span in self._mapped.open_spans():
+            ids = span.node, span.span_id, span.parent_id, span.root_id, span.task_id
+            rows.append((span.thread_id, (*ids, span.start_ns, 0, 0, -1, None, None)))
+        return rows
 
     def site_of(self, row: Row) -> Site:
         return self._find_site(row[0])
@@ -204,22 +209,14 @@ class DeviceTimes:
         return device_intervals(cells[np.isin(cells["span_id"].astype(np.int64), span_id[asking])], span_id)
 
 
-def make_open_row(span: OpenSpan) -> Row:
-    """Return an open span as a row, without its attributes."""
-    ids = span.node, span.span_id, span.parent_id, span.root_id, span.task_id
-    return *ids, span.start_ns, 0, 0, -1, None, None
-
-
 def _unpack_rows(rows: Records, details: Details) -> list[Row]:
-    return [
-        row if (detail := details.get(row[SPAN_ID])) is None else (*row[:8], *_unpack_details(*detail))
-        for row in unpacked_rows(rows.tobytes())
-    ]
-
-
-def _unpack_details(active_ns: int, text: bytes) -> tuple[int, str | None, dict[str, object] | None]:
-    active_ns, error, attributes = detail_of(active_ns, facts_in(text))
-    return active_ns, error, dict(attributes) or None
+    unpacked = []
+    for row in unpacked_rows(rows.tobytes()):
+        if (detail := details.get(row[SPAN_ID])) is not None:
+            active_ns, error, attributes = detail_of(detail[0], facts_in(detail[1]))
+            row = (*row[:8], active_ns, error, attributes or None)
+        unpacked.append(row)
+    return unpacked
 
 
 def _are_request_roots(rows: Records) -> NDArray[np.bool_]:

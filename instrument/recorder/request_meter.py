@@ -54,7 +54,7 @@ from instrument.recording.metrics import (
     token_times,
 )
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, TIME_IN_QUEUE, Site, Span
-from instrument.runtime.cheap_start import dataclass, late_pattern, replace
+from instrument.runtime.cheap_start import dataclass, late_pattern
 
 if TYPE_CHECKING:
     from instrument.recording.paths import CallTree
@@ -121,35 +121,36 @@ class Meter:
         site_of = self._recorder.site_of
         for row in ended:
             site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
-            endpoint = endpoint_labels(site)
             if isinstance(queued_s := attributes.get(TIME_IN_QUEUE), float):
                 labels = (*_call_labels(site), *_outcome_labels(attributes, row[ERROR]), *self._group(attributes))
                 self._histograms.add(QUEUE_TIME.name, labels, round(queued_s * 1e9))
+            endpoint = endpoint_labels(site)
             if not endpoint:
                 continue
             duration_ns = row[END_NS] - row[START_NS]
-            group = self._group(attributes)
-            labels = (*_request_labels(endpoint, attributes, row[ERROR]), *group)
-            self._histograms.add(_duration_metric(endpoint).name, labels, duration_ns)
-            if self._is_generation(endpoint):
-                labels = (*_generation_labels(site), *group)
-                self._count_generation(labels, attributes, duration_ns, row[ERROR])
+            for name, labels, value_ns in self._request_values(site, endpoint, attributes, duration_ns, row[ERROR]):
+                self._histograms.add(name, labels, value_ns)
             self._endpoints[endpoint] = None
             self._met.setdefault(site.name, Counter())[bucket_of(duration_ns)] += 1
 
     def add_exemplar(self, request: Span, trace_id: int, span_id: int) -> None:
         """Add a sampled request as an exemplar to its series, with its ids at the collector."""
-        endpoint = endpoint_labels(request.site)
-        group = self._group(request.attributes)
-        labels = (*_request_labels(endpoint, request.attributes, request.error), *group)
-        exemplar = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
-        is_counted = bool(endpoint) and self._histograms.add_exemplar(_duration_metric(endpoint).name, labels, exemplar)
-        if is_counted and self._is_generation(endpoint):
-            labels = (*_generation_labels(request.site), *group)
-            for name, of_generation, value_ns in _generation_values(
-                labels, request.attributes, request.total_ns, request.error
-            ):
-                self._histograms.add_exemplar(name, of_generation, replace(exemplar, value_ns=value_ns))
+        site, kept_ns = request.site, time.monotonic_ns()
+        endpoint = endpoint_labels(site)
+        values = self._request_values(site, endpoint, request.attributes, request.total_ns, request.error)
+        for name, labels, value_ns in values if endpoint else ():
+            exemplar = Exemplar(value_ns, request.end_ns, kept_ns, trace_id, span_id)
+            if not self._histograms.add_exemplar(name, labels, exemplar):
+                return
+
+    def _request_values(
+        self, site: Site, endpoint: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
+    ) -> Iterator[tuple[str, Labels, int]]:
+        """Yield name, labels and value of each metric of an ended request, its duration first."""
+        group = self._group(attributes)
+        yield _duration_metric(endpoint).name, (*_request_labels(endpoint, attributes, error), *group), duration_ns
+        if self._is_generation(endpoint):
+            yield from _generation_values((*_generation_labels(site), *group), attributes, duration_ns, error)
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
         """Return a request's group as a label: one of the first `at_most` values of the attribute `by`, or `OTHER`."""
@@ -192,19 +193,13 @@ class Meter:
         counts = {site: site_mark(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
             site = self._recorder.site_of(row)
-            if counts[site]:
-                self._count_generation(
-                    _call_labels(site), row[ROW_ATTRIBUTES] or {}, row[END_NS] - row[START_NS], row[ERROR]
-                )
+            attributes, duration_ns = row[ROW_ATTRIBUTES] or {}, row[END_NS] - row[START_NS]
+            values = _generation_values(_call_labels(site), attributes, duration_ns, row[ERROR]) if counts[site] else ()
+            for name, labels, value_ns in values:
+                self._histograms.add(name, labels, value_ns)
         for row in rows:
             if isinstance(keys := (row[ROW_ATTRIBUTES] or {}).get(BATCH_KEYS), list | tuple):
                 self._histograms.add(BATCH_SIZE.name, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
-
-    def _count_generation(
-        self, labels_of_request: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
-    ) -> None:
-        for name, labels, value_ns in _generation_values(labels_of_request, attributes, duration_ns, error):
-            self._histograms.add(name, labels, value_ns)
 
     def count_ended(self) -> Ended:
         """Return the number of ended requests from the tally. It may be ahead of the rows that were read."""
