@@ -25,6 +25,7 @@ from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import ExportCheckpoint, Progress
+from instrument.recording.memory_layout import generation_of
 from instrument.runtime import agent_socket
 from instrument.sessions import handover, leaving
 from instrument.sessions import session as sessions
@@ -84,7 +85,7 @@ def taken() -> ExportCheckpoint:
 
 def write(place: ExportCheckpoint, generation: int = 0, **fates: int) -> None:
     """Have the agent say how far it has come."""
-    progress = Progress(generation or place.read_head().generation)
+    progress = Progress(generation or generation_of(place.fileno()))
     progress.fates.update(fates)
     progress.settled_ns = time.monotonic_ns() + 60 * 10**9
     place.write(progress)
@@ -94,7 +95,7 @@ def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Colle
     session = begin(collector)
     place = taken()
     serve(3)
-    write(place, place.read_head().generation + 1, seen=9, kept=9, exported=9)
+    write(place, generation_of(place.fileno()) + 1, seen=9, kept=9, exported=9)
     found = session.flush(0)
     assert found is not None
     assert (found.settled, found.exported) == (False, 0)

@@ -9,7 +9,6 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Mapping
-from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
@@ -222,8 +221,7 @@ class Readback(SiteCore):
 
     def _read_header_field(self, field: str) -> tuple[int, ...]:
         """Return the numbers in a field of the recording's header, () without a recording."""
-        offset, code = HEADER.fields[field]
-        return () if self.memory is None else unpack_from(f"<{code}", self.memory, offset)
+        return () if self.memory is None else HEADER.read(self.memory, field)
 
     @property
     def ended_rows(self) -> int:

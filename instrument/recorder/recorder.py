@@ -23,7 +23,7 @@ from instrument.profile.model import KINDS, PHASES, Limits
 from instrument.recorder import attribute_checks, core, wrapping
 from instrument.recorder.core import Readback
 from instrument.recorder.wrapping import ANSWERS
-from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING, STREAM
+from instrument.recording.memory_layout import GOODBYE, HEADER, OFF, RUNNING, STREAM
 from instrument.recording.paths import OVERFLOW, CallTree
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
@@ -329,8 +329,8 @@ class Recorder(Readback):
 
     def switch(self, *, on: bool) -> None:
         self.on, self._is_off = on, not on
-        if self.memory is not None:
-            memory.write_switch_state(self.memory, on=on)
+        if self.memory is not None and HEADER.read(self.memory, "state")[0] in (RUNNING, OFF):
+            HEADER.write(self.memory, state=RUNNING if on else OFF)
 
     def room_for(self, name: str) -> SlotRoom | None:
         """Return the memory of a part that Python code writes, None if the recording is private."""
@@ -339,7 +339,7 @@ class Recorder(Readback):
     def write_goodbye(self) -> None:
         """Write that the session has ended in order, and remove the recording's file."""
         if self.memory is not None:
-            memory.write_state(self.memory, GOODBYE)
+            HEADER.write(self.memory, state=GOODBYE)
         if self.memory_path:
             with contextlib.suppress(OSError):
                 Path(self.memory_path).unlink()

@@ -7,10 +7,11 @@ the board if another process uses the rule. Processes find the board by a path i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
-from instrument.recording.memory_layout import duplicate
+from instrument.recording.memory_layout import OwnDescriptor, duplicate
 
 VARIABLE = "INSTRUMENT_RUN_BOARD"
 
@@ -34,18 +35,17 @@ def make_board() -> Callable[[], None]:
         low_fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.write(low_fd, (_WAIT_LINE % 0).encode())
-            fd = duplicate(low_fd)
+            board = OwnDescriptor(duplicate(low_fd))
         finally:
             os.close(low_fd)
     except (AttributeError, OSError):
         return lambda: None
-    os.environ[VARIABLE] = path = f"/proc/{os.getpid()}/fd/{fd}"
+    os.environ[VARIABLE] = path = f"/proc/{os.getpid()}/fd/{board.fileno()}"
 
     def remove() -> None:
         if os.environ.get(VARIABLE) == path:
             del os.environ[VARIABLE]
-        if _is_board(fd):
-            os.close(fd)
+        board.close()
 
     return remove
 
@@ -77,42 +77,27 @@ def waited_in_vain_ns() -> int:
 
 
 def note_wait_in_vain(at_ns: int) -> None:
-    with _open_board(os.O_WRONLY) as descriptor:
-        if descriptor is not None:
-            os.pwrite(descriptor, (_WAIT_LINE % at_ns).encode(), 0)
+    with suppress(OSError), _find_board().open("r+b", buffering=0) as file:
+        file.write((_WAIT_LINE % at_ns).encode())
 
 
 def add_marks(rule_marks: Iterable[str]) -> None:
     if missing := sorted(set(rule_marks) - read_marks()):
-        with _open_board(os.O_WRONLY | os.O_APPEND) as descriptor:
-            if descriptor is not None and os.fstat(descriptor).st_size < _BYTES:
-                os.write(descriptor, "".join(f"{mark}\n" for mark in missing).encode())
+        with suppress(OSError), _find_board().open("ab", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < _BYTES:
+                file.write("".join(f"{mark}\n" for mark in missing).encode())
 
 
 def _read(most_bytes: int) -> bytes:
-    with _open_board(os.O_RDONLY) as descriptor:
-        return b"" if descriptor is None else os.read(descriptor, most_bytes)
+    with suppress(OSError), _find_board().open("rb") as file:
+        return file.read(most_bytes)
     return b""
 
 
-@contextmanager
-def _open_board(flags: int) -> Iterator[int | None]:
-    """Open the board and yield its descriptor, None if the board's owner has ended and its path names another file. An
-    `OSError` in the `with` block ends the block, and is not raised."""
-    descriptor = -1
-    with suppress(OSError):
-        if path := os.environ.get(VARIABLE):
-            descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        with suppress(OSError):
-            yield descriptor if descriptor >= 0 and _is_board(descriptor) else None
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def _is_board(descriptor: int) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}")  # noqa: PTH115 - not a path
-    except OSError:
-        return False
+def _find_board() -> Path:
+    """Return the path of the board. Raises `OSError` without one, or if its owner has ended and the path names another
+    file."""
+    path = os.environ.get(VARIABLE, "")
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # noqa: PTH115 - not a path
+        raise FileNotFoundError(path)
+    return Path(path)

@@ -193,12 +193,9 @@ class ExportCheckpoint(Claim):
         """Write the checkpoint of the metrics. Return False if it does not fit."""
         return self._meter.write(zlib.compress(_encode(state), 1))
 
-    def read_head(self) -> RecordingHead:
-        return RecordingHead(self.fileno())
-
     def count_unread(self) -> int:
         """Return the number of rows that no exporter has read, 0 if an exporter has reported them already."""
-        progress, head = self.read(), self.read_head()
+        progress, head = self.read(), RecordingHead(self.fileno())
         is_of_now = progress.generation == head.generation
         if is_of_now and progress.is_reported:
             return 0

@@ -21,13 +21,12 @@ from typing import Any
 from instrument import clock
 from instrument.recording import memory_layout as layout
 from instrument.recording.memory_layout import duplicate
+from instrument.recording.slot_ring import SlotRoom
 from instrument.runtime import file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
 """The flag of a memory file that cannot be executed. With vm.memfd_noexec, systems refuse or log files without it."""
-
-_HEAD = struct.Struct("<8sIIQQIIQ40sqqQQQ")
 
 
 class Memory(NamedTuple):
@@ -135,43 +134,32 @@ def private_head(ring_bytes: int) -> bytes:
 
 
 def _pack_header(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
-    boot_id = _read("/proc/sys/kernel/random/boot_id").encode()
-    head = _HEAD.pack(
-        layout.MAGIC, layout.VERSION, 0, size_bytes, 0, os.getpid(), layout.NEW, clock.start_ticks(clock.STAT), boot_id,
-        time.monotonic_ns(), time.time_ns(), 0, 0, 0,
+    head = bytearray(layout.HEADER.size)
+    layout.HEADER.write(
+        head, magic=layout.MAGIC, version=layout.VERSION, size_bytes=size_bytes, state=layout.NEW,
+        boot_id=_read("/proc/sys/kernel/random/boot_id").encode(),
+        parts=[number for name in layout.PARTS for number in parts[name]], **_describe_process(),
     )  # fmt: skip
-    offset, code = layout.HEADER.fields["parts"]
-    table = [number for name in layout.PARTS for number in parts[name]]
-    return head.ljust(offset, b"\0") + struct.pack(f"<{code}", *table)
+    return bytes(head)
+
+
+def _describe_process() -> dict[str, int]:
+    times = {"monotonic_ns": time.monotonic_ns(), "realtime_ns": time.time_ns()}
+    return {"pid": os.getpid(), "start_ticks": clock.start_ticks(clock.STAT), **times}
 
 
 def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
     """Write the recorded process, the state of its session, and `facts` about both into the header of a recording.
     Facts are left out if their JSON is too long."""
-    at = {name: offset for name, (offset, _) in layout.HEADER.fields.items()}
-    struct.pack_into("<I", view, at["pid"], os.getpid())
-    struct.pack_into("<Q", view, at["start_ticks"], clock.start_ticks(clock.STAT))
-    struct.pack_into("<qq", view, at["monotonic_ns"], time.monotonic_ns(), time.time_ns())
+    layout.HEADER.write(view, **_describe_process())
     if facts is not None:
-        text = json.dumps(facts, default=str).encode()
-        offset, _, room = struct.unpack_from("<QQQ", view, at["parts"])
-        if len(text) + 4 <= room:
-            struct.pack_into("<I", view, offset, 0)
-            view[offset + 4 : offset + 4 + len(text)] = text
-            struct.pack_into("<I", view, offset, len(text))
-            struct.pack_into("<Q", view, at["parts"] + 24, len(text) + 4)
-    struct.pack_into("<I", view, at["state"], state)
-
-
-def write_state(view: memoryview, state: int) -> None:
-    struct.pack_into("<I", view, layout.HEADER.fields["state"][0], state)
-
-
-def write_switch_state(view: memoryview, *, on: bool) -> None:
-    """Write to a recording whether its session is switched on or off. Do nothing if no session runs."""
-    (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
-    if state in (layout.RUNNING, layout.OFF):
-        write_state(view, layout.RUNNING if on else layout.OFF)
+        room, text = SlotRoom.from_part(view, "text"), json.dumps(facts, default=str).encode()
+        if len(text) + 4 <= room.slots:
+            struct.pack_into("<I", room.part, 0, 0)
+            room.part[4 : 4 + len(text)] = text
+            struct.pack_into("<I", room.part, 0, len(text))
+            struct.pack_into("<Q", view, room.offset_of_used(), len(text) + 4)
+    layout.HEADER.write(view, state=state)
 
 
 def _read(path: str) -> str:

@@ -125,7 +125,7 @@ class RecordingHead:
             raise OSError(errno.EINVAL, "a recording of another layout")
 
     def number(self, name: str) -> int:
-        return _read_number(self._data, HEADER, name)
+        return HEADER.read(self._data, name)[0]
 
     @property
     def generation(self) -> int:
@@ -152,11 +152,11 @@ class RecordingHead:
             ring = data[before:]
             if len(ring) < RING.size:
                 raise OSError(errno.EINVAL, "the rings are damaged")
-            if _read_number(ring, RING, "number") and _read_number(ring, RING, "generation") == self.generation:
-                number, thread_id, *more = (
-                    _read_number(ring, RING, name)
-                    for name in ("number", "thread_id", "rows", "mask", "capacity", "head")
-                )
+            number, generation, thread_id, *more = (
+                RING.read(ring, name)[0]
+                for name in ("number", "generation", "thread_id", "rows", "mask", "capacity", "head")
+            )
+            if number and generation == self.generation:
                 rings.append(RingHead(number, thread_id, first + slot * STRIDES["rings"], *more))
         return rings
 
@@ -167,9 +167,9 @@ class RecordingHead:
     def has_open_span(self) -> bool:
         rings = {ring.address: ring for ring in self.read_rings()}
         open_ids = {
-            _read_number(frame, FRAME, "span_id")
+            FRAME.read(frame, "span_id")[0]
             for frame in self.read_slots("frames")
-            if _read_number(frame, FRAME, "state") and _read_number(frame, FRAME, "ring") in rings
+            if FRAME.read(frame, "state")[0] and FRAME.read(frame, "ring")[0] in rings
         }
         ended_ids = {self._newest_id(ring) for ring in rings.values()}  # it may not have forgotten its frame
         return any(0 < span_id < 1 << 63 for span_id in open_ids - ended_ids)
@@ -178,11 +178,6 @@ class RecordingHead:
         """Return the span id of the newest row of a ring, 0 for none."""
         at = ring.rows - self.number("address") + ((ring.head - 1) & ring.mask) * STRIDES["rows"]
         return int.from_bytes(os.pread(self._fd, 8, at), "little") if ring.head and 0 < at < 1 << 62 else 0
-
-
-def _read_number(data: bytes, record: Record, name: str) -> int:
-    offset, code = record.fields[name]
-    return int(struct.unpack_from(f"<{code}", data, offset)[0])
 
 
 def generation_of(fd: int) -> int:
@@ -241,6 +236,17 @@ class Record(NamedTuple):
 
     size: int
     fields: Mapping[str, tuple[int, str]]
+
+    def read(self, memory: bytes | memoryview, name: str) -> tuple[Any, ...]:
+        """Return the values of a field of a structure in memory."""
+        offset, code = self.fields[name]
+        return struct.unpack_from(f"<{code}", memory, offset)
+
+    def write(self, memory: bytearray | memoryview, **values: Any) -> None:
+        """Write fields of a structure in memory. The value of an array is a list."""
+        for name, value in values.items():
+            offset, code = self.fields[name]
+            struct.pack_into(f"<{code}", memory, offset, *(value if isinstance(value, list) else (value,)))
 
     def packer(self) -> struct.Struct:
         """Return a `struct.Struct` for a structure without gaps between its fields."""

@@ -37,9 +37,6 @@ class SlotRoom(NamedTuple):
         """Return the offset of the field in the header that counts the part's written slots."""
         return layout.part_header_offset(self.name) + layout.PART.fields["used"][0]
 
-    def set_field(self, field: str, value: int) -> None:
-        _U64.pack_into(self.head, layout.HEADER.fields[field][0], value)
-
     def add_all(self, cells: Struct, records: Iterable[Sequence[Any]], slots: int) -> None:
         """Add records to a ring of `slots`, which loses its oldest records."""
         used, used_at = self.count_used(), self.offset_of_used()
@@ -88,14 +85,14 @@ class IntervalRing:
         """Add intervals, each with the id of its span, device, stream, begin, end, label and uncertainty."""
         if (room := self._find_room()) is not None:
             slots = min(self._most_slots, room.slots)
-            room.set_field("interval_slots", slots)
+            layout.HEADER.write(room.head, interval_slots=slots)
             cells = [(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals]
             room.add_all(_CELLS, cells, slots)
 
     def publish_settled(self, until_ns: int) -> None:
         """Publish the time up to which ended spans have all their intervals."""
         if (room := self._find_room()) is not None:
-            room.set_field("settled_ns", until_ns)
+            layout.HEADER.write(room.head, settled_ns=until_ns)
 
     @property
     def overwritten(self) -> int:

@@ -21,6 +21,7 @@ from instrument.device.nvml import ORDER, VARIABLE
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
+from instrument.recording.memory_layout import RecordingHead, generation_of
 from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Gpu
 from instrument.runtime import environment
@@ -108,7 +109,7 @@ class Handover:
 
     def _metered_rows(self) -> int:
         state = self.agent_metrics()
-        ended_rows = self._read_checkpoint(lambda place: place.read_head().number("ended_rows"), 0)
+        ended_rows = self._read_checkpoint(lambda place: RecordingHead(place.fileno()).number("ended_rows"), 0)
         return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
@@ -117,7 +118,7 @@ class Handover:
 
         def read(place: ExportCheckpoint) -> Progress:
             progress = place.read()
-            is_of_now = progress.generation == place.read_head().generation
+            is_of_now = progress.generation == generation_of(place.fileno())
             return progress if is_of_now else Progress(before=progress.unreported())
 
         return self._read_checkpoint(read, Progress())
@@ -127,7 +128,7 @@ class Handover:
 
         def read(place: ExportCheckpoint) -> MeterState | None:
             state = place.read_meter()
-            return state if state is not None and state.generation == place.read_head().generation else None
+            return state if state is not None and state.generation == generation_of(place.fileno()) else None
 
         return self._read_checkpoint(read, None)
 
