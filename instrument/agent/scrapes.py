@@ -36,12 +36,8 @@ ENDED_METRICS_FILE = "metrics.ended"
 Scope = tuple[str, str]
 """The processes that a scrape covers: those of a run ("run", its name), or of an address ("listen", host and port)."""
 
-_StoredMetric = tuple[str, str, str, str, list[tuple[Labels, float | Distribution]]]
-_Stored = tuple[
-    list[tuple[str, tuple[list[Scope], str, list[_StoredMetric]]]],
-    list[tuple[tuple[Scope, str], list[_StoredMetric]]],
-]
-"""The content of the file: the totals of processes by their keys, and sums of totals by scope and service."""
+_Part = tuple[str, list[Scope], str, list[tuple[str, str, str, str, list[tuple[Labels, float | Distribution]]]]]
+"""The key, the scopes, the service and the metrics of an ended process. A sum has no key."""
 
 
 class EndedMetrics:
@@ -53,9 +49,12 @@ class EndedMetrics:
         self._together: dict[tuple[Scope, str], list[Metric]] = {}
         with suppress(OSError, TypeError, ValueError):
             if self._path is not None:
-                by_key, together = msgspec.json.decode(self._path.read_bytes(), type=_Stored)
-                self._apart = {key: (scopes, service, _restore(metrics)) for key, (scopes, service, metrics) in by_key}
-                self._together = {of: _restore(metrics) for of, metrics in together}
+                for key, scopes, service, stored in msgspec.json.decode(self._path.read_bytes(), type=list[_Part]):
+                    metrics = [Metric(name, unit, kind, about, dict(of)) for name, unit, kind, about, of in stored]
+                    if key:
+                        self._apart[key] = scopes, service, metrics
+                    else:
+                        self._together[scopes[0], service] = metrics
 
     def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
         """Store the totals of the ended process `key`, in place of the totals stored earlier."""
@@ -84,18 +83,14 @@ class EndedMetrics:
     def _write(self) -> None:
         if self._path is None:
             return
-        by_key = [(key, (scopes, service, _store(metrics))) for key, (scopes, service, metrics) in self._apart.items()]
-        together = [(of, _store(metrics)) for of, metrics in self._together.items()]
+        parts = [(key, *part) for key, part in self._apart.items()]
+        parts += [("", [scope], service, metrics) for (scope, service), metrics in self._together.items()]
+        stored = [
+            (*place, [(of.name, of.unit, of.kind, of.description, [*of.series.items()]) for of in metrics])
+            for *place, metrics in parts
+        ]
         with suppress(OSError), file_writing.open_replacement(self._path) as file:
-            file.write(msgspec.json.encode((by_key, together), enc_hook=int))
-
-
-def _store(metrics: Iterable[Metric]) -> list[_StoredMetric]:
-    return [(metric.name, metric.unit, metric.kind, metric.description, [*metric.series.items()]) for metric in metrics]
-
-
-def _restore(stored: Iterable[_StoredMetric]) -> list[Metric]:
-    return [Metric(name, unit, kind, about, dict(series)) for name, unit, kind, about, series in stored]
+            file.write(msgspec.json.encode(stored, enc_hook=int))
 
 
 class Scrapes:

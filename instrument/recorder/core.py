@@ -89,8 +89,8 @@ MOST_SITE_SHAPES = 65_536
 function per request."""
 
 
-class SiteCore(Core):
-    """A core that can mute sites, and annotate open spans."""
+class Readback(Core):
+    """A core that mutes sites, annotates open spans, and reads its own recording."""
 
     scope_name_limit: int
     renamed: dict[Site, dict[str, Site]]  # by the place's own site
@@ -98,6 +98,8 @@ class SiteCore(Core):
     shapes: dict[Site, str]
     _counters: dict[Site, Any]
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
+    _paths: CallTree
+    _reading: Any
 
     def note_shape(self, site: Site, shape: str) -> bool:
         """Store the kind of a site's probe, such as "call" or "method". Return False beyond `MOST_SITE_SHAPES`."""
@@ -165,13 +167,6 @@ class SiteCore(Core):
         """Count a refused attribute, name or status. The first refusal of each kind is logged."""
         self.count(event)
         FAULTS.note_unreadable_value("annotate", words, kind)
-
-
-class Readback(SiteCore):
-    """A core that reads its own recording."""
-
-    _paths: CallTree
-    _reading: Any
 
     def paths(self) -> CallTree:
         """Return the call paths so far as columns."""
