@@ -341,24 +341,24 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (319, 4),
-    "agent": (4_397, 15),
+    "agent": (4_396, 15),
     "chrome": (3_269, 9),
     "cli": (2_926, 16),
     "compat": (1_152, 6),
-    "device": (3_548, 11),
+    "device": (3_523, 11),
     "docs": (0, 0),
     "fleet": (136, 1),
     "instrumentors": (11_713, 37),
     "native": (8_929, 26),
-    "otlp": (5_268, 17),
+    "otlp": (5_197, 17),
     "profile": (2_556, 8),
     "proposal": (1_263, 4),
-    "recorder": (2_511, 10),
-    "recording": (4_039, 15),
+    "recorder": (2_507, 10),
+    "recording": (3_841, 14),
     "report": (13_319, 37),
     "runtime": (2_769, 13),
-    "sessions": (6_358, 19),
-    "trace": (9_717, 28),
+    "sessions": (6_352, 19),
+    "trace": (9_716, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
