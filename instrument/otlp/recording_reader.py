@@ -73,7 +73,7 @@ class RecordingReader:
 
     def open_rows(self) -> list[tuple[int, Row]]:
         """Return the open spans as rows without attributes, each with its thread."""
-        rows = []
+        rows: list[tuple[int, Row]] = []
         for span in self._mapped.open_spans():
             ids = span.node, span.span_id, span.parent_id, span.root_id, span.task_id
             rows.append((span.thread_id, (*ids, span.start_ns, 0, 0, -1, None, None)))

@@ -125,7 +125,7 @@ class RecordingHead:
             raise OSError(errno.EINVAL, "a recording of another layout")
 
     def number(self, name: str) -> int:
-        return HEADER.read(self._data, name)[0]
+        return int(HEADER.read(self._data, name)[0])
 
     @property
     def generation(self) -> int:
