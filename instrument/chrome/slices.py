@@ -1,7 +1,7 @@
 """Converts the slices of a trace file into columns, for files of any profiler.
 
 Slices nest within a line. A line is a thread, or all async slices with the same key. A slice's parent is the innermost
-slice around it, unless its arguments name a parent. `others` reads the arguments of other profilers.
+slice around it, unless its arguments name a parent. `foreign_slices` reads the arguments of other profilers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from instrument.chrome.events import (
     read_block_if_valid,
     read_phases,
 )
+from instrument.chrome.foreign_slices import ForeignSlices, NumberedLanes, Rows, look_up_or_make
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
-from instrument.chrome.others import ForeignSlices, NumberedLanes, Rows, look_up_or_make
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, are_in_range

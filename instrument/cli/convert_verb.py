@@ -101,7 +101,7 @@ def write_trace(target: Path, form: str, saved: Saved) -> None:
     ways: dict[str, Callable[[], object]] = {
         "recording": lambda: file.dump(target, saved.trace, saved.tally_or_count()),
         "chrome": lambda: chrome.dump(target, saved.trace, saved.tally_or_count()),
-        "perfetto": lambda: chrome.write_track_events(target, saved.trace),
+        "perfetto": lambda: chrome.write_perfetto(target, saved.trace),
     }
     convert_write_errors(target, ways[form])
 

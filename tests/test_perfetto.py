@@ -14,7 +14,7 @@ from oracle.recordings import ALL
 from test_ledger import engine
 
 from instrument import chrome
-from instrument.chrome.track_events import write_track_events
+from instrument.chrome.perfetto_writing import write_perfetto
 from instrument.cli import main
 from instrument.recording.spans import DeviceInterval, Gpu, Origin, Sample, Site, Span
 from instrument.trace import file
@@ -102,7 +102,7 @@ class Read:
 
 def written(trace: Trace, folder: Path) -> Read:
     pytest.importorskip("perfetto")
-    path = chrome.write_track_events(folder / "trace.pftrace", trace)
+    path = chrome.write_perfetto(folder / "trace.pftrace", trace)
     return Read(path.read_bytes())
 
 
@@ -213,7 +213,7 @@ def test_missing_protobuf_messages_name_the_extra(
 def test_arrows_lead_from_each_request_to_all_batches_that_serve_it(tmp_path: Path) -> None:
     pb = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
     trace = Trace(Origin(1, "shop", 0, 10**18), 0, 1000, engine())
-    path = write_track_events(tmp_path / "t.pftrace", trace)
+    path = write_perfetto(tmp_path / "t.pftrace", trace)
     ids: dict[int, int] = {}
     sources: dict[int, int] = {}
     targets: dict[int, int] = {}
@@ -238,7 +238,7 @@ def test_each_process_of_a_merged_trace_is_a_process_with_its_own_threads(tmp_pa
         for its in ({"boot": "b"}, {"boot": "b", "start_ticks": 9}, {"boot": "b", "pid": 12, "service": "engine"})
     ]
     merged = merge(files).saved
-    read = Read(write_track_events(tmp_path / "m.pftrace", merged.trace).read_bytes())
+    read = Read(write_perfetto(tmp_path / "m.pftrace", merged.trace).read_bytes())
     processes = [one.process for one in read.tracks.values() if one.HasField("process")]
     assert [one.process_name for one in processes] == ["shop", "shop", "engine"]
     pids = [one.pid for one in processes]

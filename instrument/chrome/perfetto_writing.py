@@ -56,7 +56,7 @@ def import_protos() -> Any:
     return perfetto_trace_pb2
 
 
-def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
+def write_perfetto(path: str | os.PathLike[str], trace: Trace) -> Path:
     """Write a trace in Perfetto's format, packed if the name ends in `.gz`. The file appears complete or not at all."""
     return write_whole_file(path, _Packets(import_protos(), trace).parts())
 
