@@ -434,7 +434,7 @@ if sys.version_info >= (3, 12):
         def _started(self, code: CodeType, offset: int) -> Any:
             if code.co_name not in _WATCHED:
                 return sys.monitoring.DISABLE
-            if self._watch.begins_body(code, sys._getframe(1).f_globals):
+            if self._watch.is_body_to_watch(code, sys._getframe(1).f_globals):
                 sys.monitoring.set_events(self._tool, sys.monitoring.events.NO_EVENTS)
                 self.watch_code(code, None)
             return None
