@@ -18,23 +18,9 @@ import numpy as np
 
 from instrument.recording.distributions import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
-from instrument.report.request_groups import (
-    ENDPOINT,
-    GroupShare,
-    group_shares,
-    make_shares_table,
-    request_groups,
-)
+from instrument.report.request_groups import ENDPOINT, GroupShare, group_shares, make_shares_table, request_groups
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import (
-    bound_rows,
-    format_time,
-    make_row_summer,
-    printable,
-    share,
-    shorten,
-    wrap_text,
-)
+from instrument.report.table import bound_rows, format_time, make_row_summer, printable, share, shorten, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account, Engine, Replay
 from instrument.trace.columns import Int64s

@@ -27,21 +27,10 @@ import numpy as np
 from instrument.recording.distributions import percentiles_of
 from instrument.report.effects import LEAST_CALLS, CallSample, Floats, measure_effect, p99_limits
 from instrument.report.endpoint_statistics import EndpointTimes
-from instrument.report.request_groups import (
-    read_sizes,
-    request_groups,
-    size_names,
-)
+from instrument.report.request_groups import read_sizes, request_groups, size_names
 from instrument.report.requests_view import request_table
 from instrument.report.section import Section, View
-from instrument.report.table import (
-    bound_rows,
-    format_time,
-    name_of_site,
-    printable,
-    remaining_row,
-    wrap_text,
-)
+from instrument.report.table import bound_rows, format_time, name_of_site, printable, remaining_row, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import paths_of_rows
@@ -464,10 +453,7 @@ def _slowest_requests(
     sides: list[dict[str, list[Int64s]]] = [defaultdict(list), defaultdict(list)]
     for side, recording in ((side, run) for side, runs in zip(sides, (before, after), strict=True) for run in runs):
         (rows, _), grouped = recording.complete_requests, request_groups(recording, options)
-        of_rows, walls = (
-            grouped.group[recording.joined.of[rows]],
-            recording.columns.total_ns[rows],
-        )
+        of_rows, walls = (grouped.group[recording.joined.of[rows]], recording.columns.total_ns[rows])
         for members in Groups(of_rows, len(grouped.names)).members():
             side[grouped.names[of_rows[members[0]]]].append(walls[members])
     rows_by_count = []

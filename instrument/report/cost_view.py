@@ -158,6 +158,15 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     spent, stats = recording.cost, recording.stats
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
     device_asked, untimed = find_spans_without_device_time(recording.columns)
+    reasons = count_missing_time_reasons(untimed)
+    muted = None
+    if stats is not None:
+        sites = sorted({*stats.passed, *stats.muted}, key=lambda site: -stats.passed.get(site, 0))
+        muted = tuple(
+            MutedSite(site.name, site.kind, _place_of_site(site), stats.passed.get(site, 0), site in stats.muted)
+            for site in sites
+            if stats.passed.get(site) or site in stats.muted
+        )
     return InstrumentationCost(
         recorder=recording.recorder,
         clock="" if stats is None else stats.clock,
@@ -168,15 +177,11 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         is_each_known=stats is not None,
         losses={reason: count for reason, count in recording.losses.items() if count},
         notes=recording.notes if stats is None else tuple(stats.notes),
-        muted=None if stats is None else _muted_sites(stats),
+        muted=muted,
         rings=None if stats is None else RingUse(stats.held_rows, stats.ring_rows, stats.ring_bytes),
         coverage=Coverage.of_recording(recording),
         device_asked=device_asked,
-        device_missing=dict(
-            sorted(
-                count_missing_time_reasons(untimed).items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0])
-            )
-        ),
+        device_missing=dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0]))),
         _options=options,
     )
 
@@ -223,15 +228,6 @@ def _name_with_place(row: SiteCost | MutedSite, unit: str) -> str:
 
 def _place_of_site(site: Site) -> str:
     return site.instance or code_location_of(site)
-
-
-def _muted_sites(stats: InstrumentationStats) -> tuple[MutedSite, ...]:
-    sites = sorted({*stats.passed, *stats.muted}, key=lambda site: -stats.passed.get(site, 0))
-    return tuple(
-        MutedSite(site.name, site.kind, _place_of_site(site), stats.passed.get(site, 0), site in stats.muted)
-        for site in sites
-        if stats.passed.get(site) or site in stats.muted
-    )
 
 
 def _kept_lines(view: InstrumentationCost) -> list[str]:

@@ -27,6 +27,7 @@ from instrument.report.table import (
     make_row_summer,
     number_text,
     printable,
+    share,
     shorten,
     wrap_text,
 )
@@ -142,22 +143,13 @@ class DeviceSummary:
 
 def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
     """Return the summary of gauge readings, which must be sorted by time."""
-    return DeviceSummary(
-        read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
-        interval_ns=_median_reading_interval_ns(samples),
-        gpus=tuple(gpus),
-        rows=tuple(device_rows(samples)),
-        _options=options,
-    )
-
-
-def _median_reading_interval_ns(samples: Sequence[Sample]) -> int | None:
-    """Return the median time between two readings of a gauge, None without a second reading."""
     times_by_gauge = defaultdict[tuple[str, int], list[int]](list)
     for sample in samples:
         times_by_gauge[sample.name, sample.device].append(sample.at_ns)
     gaps = [after - before for times_ns in times_by_gauge.values() for before, after in pairwise(times_ns)]
-    return sorted(gaps)[len(gaps) // 2] if gaps else None
+    read_ns = samples[-1].at_ns - samples[0].at_ns if samples else 0
+    interval_ns = sorted(gaps)[len(gaps) // 2] if gaps else None
+    return DeviceSummary(read_ns, interval_ns, tuple(gpus), tuple(device_rows(samples)), options)
 
 
 def printed_unit(name: str) -> tuple[str, float]:
@@ -279,7 +271,7 @@ class DevicePart(NamedTuple):
 DEVICE_PARTS = (
     ("Busy with compute", "compute", "window"), ("Busy with copies alone", "copy", "window"),
     ("Idle while a request was in flight (starved)", "starved", "window"), ("Idle while none was", "unasked", "window"),
-    ("Window", "", "window"), ("Busy", "busy", "window"), ("Two or more streams busy", "overlap", "busy"),
+    ("Busy", "busy", "window"), ("Two or more streams busy", "overlap", "busy"),
     ("Busy by launch-bound stretches alone", "launch_bound", "busy"),
     ("Copies during compute", "hidden_copy", "copies"),
 )  # fmt: skip
@@ -287,18 +279,15 @@ DEVICE_PARTS = (
 ratio."""
 
 
-def _device_parts(use: DeviceUse) -> list[DevicePart]:
-    window = DevicePart("Window", use.window_ns, 1.0 if use.window_ns else None, "window")
-    parts = [
-        DevicePart(name, getattr(use, f"{part}_ns"), getattr(use, f"{part}_ratio"), of) if part else window
-        for name, part, of in DEVICE_PARTS
-    ]
-    in_flight = "Starved, of the time with requests in flight"
-    return [*parts, DevicePart(in_flight, use.starved_ns, use.starved_in_flight_ratio, "in flight")]
-
-
 def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
     kinds = Counter(name.name for name in use.names)
+    parts = [
+        DevicePart(name, getattr(use, f"{part}_ns"), getattr(use, f"{part}_ratio"), of)
+        for name, part, of in DEVICE_PARTS
+    ]
+    parts.insert(4, DevicePart("Window", use.window_ns, share(use.window_ns, use.window_ns), "window"))
+    in_flight = "Starved, of the time with requests in flight"
+    parts.append(DevicePart(in_flight, use.starved_ns, use.starved_in_flight_ratio, "in flight"))
     mean = number_text(use.mean_streams)
     clock: tuple[str, ...] = ()
     if use.uncertainty_ns is not None:
@@ -314,7 +303,7 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
     requests = endpoint_section(f"By request on GPU {use.device}", use.endpoints)
     return [
         Section(
-            f"Device {use.device}", _device_parts(use), "name=Time of the device|time_ns=Time|ratio=Ratio|of=Of",
+            f"Device {use.device}", parts, "name=Time of the device|time_ns=Time|ratio=Ratio|of=Of",
             outside, widths=COLUMN_WIDTH,
         ),
         Section(

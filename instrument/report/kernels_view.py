@@ -236,9 +236,7 @@ class Kernels(View):
         ]  # fmt: skip
 
     def footnotes(self) -> list[str]:
-        lines = [
-            "Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: their union.",
-        ]
+        lines = ["Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: their union."]
         if self.source == STRETCHES:
             lines.append("Only the innermost intervals of a stream count. Gaps between kernels are part of it.")
         if self.places:

@@ -16,15 +16,7 @@ import numpy as np
 from instrument.recording.spans import HOST, Sample, is_operator
 from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.section import Section, View, device_name, mebibytes
-from instrument.report.table import (
-    MISSING,
-    bound_rows,
-    number_text,
-    printable,
-    remaining_row,
-    shorten,
-    wrap_text,
-)
+from instrument.report.table import MISSING, bound_rows, number_text, printable, remaining_row, shorten, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.indices import Groups, number_combinations

@@ -18,9 +18,7 @@ from instrument.errors import TraceError
 from instrument.profile.document import find_most_similar
 from instrument.recorder.attribute_checks import key_text
 from instrument.report.endpoint_statistics import describe_failure
-from instrument.report.request_groups import (
-    mask_requests_by_name,
-)
+from instrument.report.request_groups import mask_requests_by_name
 from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (
     LINE,
@@ -101,10 +99,7 @@ class RequestLife:
         keys = f", key {' '.join(map(printable, self.keys))}" if self.keys else ""
         name = shorten(printable(self.name) or "(no name)", LINE // 2)
         at = f"{number_text(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
-        lines = [
-            *title("Request Report"),
-            *wrap_text(f"{name}: {format_time(self.wall_ns, unit)} {unit}{error}{keys}"),
-        ]
+        lines = [*title("Request Report"), *wrap_text(f"{name}: {format_time(self.wall_ns, unit)} {unit}{error}{keys}")]
         lines.append(f"Began {at}")
         if self.namesakes:
             spans = ", ".join(map(str, self.namesakes[:FEW]))
@@ -163,11 +158,7 @@ class RequestLife:
 def request_life(recording: Recording, name: str, options: Options) -> RequestLife:
     """Return the life of the request with a key or span number, the longest if several have the key. Raises
     `TraceError` if no request matches."""
-    trace, joined, ledger = (
-        recording.columns,
-        recording.joined,
-        recording.ledger,
-    )
+    trace, joined, ledger = (recording.columns, recording.joined, recording.ledger)
     place, *namesakes = find_requests_by_key(trace, joined, name)
     row = int(joined.rows[place])
     begin_ns = int(trace.start_ns[row])

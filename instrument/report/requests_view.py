@@ -35,11 +35,7 @@ from instrument.report.endpoint_statistics import (
     times_by_tokens,
 )
 from instrument.report.event_rows import sum_topmost_by_name
-from instrument.report.request_groups import (
-    GroupShare,
-    group_shares,
-    make_shares_table,
-)
+from instrument.report.request_groups import GroupShare, group_shares, make_shares_table
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     LINE,
@@ -59,7 +55,6 @@ from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, find_blame, typical_times
 from instrument.trace.columns import Int64s
 from instrument.trace.indices import Groups, find_distinct
-from instrument.trace.joined import Joined
 from instrument.trace.ledger import UNKNOWN
 from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
 from instrument.trace.stages import find_stages
@@ -291,15 +286,12 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     """Return the view of the kept spans. `sorted_by` orders the endpoints by wall times, by default by their sum.
     `rows` and `least_ns` limit the endpoints and their phases. `rows` also limits the slowest requests (five by
     default)."""
-    trace = recording.columns
-    joined = recording.joined
-    whole, cut = recording.complete_requests
+    trace, (whole, cut) = recording.columns, recording.complete_requests
     table = recording.compute_once(request_table)
     coverage = Coverage.of_recording(recording)
-    counted = {} if coverage.complete else _count_requests(recording, joined)
-    endpoints = table.times_of_endpoints(options, {name: calls for name, (calls, _) in counted.items()})
-    of_all = Counter({name: calls for name, (calls, _) in counted.items()})
-    failed = Counter({name: errors for name, (_, errors) in counted.items()})
+    # The tally counts all requests, also those without kept spans.
+    of_all, failed = (Counter[str](), Counter[str]()) if coverage.complete else _count_requests(recording)
+    endpoints = table.times_of_endpoints(options, of_all)
     of_all |= Counter({endpoint.name: endpoint.counted for endpoint in endpoints})
     failed |= Counter({endpoint.name: endpoint.errors for endpoint in endpoints})
     key = SortKey.of(options)
@@ -329,18 +321,22 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     )
 
 
-def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
-    """Return the numbers of calls and errors of topmost requests by name, from the tally. Names of requests that are
+def _count_requests(recording: Recording) -> tuple[Counter[str], Counter[str]]:
+    """Return the numbers of calls and of errors of topmost requests by name, from the tally. Names of requests that are
     part of another request are left out."""
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.numbered_sites(attrgetter("name"))
-    name_of = of_site[trace.site]
     topmost, unjoined = (
-        set(find_distinct(name_of[owner == rows]).tolist()) for owner in (recording.topmost_requests, joined.owner)
+        set(find_distinct(of_site[trace.site[owner == rows]]).tolist())
+        for owner in (recording.topmost_requests, recording.joined.owner)
     )
     parts = {names[number] for number in topmost - unjoined}
-    totals_by_name = sum_topmost_by_name(recording.totals(merged=True), is_request)
-    return {name: (totals.calls, totals.errors) for name, totals in totals_by_name.items() if name not in parts}
+    totals = sum_topmost_by_name(recording.totals(merged=True), is_request)
+    calls, errors = (
+        Counter({name: getattr(of_name, field) for name, of_name in totals.items() if name not in parts})
+        for field in ("calls", "errors")
+    )
+    return calls, errors
 
 
 def request_table(recording: Recording) -> CompleteRequests:
@@ -389,11 +385,7 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
     """Return the slowest requests, each with the cause of its excess over typical requests of its endpoint."""
-    trace, joined, parts = (
-        recording.columns,
-        recording.joined,
-        recording.ledger,
-    )
+    trace, joined, parts = (recording.columns, recording.joined, recording.ledger)
     typical, slowest = dict[int, Mapping[str, int]](), []
     longest = np.lexsort((trace.start_ns[table.rows], -table.wall_ns))[: options.rows or SLOWEST]
     for index in longest.tolist():

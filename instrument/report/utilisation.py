@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
@@ -193,9 +193,8 @@ def measure_utilisation(recording: Recording) -> Utilisation:
         of_device = intervals.device == device
         outside, inside = int((of_device & is_timed & ~is_inside).sum()), intervals.select(of_device).clip_to(window)
         if outside or inside.is_measured.any():
-            use = _device_use(trace, device, inside, window, in_flight)
-            work = inside.select(inside.is_measured)
-            devices.append(replace(use, outside=outside, endpoints=_endpoint_uses(trace, work, owner, whole)))
+            endpoints = _endpoint_uses(trace, inside.select(inside.is_measured), owner, whole)
+            devices.append(_device_use(trace, device, inside, window, in_flight, outside, endpoints))
     asking_count, untimed = find_spans_without_device_time(trace)
     return Utilisation(
         window=window,
@@ -234,8 +233,11 @@ def count_missing_time_reasons(unanswered: Iterable[Unanswered]) -> Counter[str]
     return reasons
 
 
-def _device_use(trace: Columns, device: int, inside: DeviceIntervals, window: Interval, in_flight: Union) -> DeviceUse:
-    """Return the use of a device from its intervals within the window, without endpoints."""
+def _device_use(
+    trace: Columns, device: int, inside: DeviceIntervals, window: Interval, in_flight: Union, outside: int,
+    endpoints: tuple[EndpointUse, ...],
+) -> DeviceUse:  # fmt: skip
+    """Return the use of a device from its intervals within the window."""
     work = inside.select(inside.is_measured)
     busy = work.union()
     is_copy = trace.are_of_kind("copy")[work.row]
@@ -243,13 +245,13 @@ def _device_use(trace: Columns, device: int, inside: DeviceIntervals, window: In
     hidden_ns, window_ns, busy_ns = measure_intersection(compute, copies), window[1] - window[0], busy.length_ns()
     in_flight_ns = in_flight.length_ns()
     starved_ns = in_flight_ns - measure_intersection(busy, in_flight)
-    lengths: list[Int64s] = []
-    unions: dict[int, Union] = {}
+    streams, unions = list[StreamUse](), list[Union]()
     for stream in find_distinct(work.stream).tolist():
-        starts, ends = (times[work.stream == stream] for times in (work.start_ns, work.end_ns))
-        unions[stream] = union(starts, ends)
-        lengths.append(ends - starts)
-    overlap_ns, most_streams = measure_overlap(list(unions.values()))
+        of_stream = work.select(work.stream == stream)
+        unions.append(of_stream.union())
+        summed_ns, stream_ns = sum(of_stream.total_ns.tolist()), unions[-1].length_ns()
+        streams.append(StreamUse(stream, len(of_stream), summed_ns, stream_ns, share(stream_ns, window_ns)))
+    overlap_ns, most_streams = measure_overlap(unions)
     is_launching = np.array([label == "launch-bound" for label in work.labels], dtype=np.bool_)[work.label]
     surely_busy = work.select(~is_launching).union() if is_launching.any() else busy
     uncertain_ns = work.uncertainty_ns
@@ -266,15 +268,11 @@ def _device_use(trace: Columns, device: int, inside: DeviceIntervals, window: In
         most_streams=most_streams,
         launch_bound_ns=busy_ns - surely_busy.length_ns(),
         uncertainty_ns=(int(uncertain_ns.min()), int(uncertain_ns.max())) if len(uncertain_ns) else None,
-        outside=0,
-        streams=tuple(
-            StreamUse(stream, len(of_calls), sum(of_calls.tolist()), stream_ns, share(stream_ns, window_ns))
-            for (stream, busy_in_stream), of_calls in zip(unions.items(), lengths, strict=True)
-            for stream_ns in [busy_in_stream.length_ns()]
-        ),
+        outside=outside,
+        streams=tuple(streams),
         labels=_label_uses(inside),
         names=_name_uses(trace, work, busy_ns),
-        endpoints=(),
+        endpoints=endpoints,
     )
 
 
