@@ -433,7 +433,12 @@ def _load_changes(before: Sequence[Recording], after: Sequence[Recording], optio
         counts = [sum(times.requests for times in runs) for runs in runs_of[name]]
         rates = [count / max(length, 1e-9) for count, length in zip(counts, seconds, strict=True)]
         for part in ("", *PARTS_OF_LOAD):
-            times = [_sum_part_with_p99(runs, part) for runs in runs_of[name]]
+            times = []
+            for runs in runs_of[name]:
+                phases = [(phase.summed_ns, phase.p99_ns) for run in runs for phase in run.phases if phase.name == part]
+                sums = phases if part else [(run.wall_ns, run.p99_ns) for run in runs]
+                # Percentiles of several runs cannot be added up.
+                times.append((sum(ns for ns, _ in sums), sums[0][1] if len(sums) == 1 == len(runs) else None))
             if not any(summed_ns for summed_ns, _ in times):
                 continue
             means = [summed_ns / max(count, 1) for (summed_ns, _), count in zip(times, counts, strict=True)]
@@ -473,13 +478,6 @@ def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, li
         for times in table.times_by_attribute(recording.columns, all_rows) or table.times_of_endpoints(all_rows, {}):
             by_name[times.name].append(times)
     return by_name
-
-
-def _sum_part_with_p99(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
-    """Return the sum of an endpoint's wall times or of one part, and the 99th percentile (None for several runs)."""
-    phases = [(phase.summed_ns, phase.p99_ns) for times in runs for phase in times.phases if phase.name == part]
-    sums = phases if part else [(times.wall_ns, times.p99_ns) for times in runs]
-    return sum(summed_ns for summed_ns, _ in sums), sums[0][1] if len(sums) == 1 == len(runs) else None
 
 
 COLOURS = {SLOWER: "#e5776b", FASTER: "#6fa3d8", NEW: "#e5b567", GONE: "#b5bdc8"}

@@ -122,9 +122,14 @@ class InstrumentationCost(View):
         note_on_each = "" if self.is_each_known else ". Each: the mean of all sites, as a saved trace has no other"
         whole = [] if self.cost is None else [CostPart("in all", self.cost.total_ns, self.ratio)]
         missed = [part for note in self.notes for part in wrap_text(f"- {printable(note)}")]
+        per_call = list[str]()
+        if self.cost is not None:
+            calls = f"{self.cost.calls} calls x {number_text(self.cost.per_call_ns)} ns"
+            text = f"{calls} in the mean; the window is {number_text(self.window_ns / 1e9)} s of wall time"
+            per_call = wrap_text(text + describe_uncached_cost(self.cost, self.window_ns))
         return [
             Section(
-                "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window", self._per_call_lines(),
+                "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window", per_call,
                 {"ratio": lambda part, unit: MISSING if part.ratio is None else f"{number_text(100 * part.ratio)}%"},
                 empty=["What it cost is not known: the trace does not say it."],
             ),
@@ -143,13 +148,6 @@ class InstrumentationCost(View):
                 empty=missed or ["Nothing that was asked for was missed."],
             ),
         ]  # fmt: skip
-
-    def _per_call_lines(self) -> list[str]:
-        if self.cost is None:
-            return []
-        calls = f"{self.cost.calls} calls x {number_text(self.cost.per_call_ns)} ns"
-        text = f"{calls} in the mean; the window is {number_text(self.window_ns / 1e9)} s of wall time"
-        return wrap_text(text + describe_uncached_cost(self.cost, self.window_ns))
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:

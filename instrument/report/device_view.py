@@ -76,11 +76,6 @@ class DeviceRow:
         return replace(self, mean=mean, least=least, most=most, total=total)
 
 
-def _gauge_cell(name: str, row: DeviceRow, unit: str) -> str:
-    value = getattr(row, name)
-    return number_text(value) if value is not None or row.samples else NOT_REPORTED
-
-
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
     """Return a row for each gauge: those of the process, then of the machine, then of each GPU."""
     values_by_gauge: dict[tuple[int, str], list[float]] = {}
@@ -117,6 +112,10 @@ class DeviceSummary:
         unit = self._options.unit
         every = "" if self.interval_ns is None else f", every {format_time(self.interval_ns, unit)} {unit}"
         names = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
+
+        def format_field(name: str, row: DeviceRow, unit: str) -> str:
+            return number_text(getattr(row, name)) if row.samples else NOT_REPORTED
+
         return Section(
             "Device Summary", [row.in_printed_unit() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
@@ -124,7 +123,7 @@ class DeviceSummary:
             {
                 "gauge": lambda row, unit: shorten(printable(row.gauge), NAME_WIDTH),
                 "unit": lambda row, unit: row.unit(),
-                **{name: partial(_gauge_cell, name) for name in ("mean", "least", "most")},
+                **{name: partial(format_field, name) for name in ("mean", "least", "most")},
                 "total": lambda row, unit: number_text(row.total),
             },
             widths=WIDTHS,
@@ -195,7 +194,14 @@ class DeviceView(View):
         gauges = [] if self.gauges is None else [self.gauges.section()]
         of_each = [section for device in self.devices for section in _device_sections(device, self)]
         shares = [make_shares_table(self.shares, self._options)] if self.shares else []
-        return [*gauges, *of_each, *shares, *self._untimed_section()]
+        untimed = list[Section]()
+        if self.devices or any(row.reason in UNTIMED for row in self.unanswered):
+            missing = sum(row.spans for row in self.unanswered)
+            lead = [f"Spans that asked for device time: {self.asked}; that got none: {missing}", ""]
+            columns = "name=Without device time|kind=Kind|spans=Spans|why=Why"
+            heading = "Device time asked for"
+            untimed.append(Section(heading, self.unanswered, columns, widths=COLUMN_WIDTH, lead=lead, empty=lead[:1]))
+        return [*gauges, *of_each, *shares, *untimed]
 
     def footnotes(self) -> list[str]:
         return _explanatory_notes(self) if self.devices else []
@@ -204,17 +210,6 @@ class DeviceView(View):
         if self.asked or not self.is_ours:
             return wrap_text(self.explain_no_device_time())
         return self.coverage.explain_no_spans("span with device time", self.explain_no_device_time())
-
-    def _untimed_section(self) -> list[Section]:
-        """Return the table of spans without device time, [] if neither a device nor a reason is known."""
-        if not self.devices and not any(row.reason in UNTIMED for row in self.unanswered):
-            return []
-        missing = sum(row.spans for row in self.unanswered)
-        lead = [f"Spans that asked for device time: {self.asked}; that got none: {missing}", ""]
-        columns = "name=Without device time|kind=Kind|spans=Spans|why=Why"
-        return [
-            Section("Device time asked for", self.unanswered, columns, widths=COLUMN_WIDTH, lead=lead, empty=lead[:1])
-        ]
 
     def explain_no_device_time(self) -> str:
         why = "no span asked for it; give its rule `device: true` in the profile"

@@ -21,7 +21,7 @@ from instrument.recording.spans import Site, is_interruption
 from instrument.recording.tally import Records, Tally, Totals, sum_all_lines, sum_lines
 from instrument.report.table import Ratio, code_location_of, share
 from instrument.report.view import Options, SortKey
-from instrument.trace.columns import Bools, Int32s, Int64s
+from instrument.trace.columns import Bools, Int64s
 from instrument.trace.indices import NONE, Members, find_least_at_or_below, nearest_above
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
@@ -45,7 +45,10 @@ class NameTree:
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
         levels_of_site, site_of, parents = _levels_of_sites(tally, tracer_option), tally.site_of.tolist(), tally.parents
-        first_line = _first_line_below(parents, tally.lines["node"])
+        # The number of the first tally line at or below each node, or the number of all lines without one.
+        own_line = np.full(len(parents), len(tally.lines), dtype=np.int64)
+        own_line[tally.lines["node"][::-1]] = np.arange(len(tally.lines))[::-1]
+        first_line = np.array(find_least_at_or_below(parents.tolist(), own_line.tolist()), dtype=np.int64)
         order = np.argsort(first_line, kind="stable")
         order = order[: np.searchsorted(first_line[order], len(tally.lines))]
         up, levels, first_nodes = [NONE], [NONE], [NONE]
@@ -196,7 +199,12 @@ def order_entries(tree: NameTree, sums: Records, options: Options) -> Callable[[
     weight, is_known = tree.compute_sort_values(sums, field, per_call=key.column == "ave", least=key.ascending)
     weight = -weight if key.ascending else weight
     first_ns, _ = tree.compute_sort_values(sums, "first_ns", least=True)
-    is_kept = _find_kept(tree, weight, is_known, _find_large(tree, sums, options), options.row_limit)
+    # An entry counts as large if one below it is, because a background task may be longer than its parent.
+    is_large: Bools = sums[TIMES[options.state]] >= options.least_ns
+    for entry in range(len(is_large) - 1 if options.least_ns else ROOT, ROOT, -1):
+        if is_large[entry]:
+            is_large[tree.parents[entry]] = True
+    is_kept = _find_kept(tree, weight, is_known, is_large, options.row_limit)
 
     def order_children(entry: int) -> tuple[list[int], list[int]]:
         children = tree.children[entry]
@@ -227,23 +235,6 @@ def _find_kept(tree: NameTree, weight: NDArray[Any], is_known: Bools, is_large: 
         for light, child in zip((-weight[heaviest]).tolist(), heaviest.tolist(), strict=True):
             heapq.heappush(heap, (light, next(order), child))
     return is_kept
-
-
-def _find_large(tree: NameTree, sums: Records, options: Options) -> Bools:
-    """Return True for entries of `least_ns` or more and for their parents."""
-    # A background task may be longer than its parent: then both remain.
-    is_large: Bools = sums[TIMES[options.state]] >= options.least_ns
-    for entry in range(len(is_large) - 1 if options.least_ns else ROOT, ROOT, -1):
-        if is_large[entry]:
-            is_large[tree.parents[entry]] = True
-    return is_large
-
-
-def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
-    """Return the number of the first tally line at or below each node, or the number of all lines if there is none."""
-    first_line = np.full(len(parents), len(nodes), dtype=np.int64)
-    first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
-    return np.array(find_least_at_or_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
 
 
 def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:

@@ -216,7 +216,11 @@ class Events(View):
         """Return the table of rows. `digits` are the numbers of digits of totals and of other exact times."""
         total, time = digits
         shown = dict.fromkeys(("min_ns", "max_ns", "ave_ns", "self_ns"), time) | {"p50_ns": 4, "p99_ns": 4}
-        texts: dict[str, Text] = {name: partial(_field_text, name, number) for name, number in shown.items()}
+
+        def format_field(name: str, digits: int, row: EventRow, unit: str) -> str:
+            return _time_text(field_value(row, name), unit, digits)
+
+        texts: dict[str, Text] = {name: partial(format_field, name, number) for name, number in shown.items()}
         texts["calls"] = lambda row, unit: compact_number(row.calls, CALLS_WIDTH)
         texts["total_ns"] = lambda row, unit: _time_text(row.total_ns if row.calls else None, unit, total)
         texts["ratio"] = lambda row, unit: compact_number(row.ratio, RATIO_WIDTH)
@@ -299,12 +303,18 @@ def sum_copies_by_synchronicity(tally: Tally, total_ns: int, state: str) -> tupl
 def _list_heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
+    key, (part, _, _) = SortKey.of(options), options.sorted_by.rpartition("_")
+    column, is_ascending = COLUMNS[key.column], key.ascending or key.column == "default"
+    if part and key.column in ("total", "ave"):
+        time = {"cpu": "host time", "gpu": "device time"}[part]
+        column = time if key.column == "total" else f"average {time}"
     lines = [
         *title("Profiling Report"),
         *(["Note! This Report merge all thread info into one."] if merged else []),
         f"Place: {PLACES[options.state]}",
         f"Time unit: {options.unit}",
-        f"Sorted by {_describe_order(options)}{'' if merged else ' in the same thread'}",
+        f"Sorted by {column} in {'ascending' if is_ascending else 'descending'} order"
+        f"{'' if merged else ' in the same thread'}",
         *([] if view.window_ns is None else [f"Window: {format_time(view.window_ns, options.unit)}"]),
         f"Ratio: of {base}, the sum of the top rows; work at the same time is",
         "  summed, so it may be longer than the window",
@@ -316,15 +326,6 @@ def _list_heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str
             "Self: host time outside of the row's children" + (f", {cost_text}" if view.probes_ns else f"; {unknown}")
         )
     return [*lines, ""]
-
-
-def _describe_order(options: Options) -> str:
-    key, (part, _, _) = SortKey.of(options), options.sorted_by.rpartition("_")
-    column = COLUMNS[key.column]
-    if part and key.column in ("total", "ave"):
-        device = {"cpu": "host time", "gpu": "device time"}[part]
-        column = device if key.column == "total" else f"average {device}"
-    return f"{column} in {'ascending' if key.ascending or key.column == 'default' else 'descending'} order"
 
 
 def _summary_lines(view: Events) -> list[str]:
@@ -425,10 +426,6 @@ def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int
 
 def _time_text(time_ns: float | None, unit: str, digits: int) -> str:
     return MISSING if time_ns is None else compact_number(time_ns / UNITS[unit], digits + EXPONENT, digits)
-
-
-def _field_text(name: str, digits: int, row: EventRow, unit: str) -> str:
-    return _time_text(field_value(row, name), unit, digits)
 
 
 def _device_text(part: str, row: EventRow, unit: str) -> str:

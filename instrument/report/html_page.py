@@ -17,7 +17,7 @@ import math
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from html import escape
 from importlib import resources
@@ -115,7 +115,10 @@ def _document_calls(recording: Recording, options: Options) -> tuple[dict[str, A
     }
     document = {
         "names": [[printable(name) or "(no name)", kind] for name, kind in numbers],
-        **{name: _json_column(column) for name, column in columns.items()},
+        **{
+            name: [NEVER if number is None else min(number, GREATEST) for number in column]
+            for name, column in columns.items()
+        },
     }
     together = sum(row.remaining for row in rows)
     sentence = (
@@ -123,10 +126,6 @@ def _document_calls(recording: Recording, options: Options) -> tuple[dict[str, A
         "level, by their own self times, and what is below these is left out."
     )
     return document, [sentence] if together else []
-
-
-def _json_column(numbers: Iterable[int | None]) -> list[int]:
-    return [NEVER if number is None else min(number, GREATEST) for number in numbers]
 
 
 MOST_STRETCHES = 100_000
@@ -305,6 +304,10 @@ def page_document(
     served = views["requests"]
     pictures = kept_spans.document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
+    names = (str(row[0]) for view in shown_views for table in view["tables"] for row in table["rows"])
+    omitted_rows = (
+        f"Tables have at most {MOST_TABLE_ROWS} rows, or as many as were asked for; what remains is their last row."
+    )
     why_no_device = ""
     if not shown.device.devices:
         why = next((note for note in shown.notes if note.startswith(NO_DEVICE_TIME)), "")
@@ -323,7 +326,7 @@ def page_document(
             *kept_spans.describe_omitted(),
             *omitted_calls,
             *omitted_work,
-            *_describe_omitted_rows(shown_views),
+            *[omitted_rows] * any(name.startswith("(remaining ") for name in names),
         ],
         "instrumentation": [line for line in list_cost_and_losses(recording) if line and not line.startswith("-----")],
     }
@@ -396,15 +399,6 @@ def _endpoint_documents(shown: Brief, unit: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _describe_omitted_rows(views: Sequence[dict[str, Any]]) -> list[str]:
-    names = (str(row[0]) for view in views for table in view["tables"] for row in table["rows"])
-    if not any(name.startswith("(remaining ") for name in names):
-        return []
-    return [
-        f"Tables have at most {MOST_TABLE_ROWS} rows, or as many as were asked for; what remains is their last row."
-    ]
-
-
 SCRIPTS = ("page_parts.js", "charts.js", "page_main.js")
 """The scripts of the page in the order in which they run, all after d3."""
 
@@ -444,6 +438,7 @@ def render_page(document: Mapping[str, Any]) -> str:
     d3, style = _read_asset("d3.min.js"), _read_asset("page.css")
     script = "\n".join(map(_read_asset, SCRIPTS))
     service = str(document["about"]["service"])
+    text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     parts = {
         "policy": f"default-src 'none'; script-src {_compute_csp_digest(d3)} "
         f"{_compute_csp_digest(script)}; style-src {_compute_csp_digest(style)}; "
@@ -452,18 +447,13 @@ def render_page(document: Mapping[str, Any]) -> str:
         "style": style,
         "d3": d3,
         "licence": escape(_read_asset("d3.md").partition("## Licence")[2].strip()),
-        "data": _pack_document(document),
+        # Deflated JSON in base64 is safe inside HTML.
+        "data": base64.b64encode(zlib.compress(text.encode("ascii"), LEVEL)).decode("ascii"),
         "script": script,
     }
     page = _read_asset("page.html")
     pieces = page.split("{{")
     return pieces[0] + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in pieces[1:]))
-
-
-def _pack_document(document: Any) -> str:
-    """Return a document as deflated JSON in base64, which is safe inside HTML."""
-    text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return base64.b64encode(zlib.compress(text.encode("ascii"), LEVEL)).decode("ascii")
 
 
 def _read_asset(name: str) -> str:

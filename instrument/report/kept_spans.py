@@ -140,12 +140,24 @@ class KeptSpans:
 
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
         """Return the JSON of the page's list and spans. `slowest` has the causes of slow requests."""
-        sites = [self._trace.sites[site] for site in self._sites.tolist()]
+        trace, rows = self._trace, self.rows
+        parent = self.number_of[trace.parent[rows]]
+        sites = [trace.sites[site] for site in self._sites.tolist()]
         texts = [(site.name or "(no name)", site.kind, site.instance, code_location_of(site)) for site in sites]
         return {
             "what": self.what,
             "listed": self._list_document(slowest),
-            "spans": self._span_columns(),
+            "spans": {
+                "start": successive_differences(trace.start_ns[rows] - self._recording.trace.start_ns),
+                "length": trace.total_ns[rows].tolist(),
+                "children": (trace.total_ns[rows] - trace.self_ns[rows]).tolist(),
+                "site": self._number_sites(rows).tolist(),
+                # The number of spans back to the parent, 0 without one.
+                "parent": np.where(parent == NONE, 0, np.arange(len(rows)) - parent).tolist(),
+                "request": index_rows(self.shown, len(self.listed.rows))[self.listed.of[rows]].tolist(),
+                "error": self._number_errors(rows),
+                "lane": self._numbered_lanes[1].tolist(),
+            },
             "sites": [[shorten(printable(text), NAME) for text in of_site] for of_site in texts],
             "errors": [
                 shorten(printable(self._trace.errors[error]), NAME) if error != NONE else ""
@@ -213,22 +225,6 @@ class KeptSpans:
             "part": [names.index(name) for parts in of_shown for name in parts],
             "part_ns": [part_ns for parts in of_shown for part_ns in parts.values()],
             "blame": {at: blame_text(blames[key], self._options.unit) for at, key in enumerate(ids) if key in blames},
-        }
-
-    def _span_columns(self) -> dict[str, Any]:
-        trace, rows = self._trace, self.rows
-        number_of_place = index_rows(self.shown, len(self.listed.rows))
-        parent = self.number_of[trace.parent[rows]]
-        places = np.arange(len(rows))
-        return {
-            "start": successive_differences(trace.start_ns[rows] - self._recording.trace.start_ns),
-            "length": trace.total_ns[rows].tolist(),
-            "children": (trace.total_ns[rows] - trace.self_ns[rows]).tolist(),
-            "site": self._number_sites(rows).tolist(),
-            "parent": np.where(parent == NONE, 0, places - parent).tolist(),  # how many spans before, 0 for none
-            "request": number_of_place[self.listed.of[rows]].tolist(),
-            "error": self._number_errors(rows),
-            "lane": self._numbered_lanes[1].tolist(),
         }
 
     def _number_sites(self, rows: Int64s) -> Int64s:

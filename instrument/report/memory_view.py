@@ -313,7 +313,13 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     totals = count_allocations(recording, options.state, options.threads == "apart", is_wanted)
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     totals.uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
-    shown = bound_rows(totals.uses, replace(options, least_ns=0), lambda use: 0, _sum_places)
+
+    def sum_places(uses: Sequence[PlaceMemory]) -> PlaceMemory:
+        devices = {use.device for use in uses}
+        sums = ("allocations", "frees", "allocated_bytes", "freed_bytes", "held_bytes")
+        return remaining_row(uses, sums, device=devices.pop() if len(devices) == 1 else None)
+
+    shown = bound_rows(totals.uses, replace(options, least_ns=0), lambda use: 0, sum_places)
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return MemoryView(
         since_ns=since_ns,
@@ -347,13 +353,6 @@ def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Ite
                 peak = None if peaks is None else max(most, max(peaks)[0])
                 ends = values[0][0], values[-1][0]
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
-
-
-def _sum_places(uses: Sequence[PlaceMemory]) -> PlaceMemory:
-    devices = {use.device for use in uses}
-    device = devices.pop() if len(devices) == 1 else None
-    sums = ("allocations", "frees", "allocated_bytes", "freed_bytes", "held_bytes")
-    return remaining_row(uses, sums, device=device)
 
 
 # Text

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 
 import numpy as np
 
@@ -181,7 +180,9 @@ def call_rows(
         total = replace(row(f"(remaining {len(omitted)})", "", nodes, outermost), remaining=len(omitted))
         if not depth:
             return total
-        cpu_ratio, gpu_ratio = (_sum_known(map(attrgetter(name), omitted)) for name in ("cpu_ratio", "gpu_ratio"))
+        columns = zip(*((row.cpu_ratio, row.gpu_ratio) for row in omitted), strict=True)
+        known_ratios = ([ratio for ratio in column if ratio is not None] for column in columns)
+        cpu_ratio, gpu_ratio = (sum(ratios) if ratios else None for ratios in known_ratios)
         return replace(total, cpu_ratio=cpu_ratio, gpu_ratio=gpu_ratio)
 
     key = SortKey.of(options)
@@ -201,11 +202,6 @@ def call_rows(
     rows = [row(*key, nodes, nodes if depth else nodes[~calls.again[nodes]]) for key, nodes in groups.items()]
     rows.sort(key=lambda row: (sign * sort_weight(row), -heaviest_ns(row), row.name, row.kind))
     return bound_rows(rows, options, heaviest_ns, sum_omitted)
-
-
-def _sum_known(ratios: Iterable[float | None]) -> float | None:
-    known_ratios = [ratio for ratio in ratios if ratio is not None]
-    return sum(known_ratios) if known_ratios else None
 
 
 REMAINING = "Ratio of the remaining rows: without calls that are inside each other."

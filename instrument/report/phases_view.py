@@ -247,8 +247,16 @@ class PhasesView(View):
     TITLE = "Phases"
 
     def header_lines(self) -> list[str]:
-        counted = [self._count_line(), f"Time unit: {self._options.unit}"] if self.rows else []
-        return [*self.coverage.lines(), *counted, *(BASE_NOTE if self.rows and self._options.state != "GPU" else ())]
+        if not self.rows:
+            return self.coverage.lines()
+        left_out = {"skipped before": self.skipped, "overwritten before": self.overwritten, "cut at an edge": self.cut}
+        counts = ", ".join([f"{self.timed} whole", *(f"{count} {place}" for place, count in left_out.items() if count)])
+        if self.of == "window":
+            counted = "Phases of the window: there is no step (Profiler.step, or kind: step in a rule) and no request"
+        else:
+            counted = f"{self.of.capitalize()}s: {counts}"
+        note = BASE_NOTE if self._options.state != "GPU" else ()
+        return [*self.coverage.lines(), counted, f"Time unit: {self._options.unit}", *note]
 
     def reasons_if_empty(self) -> list[str]:
         if self.rows:
@@ -264,14 +272,6 @@ class PhasesView(View):
             time = f"{format_time(self.outside_ns, self._options.unit)} {self._options.unit}"
             lines.append(f"Not counted: {self.outside} call{'s' * (self.outside > 1)} of phases {place}, {time}")
         return lines
-
-    def _count_line(self) -> str:
-        if self.of == "window":
-            return "Phases of the window: there is no step (Profiler.step, or kind: step in a rule) and no request"
-        also = [f"{self.skipped} skipped before"] * bool(self.skipped)
-        also += [f"{self.overwritten} overwritten before"] * bool(self.overwritten)
-        also += [f"{self.cut} cut at an edge"] * bool(self.cut)
-        return f"{self.of.capitalize()}s: {', '.join([f'{self.timed} whole', *also])}"
 
     def sections(self) -> list[Section]:
         base = "Of window" if self.of == "window" else f"Of {self.of}s"

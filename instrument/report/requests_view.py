@@ -300,6 +300,11 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     shown_rows = bound_rows(
         endpoints, options, lambda row: row.wall_ns, lambda rows: table.sum_endpoints(rows, options)
     )
+    tokens: tuple[TokenTimes, ...] = ()
+    if any(len(trace.attributes.having(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
+        names = [row.name for row in shown_rows if not row.remaining]
+        tokens = times_by_tokens(trace.attributes, table, find_stages(trace, recording.joined), names)
+    devices = recording.compute_once(measure_utilisation).devices if len(trace.device) else ()
     return RequestTimes(
         coverage=coverage,
         requests=len(whole),
@@ -310,12 +315,14 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         wall_ns=sum(table.wall_ns.tolist()),
         endpoints=shown_rows,
         groups=table.times_by_attribute(trace, options),
-        devices=_devices_within(recording, options),
+        devices=tuple(
+            DeviceWithin(use.device, limit_endpoints(use.endpoints, options)) for use in devices if use.endpoints
+        ),
         slowest=_slowest_requests(table, recording, options),
         blocked=measure_blocked_loops(trace, options),
         device_shares=_device_shares(recording, whole, options),
         shares=group_shares(recording, options),
-        tokens=_token_times(recording, table, [row.name for row in shown_rows if not row.remaining]),
+        tokens=tokens,
         _served_ns=int(trace.end_ns[whole].max() - trace.start_ns[whole].min()) if len(whole) else 0,
         _options=options,
     )
@@ -344,23 +351,6 @@ def request_table(recording: Recording) -> CompleteRequests:
     whole, _ = recording.complete_requests
     joined, ledger = recording.joined, recording.ledger
     return CompleteRequests.of(recording.columns, joined, ledger, whole)
-
-
-def _token_times(recording: Recording, table: CompleteRequests, names: list[str]) -> tuple[TokenTimes, ...]:
-    trace = recording.columns
-    if not any(len(trace.attributes.having(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
-        return ()
-    return times_by_tokens(trace.attributes, table, find_stages(trace, recording.joined), names)
-
-
-def _devices_within(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
-    if not len(recording.columns.device):
-        return ()
-    return tuple(
-        DeviceWithin(use.device, limit_endpoints(use.endpoints, options))
-        for use in recording.compute_once(measure_utilisation).devices
-        if use.endpoints
-    )
 
 
 def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tuple[EndpointShare, ...]:

@@ -280,26 +280,23 @@ COST = "Cost of "
 def list_cost_and_losses(recording: Recording) -> list[str]:
     """Return the last section of a report: the cost, the losses, and notes on what was not observed. Return [] without
     any."""
-    cost = recording.cost
-    lines = [] if cost is None else [_cost_line(cost, recording.window_ns, recording.recorder)]
+    cost, lines = recording.cost, list[str]()
+    if cost is not None:
+        base_ns = cost.window_ns or recording.window_ns or 0
+        by = f", {printable(recording.recorder)} recorder" if recording.recorder else ""
+        thread = f" and {number_text(cost.thread_ns / 1e9)} s on threads of its own" if cost.thread_ns else ""
+        lines.append(
+            f"Cost of the instrumentation: {number_text(cost.total_ns / 1e9)} s "
+            f"({cost.calls} calls x {number_text(cost.per_call_ns)} ns{thread}), "
+            f"{percent(cost.total_ns, base_ns)} of the window of {number_text(base_ns / 1e9)} s{by}"
+            f"{describe_uncached_cost(cost, base_ns)}"
+        )
     lines += [f"Not kept: {count} ({printable(reason)})" for reason, count in recording.losses.items() if count]
     lines += [
         printable(note) if note.startswith(COST) else f"Not observed: {printable(note)}" for note in recording.notes
     ]
     text = [part for line in lines for part in wrap_text(line)]
     return [*section_title("Instrumentation"), *text, ""] if lines else []
-
-
-def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
-    base_ns = cost.window_ns or window_ns or 0
-    by = f", {printable(recorder)} recorder" if recorder else ""
-    thread = f" and {number_text(cost.thread_ns / 1e9)} s on threads of its own" if cost.thread_ns else ""
-    return (
-        f"Cost of the instrumentation: {number_text(cost.total_ns / 1e9)} s "
-        f"({cost.calls} calls x {number_text(cost.per_call_ns)} ns{thread}), "
-        f"{percent(cost.total_ns, base_ns)} of the window of {number_text(base_ns / 1e9)} s{by}"
-        f"{describe_uncached_cost(cost, base_ns)}"
-    )
 
 
 def describe_uncached_cost(cost: Cost, base_ns: int) -> str:

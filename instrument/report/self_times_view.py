@@ -182,7 +182,8 @@ class SelfTimes(View):
         return [
             Section(
                 function.name or ("(no name)" if function.kind else "All functions"), function.rows, columns,
-                self._remaining_lines(function.remaining), widths=7, lead=[*self._call_lines(function), ""],
+                [] if function.remaining is None else [self._describe_remaining(function.remaining)], widths=7,
+                lead=[*self._call_lines(function), ""],
             )
             for function in self.functions
         ]  # fmt: skip
@@ -211,12 +212,10 @@ class SelfTimes(View):
             lines.append("(work on several threads is summed, so it may exceed the calls)")
         return lines
 
-    def _remaining_lines(self, omitted: Remaining | None) -> list[str]:
-        if omitted is None:
-            return []
+    def _describe_remaining(self, omitted: Remaining) -> str:
         ratio = MISSING if omitted.ratio is None else f"{100 * omitted.ratio:.2f}%"
         time = f"({format_time(omitted.time_ns, self._options.unit)}) of the time, {omitted.calls} calls)"
-        return [f"... (remaining {omitted.rows} {self.of} account for {ratio} {time}"]
+        return f"... (remaining {omitted.rows} {self.of} account for {ratio} {time}"
 
 
 def path_text(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from instrument.profile.model import PREPARING
 from instrument.recording.distributions import bucket_of, percentiles
-from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
+from instrument.recording.spans import FIRSTS, FirstCall, Site, Startup
 from instrument.recording.tally import Row, Tally
 from instrument.report.section import Section, View
 from instrument.report.table import (
@@ -266,6 +266,19 @@ def startup(recording: Recording, options: Options) -> StartupView:
             Phase(name, *((None, None) if name in unwatched else (total_ns, share(total_ns, way_ns))))
             for name, total_ns in sums.items()
         ]
+    import_rows = [
+        Imports(row.package, row.entries, row.total_ns, row.self_ns, row.in_spans_ns, row.late_ns, None)
+        for row in sorted(imports, key=lambda row: (-row.self_ns, row.package))
+    ]
+    shown_imports = [
+        replace(row, ratio=share(row.self_ns, imports_ns))
+        for row in bound_rows(
+            import_rows, options, attrgetter("self_ns"),
+            lambda rows: remaining_row(
+                rows, ("entries", "self_ns", "in_spans_ns", "late_ns"), package=f"(remaining {len(rows)})"
+            ),
+        )
+    ]  # fmt: skip
     longest = sorted((use for use in warm_ups.values() if use.extra_ns), key=lambda use: (-use.extra_ns, use.name))
     preparations = _find_preparations(rows)
     return StartupView(
@@ -278,7 +291,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
         request=request,
         ran_ns=None if last is None else last.start_ns + last.total_ns - began_ns,
         ran_last="" if last is None else name_of_site(last.site),
-        imports=None if facts.imports is None else _import_rows(imports, imports_ns, options),
+        imports=None if facts.imports is None else tuple(shown_imports),
         imports_ns=imports_ns,
         imports_in_spans_ns=in_spans_ns,
         preparations=bound_rows(
@@ -340,22 +353,6 @@ def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
 
 def _sum_preparations(rows: Sequence[Preparation], sums: Sequence[str], **facts: Any) -> Preparation:
     return remaining_row(rows, sums, max_ns=max(row.max_ns for row in rows), **facts)
-
-
-def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
-    """Return the rows of packages that the options allow, the longest imports of own modules first."""
-    rows = [
-        Imports(row.package, row.entries, row.total_ns, row.self_ns, row.in_spans_ns, row.late_ns, None)
-        for row in sorted(imports, key=lambda row: (-row.self_ns, row.package))
-    ]
-    sums = ("entries", "self_ns", "in_spans_ns", "late_ns")
-    shown = bound_rows(
-        rows,
-        options,
-        attrgetter("self_ns"),
-        lambda omitted: remaining_row(omitted, sums, package=f"(remaining {len(omitted)})"),
-    )
-    return tuple(replace(row, ratio=share(row.self_ns, all_ns)) for row in shown)
 
 
 def _divide_preparation_times(

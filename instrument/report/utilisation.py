@@ -252,6 +252,13 @@ def _device_use(
         summed_ns, stream_ns = sum(of_stream.total_ns.tolist()), unions[-1].length_ns()
         streams.append(StreamUse(stream, len(of_stream), summed_ns, stream_ns, share(stream_ns, window_ns)))
     overlap_ns, most_streams = measure_overlap(unions)
+    groups = Groups(inside.label, len(inside.labels))
+    counts, sums_ns = groups.count_members().tolist(), groups.sum_by_group(inside.total_ns).tolist()
+    labels = [
+        LabelUse(label, count, None if label in UNTIMED else summed_ns)
+        for label, count, summed_ns in zip(inside.labels, counts, sums_ns, strict=True)
+        if count
+    ]
     is_launching = np.array([label == "launch-bound" for label in work.labels], dtype=np.bool_)[work.label]
     surely_busy = work.select(~is_launching).union() if is_launching.any() else busy
     uncertain_ns = work.uncertainty_ns
@@ -270,19 +277,10 @@ def _device_use(
         uncertainty_ns=(int(uncertain_ns.min()), int(uncertain_ns.max())) if len(uncertain_ns) else None,
         outside=outside,
         streams=tuple(streams),
-        labels=_label_uses(inside),
+        labels=tuple(sorted(labels, key=lambda use: (-use.intervals, use.label))),
         names=_name_uses(trace, work, busy_ns),
         endpoints=endpoints,
     )
-
-
-def _label_uses(intervals: DeviceIntervals) -> tuple[LabelUse, ...]:
-    groups = Groups(intervals.label, len(intervals.labels))
-    columns = zip(
-        intervals.labels, groups.count_members().tolist(), groups.sum_by_group(intervals.total_ns).tolist(), strict=True
-    )
-    uses = [LabelUse(label, count, None if label in UNTIMED else took_ns) for label, count, took_ns in columns if count]
-    return tuple(sorted(uses, key=lambda use: (-use.intervals, use.label)))
 
 
 def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
