@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.distributions import Distribution, percentiles
-from instrument.recording.spans import AttributeValue, Interval, Site
+from instrument.recording.spans import Interval, Site
+from instrument.report.request_groups import read_numbers
 from instrument.report.section import Coverage, Section, View, field_value
 from instrument.report.table import MISSING, number_text, percent_text, wrap_text
 from instrument.report.view import UNITS, Options, Recording
@@ -56,11 +56,6 @@ def phase_of(site: Site) -> str | None:
     if isinstance(declared, str) and declared:
         return declared
     return site.name if site.kind == "phase" else None
-
-
-def step_number(value: AttributeValue | None) -> int | None:
-    """Return a span's attribute `step` if it is an integer, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def merge_loader_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
@@ -146,12 +141,16 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
     waits = merge_loader_waits(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
     is_profilers = trace.are_of_sites([site.function == PROFILERS for site in trace.sites])[rows]
     begins = start_steps_at_waits(steps, is_profilers, waits)
-    numbers = [step_number(value) for value in trace.attributes.values("step", rows)]
+    numbers = read_numbers(trace.attributes, "step", rows)
     skipped = np.zeros(len(rows), dtype=np.bool_)
     if skip_first:
         first_of = np.full(len(firsts), len(trace))
         np.minimum.at(first_of, line[step_rows], step_rows)
-        skipped = _mark_first_steps(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
+        counted, threads = Counter[int](), thread[rows].tolist()
+        for step in np.lexsort((first_of[steps.groups], trace.start_ns[rows])).tolist():
+            number = counted[threads[step]] if numbers[step] == NONE else numbers[step]
+            skipped[step] = number < skip_first
+            counted[threads[step]] += 1
     remaining = np.flatnonzero(~skipped)
     units, is_whole = _clip_units(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
     has_steps = mask_of(steps.groups, len(firsts) + 1)
@@ -170,7 +169,7 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
         is_aside=is_aside,
         steps=Unions(steps.groups, begins, steps.ends),
         skipped=int(skipped.sum()),
-        before=min((numbers[place] or 0 for place in remaining.tolist()), default=0),
+        before=int(numbers[remaining].clip(0).min()) if len(remaining) else 0,
     )
 
 
@@ -182,18 +181,6 @@ def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_t
     around = steps.interval_at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
     is_below[of_tasks] |= ~np.append(is_below, True)[around]  # a step below a task's own does not hold it
     return np.asarray(rows[~is_below])
-
-
-def _mark_first_steps(
-    thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
-) -> Bools:  # fmt: skip
-    """Return a mask of the first `count` steps of each thread."""
-    is_first, before, threads = np.zeros(len(numbers), dtype=np.bool_), Counter[int](), thread.tolist()
-    for step in np.lexsort((first_rows, starts)).tolist():
-        number = numbers[step]
-        is_first[step] = (before[threads[step]] if number is None else number) < count
-        before[threads[step]] += 1
-    return is_first
 
 
 # Counters
@@ -463,13 +450,13 @@ def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
 
 def _measure_loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
     counts, timed = Benchmark(skip=0), list[int]()
-    attributes = (trace.attributes.values(key, steps.row) for key in ("step", "samples"))
-    columns = (column.tolist() for column in (steps.end_ns - steps.start_ns, steps.reader_ns, steps.is_cut))
-    for place, (step_of_call, samples, batch_ns, reader_ns, is_cut) in enumerate(
-        zip(*attributes, *columns, strict=True)
+    numbers = read_numbers(trace.attributes, "step", steps.row)
+    samples_of_steps = trace.attributes.values("samples", steps.row)
+    columns = (numbers, steps.end_ns - steps.start_ns, steps.reader_ns, steps.is_cut)
+    for place, (samples, number, batch_ns, reader_ns, is_cut) in enumerate(
+        zip(samples_of_steps, *(column.tolist() for column in columns), strict=True)
     ):
-        step = step_number(step_of_call)
-        if (place if step is None else step) < skip:
+        if (place if number == NONE else number) < skip:
             counts.skipped += 1
         elif is_cut:
             counts.cut += 1

@@ -30,6 +30,7 @@ import numpy as np
 from instrument.profile.model import KINDS
 from instrument.recording.spans import Interval, Site, is_interruption
 from instrument.report.copies_view import sizes_of_copies
+from instrument.report.request_groups import read_numbers
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import Ratio, bound_rows, format_time, share
 from instrument.report.view import Options, Recording, SortKey
@@ -387,11 +388,9 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
 def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
     """Return the start and end times of each communication. An asynchronous one starts when it was called and ends with
     the wait for it."""
-    starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
-    for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
-        if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
-            starts[place] = max(min(int(starts[place]), int(ends[place]) - flight_ns), -FARTHEST_NS)
-    return starts, ends
+    starts, ends = trace.start_ns[calls], trace.end_ns[calls]
+    flight_ns = read_numbers(trace.attributes, "in_flight_ns", calls, FARTHEST_NS)
+    return np.where(flight_ns == NONE, starts, np.minimum(starts, ends - flight_ns).clip(-FARTHEST_NS)), ends
 
 
 def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:

@@ -401,8 +401,18 @@ class _FunctionTable:
         return path[::-1]
 
     def make_function(self, number: int) -> FunctionTimes:
+        """Return a function with its first rows, up to the limit of the options, and the sum of the omitted rows."""
         sums = FunctionSums._make(self.functions[number].tolist())
-        rows, remaining = self._make_rows(sums)
+        groups = self._groups[sums.first : sums.first + sums.rows]
+        time_ns = groups[:, Group._fields.index("time_ns")]
+        heavy = groups[time_ns >= self._options.least_ns][: self._options.row_limit]
+        running_ns = np.cumsum(heavy[:, Group._fields.index("time_ns")]).tolist()
+        rows = zip(map(Group._make, heavy.tolist()), running_ns, strict=True)
+        remaining = None
+        if len(heavy) < len(groups):
+            omitted = Group._make((groups.sum(axis=0) - heavy.sum(axis=0)).tolist())
+            ratio = share(omitted.time_ns, sums.time_ns)
+            remaining = Remaining(len(groups) - len(heavy), omitted.time_ns, ratio, omitted.calls, omitted.lines)
         is_one = sums.node != NONE
         return FunctionTimes(
             name=self._label_of_node(sums.node) if is_one else "",
@@ -412,7 +422,7 @@ class _FunctionTable:
             inner_ns=sums.outer_ns - sums.own_ns if sums.own_ns <= sums.outer_ns else None,
             work_ns=sums.work_ns,
             time_ns=sums.time_ns,
-            rows=rows,
+            rows=tuple(self._make_row(group, sum_ns, sums) for group, sum_ns in rows),
             remaining=remaining,
         )
 
@@ -425,20 +435,6 @@ class _FunctionTable:
         histogram = self._histogram([self._nodes[line] for line in at.tolist()], None)
         p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), total.calls, total.min_ns, total.max_ns)
         return p50_ns, p99_ns, total.max_ns
-
-    def _make_rows(self, sums: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
-        """Return the first rows, up to the limit of the options, and the sum of the omitted rows, None without any."""
-        groups = self._groups[sums.first : sums.first + sums.rows]
-        time_ns = groups[:, Group._fields.index("time_ns")]
-        heavy = groups[time_ns >= self._options.least_ns][: self._options.row_limit]
-        running_ns = np.cumsum(heavy[:, Group._fields.index("time_ns")]).tolist()
-        rows = map(Group._make, heavy.tolist())
-        shown = tuple(self._make_row(group, sum_ns, sums) for group, sum_ns in zip(rows, running_ns, strict=True))
-        if len(heavy) == len(groups):
-            return shown, None
-        omitted = Group._make((groups.sum(axis=0) - heavy.sum(axis=0)).tolist())
-        ratio = share(omitted.time_ns, sums.time_ns)
-        return shown, Remaining(len(groups) - len(heavy), omitted.time_ns, ratio, omitted.calls, omitted.lines)
 
     def _make_row(self, group: Group, running_ns: int, sums: FunctionSums) -> SelfRow:
         node = self._nodes[group.first]
