@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_263, 4),
     "recorder": (2_507, 10),
     "recording": (3_841, 14),
-    "report": (13_319, 37),
+    "report": (13_170, 37),
     "runtime": (2_769, 13),
     "sessions": (6_352, 19),
     "trace": (9_716, 28),
