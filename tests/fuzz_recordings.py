@@ -31,7 +31,7 @@ from instrument.errors import TraceError
 from instrument.recorder.recorder import Recorder
 from instrument.recording import memory_layout
 from instrument.recording.mapped import Mapped
-from instrument.recording.slot_ring import IntervalRing, add_samples
+from instrument.recording.memory import IntervalRing, add_samples
 from instrument.recording.spans import Sample, Site
 from instrument.trace.of_recording import read_saved
 

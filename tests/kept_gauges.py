@@ -9,7 +9,7 @@ from instrument.device.gauges import Gauges
 from instrument.profile.model import Device
 from instrument.recording import memory_layout as layout
 from instrument.recording.mapped import _type_reading
-from instrument.recording.slot_ring import SlotRoom
+from instrument.recording.memory import SlotRoom
 from instrument.recording.spans import Gpu, Sample
 
 _SAMPLE = layout.SAMPLE.packer()

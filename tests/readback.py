@@ -14,8 +14,8 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import memory_layout
 from instrument.recording.mapped import _CHUNK, _HIGH, _TOTALS, INTERVALS, details_in
 from instrument.recording.mapped_facts import detail_of, facts_in
+from instrument.recording.memory import IntervalRing
 from instrument.recording.memory_layout import Row, unpacked_rows
-from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import DeviceInterval, Span
 from instrument.trace.columns import Columns, DeviceIntervals, device_intervals
 from instrument.trace.of_recording import RowSnapshot

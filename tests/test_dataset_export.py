@@ -30,7 +30,7 @@ from instrument.otlp import file_exports
 from instrument.otlp.file_exports import DatasetExport
 from instrument.profile.model import Capture, Parquet
 from instrument.recording.export_checkpoint import Progress
-from instrument.recording.slot_ring import LABELS
+from instrument.recording.memory import LABELS
 from instrument.recording.spans import BATCH_KEYS, DeviceInterval, Span
 from instrument.trace.columns import device_intervals
 from instrument.trace.dataset_sources import DatasetRows, SettledRows

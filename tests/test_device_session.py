@@ -29,7 +29,7 @@ from instrument.device import resolver
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.mapped import Mapped
-from instrument.recording.slot_ring import NOTHING_TO_COME
+from instrument.recording.memory import NOTHING_TO_COME
 from instrument.recording.spans import Site
 from instrument.sessions.session import Session
 from instrument.trace import file

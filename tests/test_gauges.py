@@ -33,8 +33,8 @@ from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.mapped import Mapped
+from instrument.recording.memory import GaugePlace, add_samples
 from instrument.recording.metrics import GAUGES
-from instrument.recording.slot_ring import GaugePlace, add_samples
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.report.device_view import device
 from instrument.report.view import Options, Recording

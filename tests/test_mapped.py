@@ -41,7 +41,7 @@ from instrument.recording import memory, memory_layout
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import INTERVALS, ROWS, Mapped
 from instrument.recording.mapped_facts import detail_of, facts_in
-from instrument.recording.slot_ring import LABELS, IntervalRing, add_samples
+from instrument.recording.memory import LABELS, IntervalRing, add_samples
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.recording.trace_context import REMOTE

@@ -22,7 +22,7 @@ from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import RecordingExport
 from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import SENT, ExportCheckpoint, Progress
-from instrument.recording.slot_ring import IntervalRing
+from instrument.recording.memory import IntervalRing
 from instrument.recording.spans import Origin, Site
 
 ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")

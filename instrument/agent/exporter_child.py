@@ -27,8 +27,8 @@ from instrument.agent.child import AgentEnd
 from instrument.device.gauges import GaugeSources, Gone
 from instrument.errors import ExportError
 from instrument.profile.model import Device, Otlp
+from instrument.recording.memory import GaugePlace
 from instrument.recording.metrics import GAUGES
-from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Origin, Sample
 from instrument.runtime import agent_socket
 from instrument.runtime.cheap_start import LazyModule, asdict

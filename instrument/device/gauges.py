@@ -18,7 +18,7 @@ from typing import Any
 from instrument.device import nvml
 from instrument.device.nvml import Closed, Nvml, NvmlError
 from instrument.profile.model import AUTO_NS, Device
-from instrument.recording.slot_ring import FindRoom, add_samples
+from instrument.recording.memory import FindRoom, add_samples
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.runtime.environment import count_usable_cores, memory_waits_us
 from instrument.runtime.faults import FAULTS

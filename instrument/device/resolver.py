@@ -19,8 +19,8 @@ from instrument.device.cuda import Stream
 from instrument.device.event_pairs import Answer, Context, DeferredTimes, Pair, Placing, Times
 from instrument.device.torch_events import Driver
 from instrument.recorder.recorder import Recorder
+from instrument.recording.memory import NOTHING_TO_COME, IntervalRing
 from instrument.recording.memory_layout import STREAM
-from instrument.recording.slot_ring import NOTHING_TO_COME, IntervalRing
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, sleep

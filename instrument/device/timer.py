@@ -22,8 +22,8 @@ from instrument.device.event_pairs import STREAMS_KNOWN, Context, Pair, Untimed
 from instrument.device.resolver import FIRST, INTERRUPTED, LOW, Resolver
 from instrument.device.torch_events import Driver
 from instrument.recorder.recorder import Recorder
+from instrument.recording.memory import IntervalRing
 from instrument.recording.memory_layout import STREAM
-from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import Site, Work
 from instrument.runtime.unpatched import Lock
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from instrument.device.nvtx import Ranges
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.slot_ring import LABELS, IntervalRing
+from instrument.recording.memory import LABELS, IntervalRing
 from instrument.recording.spans import NO_DEVICE_TIME
 from instrument.runtime import imports
 from instrument.runtime.cheap_start import LazyModule

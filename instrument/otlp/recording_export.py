@@ -30,8 +30,8 @@ from instrument.recording.export_checkpoint import (
     count_undecided_as_lost,
 )
 from instrument.recording.mapped import Mapped
+from instrument.recording.memory import NOTHING_TO_COME
 from instrument.recording.memory_layout import REQUEST_BIT
-from instrument.recording.slot_ring import NOTHING_TO_COME
 from instrument.recording.spans import Span
 from instrument.recording.trace_context import is_sampled
 from instrument.runtime.unpatched import RLock

@@ -25,7 +25,6 @@ from instrument.recorder.core import Readback
 from instrument.recorder.wrapping import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, HEADER, OFF, RUNNING, STREAM
 from instrument.recording.paths import OVERFLOW, CallTree
-from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
 from instrument.recording.trace_context import REMOTE, encode_remote, find_trace_headers, link_of, remote_of
 from instrument.runtime.cheap_start import LazyModule
@@ -332,9 +331,9 @@ class Recorder(Readback):
         if self.memory is not None and HEADER.read(self.memory, "state")[0] in (RUNNING, OFF):
             HEADER.write(self.memory, state=RUNNING if on else OFF)
 
-    def room_for(self, name: str) -> SlotRoom | None:
+    def room_for(self, name: str) -> memory.SlotRoom | None:
         """Return the memory of a part that Python code writes, None if the recording is private."""
-        return None if self.memory is None else SlotRoom.from_part(self.memory, name)
+        return None if self.memory is None else memory.SlotRoom.from_part(self.memory, name)
 
     def write_goodbye(self) -> None:
         """Write that the session has ended in order, and remove the recording's file."""

@@ -34,10 +34,10 @@ from instrument.recording.mapped_facts import (
     site_of,
     sound_attributes,
 )
+from instrument.recording.memory import LABELS
 from instrument.recording.memory_layout import duplicate
 from instrument.recording.metrics import GAUGES, Cell, cell_of, samples_of
 from instrument.recording.paths import CallTree
-from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, make_buckets
 from instrument.runtime.cheap_start import NamedTuple
@@ -89,7 +89,7 @@ ROWS = _numpy_type(layout.ROW)
 """The numpy type of a row (a finished span), with the layout of `memory_layout.PACKED_ROW`."""
 _NODE, _FRAME, _TOTALS = _numpy_type(layout.NODE), _numpy_type(layout.FRAME), _numpy_type(layout.TOTALS)
 INTERVALS = _numpy_type(layout.INTERVAL)
-"""The numpy type of a device interval in `slot_ring`."""
+"""The numpy type of a device interval in `memory`."""
 _SAMPLE, _NUMBER = _numpy_type(layout.SAMPLE), _numpy_type(layout.NUMBER)
 _CHUNK, _HIGH = _numpy_type(layout.CHUNK), _numpy_type(layout.HIGH)
 _FACT, _DETAIL = layout.FACT.packer(), layout.DETAIL.packer()

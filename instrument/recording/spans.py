@@ -85,7 +85,7 @@ NO_DEVICE_TIME = "no device time: "
 
 @dataclass(frozen=True, slots=True)
 class DeviceInterval:
-    """The time of a span's work on a device stream, on the host's clock, with its label (`slot_ring.LABELS`) and the
+    """The time of a span's work on a device stream, on the host's clock, with its label (`memory.LABELS`) and the
     uncertainty of its position."""
 
     device: int

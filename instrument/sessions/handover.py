@@ -21,8 +21,8 @@ from instrument.device.nvml import ORDER, VARIABLE
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
+from instrument.recording.memory import GaugePlace
 from instrument.recording.memory_layout import RecordingHead, generation_of
-from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Gpu
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import dataclass

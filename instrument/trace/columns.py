@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.slot_ring import LABELS
+from instrument.recording.memory import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.indices import NONE, count_ancestors, index_rows, mask_of, rank_distinct, rows_of, sort_stably
