@@ -298,9 +298,9 @@ def test_a_name_is_data(hear: Hear) -> None:
 def test_a_tool_keeps_a_bounded_number_of_names(hear: Hear) -> None:
     heard = hear(
         """
-        import instrument.device.nvtx
+        import instrument.device.timing
 
-        instrument.device.nvtx.KNOWN_SITES = 3
+        instrument.device.timing.KNOWN_SITES = 3
         for number in range(10):
             with scope(f"scope {number}", kind="op"):
                 pass

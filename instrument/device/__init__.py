@@ -1,6 +1,6 @@
 """Measures the time of spans on devices, and reads gauges of GPUs and the host.
 
-`timing` times spans by pairs of CUDA events. `gauges` reads gauges of torch's allocator, of GPUs (`nvml`) and of the
+`timing` times spans by pairs of CUDA events, and shows spans in tools such as Nsight Systems. `gauges` reads gauges of torch's allocator, of GPUs (`nvml`) and of the
 operating system. `nvtx` shows spans in tools such as Nsight Systems. `instrument/docs/gpu.md` explains how exact the
 times are.
 

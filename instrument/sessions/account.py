@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from instrument.device.gauges import Gauges
-from instrument.device.nvtx import Ranges
-from instrument.device.timing import Timing
+from instrument.device.timing import Ranges, Timing
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.startup import ImportTimes
