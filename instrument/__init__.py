@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from instrument.instrumentors.functions import profiled
     from instrument.instrumentors.loaders import loader
     from instrument.instrumentors.requests.propagation import inject
-    from instrument.recorder.own_numbers import counter, gauge, histogram
-    from instrument.recorder.scopes import (
+    from instrument.recorder.api import (
         annotate,
         annotate_request,
         bind,
+        counter,
+        gauge,
+        histogram,
         rename_span,
         scope,
         scope_end,
@@ -98,8 +100,9 @@ _NAMES_OF = {
     "instrumentors.functions": "profiled",
     "instrumentors.loaders": "loader",
     "instrumentors.requests.propagation": "inject",
-    "recorder.own_numbers": "counter gauge histogram",
-    "recorder.scopes": "annotate annotate_request bind rename_span scope scope_end scope_start set_status",
+    "recorder.api": (
+        "annotate annotate_request bind counter gauge histogram rename_span scope scope_end scope_start set_status"
+    ),
     "sessions.handlers": "export_chrome export_otlp print_summary",
     "sessions.process": "Session disable dump enable flush prometheus reload session start stop summary",
     "sessions.profiler": "Profiler",

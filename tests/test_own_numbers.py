@@ -21,7 +21,7 @@ from otlp_receiver import free_port, read_until
 import instrument
 from instrument.instrumentors.request_keys import make_reader
 from instrument.profile.keys import loads
-from instrument.recorder import own_numbers as numbers
+from instrument.recorder import api as numbers
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import bucket_middle
 from instrument.recording.mapped import read_own_metrics

@@ -476,6 +476,6 @@ def test_the_names_of_the_package_are_loaded_as_they_are_asked_for() -> None:
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
     before, after = (set(line.split()) for line in done.stdout.splitlines())
     assert after - before <= {"__future__", "instrument"}
-    from instrument.recorder import scopes
+    from instrument.recorder import api as scopes
 
     assert instrument.scope is scopes.scope

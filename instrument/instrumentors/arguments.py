@@ -18,7 +18,7 @@ from typing import Any
 
 from instrument.instrumentors.references import isinstance_of
 from instrument.profile.model import FunctionRule, OwnGauge
-from instrument.recorder.own_numbers import make_metric_writer
+from instrument.recorder.api import make_metric_writer
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.recording.spans import VALUE_LIMIT, AttributeValue
 from instrument.runtime.cheap_start import NamedTuple

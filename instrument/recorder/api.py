@@ -1,0 +1,187 @@
+"""The functions of `import instrument` that a service's own code calls.
+
+They open, annotate, rename and end spans, and set gauges, counters and histograms. The recording has the current value
+of each of these metrics. Once per interval the value is also added to a ring, for timelines.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from instrument import native
+from instrument.recorder import attribute_checks, core
+from instrument.recorder.recorder import RECORDER, Scope
+from instrument.recording.metrics import COUNTER, GAUGE, MOST_GAUGES, SUM, cell_name, is_valid_cell_name
+
+Arguments = ParamSpec("Arguments")
+
+
+scope = RECORDER.make_scope
+
+
+def _begin_at_once(make: Callable[Arguments, Scope]) -> Callable[Arguments, Scope]:
+    """Return a function with the arguments of `make` that makes a scope and begins it."""
+
+    @functools.wraps(make, assigned=())
+    def scope_start(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Scope:
+        """Begin a span in a handler that cannot use ``with``. `scope_end` closes it, possibly in another callback."""
+        return scope(*args, **kwargs).start()  # type: ignore[arg-type] # in C, if there is one
+
+    return scope_start
+
+
+scope_start = _begin_at_once(RECORDER.make_scope)
+
+
+def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:
+    """Close a scope: the one that `scope_start` returned, one by its name, or the innermost one that was opened here.
+
+    Reports count calls without an open scope, and outer scopes that are closed before inner ones. Never raises.
+    """
+    if isinstance(opened, Scope):
+        opened.end(error)
+    elif RECORDER.on or opened is None or RECORDER.innermost_manual(opened) is not None:
+        RECORDER.end_manual(RECORDER.innermost_manual(opened), error)
+
+
+def annotate(attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
+    """Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({"usage.tokens": 3})``.
+
+    The span may be of a function, a layer, a scope or a request, opened here or where this task or thread was started.
+    Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one type; a span has at most 128.
+    Any other value is left out and counted. A name that is set again has the new value. Does nothing without an open
+    span or a recording. Never raises.
+    """
+    RECORDER.annotate_innermost(attributes, **more)
+
+
+def annotate_request(attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
+    """Add facts to the request that is open around the innermost span: ``annotate_request(tier="gold")``.
+
+    Otherwise as `annotate`.
+    """
+    RECORDER.annotate_request(attributes, **more)
+
+
+def bind(key: str | int) -> None:
+    """Set the key of the request that the innermost open span serves: an id that other processes use, too.
+
+        bind(request_id)  # in the handler, and again where an engine works for it
+
+    Reports join the spans with one key: text of at most 128 characters, or a whole number. Never raises.
+    """
+    RECORDER.bind_innermost(key)
+
+
+def rename_span(name: str) -> None:
+    """Rename the innermost open span. `name` should be one of few.
+
+    Spans below it that are open or begin later move with it. Ended spans remain below the old name. A site has up to
+    256 names, and further ones count as its own name. Without an open span nothing happens. Never raises.
+    """
+    attribute_checks.rename_span_of_frame(RECORDER, None, name)
+
+
+def set_status(code: str, description: str | None = None, *, error_type: str | None = None) -> None:
+    """Set the outcome of the innermost open span: `code` is ``"ok"`` or ``"error"``. The last call counts. Never
+    raises.
+
+    A span with ``"error"`` has failed, even without an exception. A span with ``"ok"`` has not, even if it raises.
+    Reports group failures by `error_type`, one of few; the default is the exception's class, or ``_OTHER``.
+    `description` is text for a reader of the span.
+    """
+    attribute_checks.set_status(RECORDER, None, code, description, error_type)
+
+
+if not TYPE_CHECKING and not native.WHY_MISSING:
+    scope, bind = RECORDER.scope, RECORDER.bind  # the same in C: a Python call less, a third of the cost
+    annotate, annotate_request = RECORDER.annotate_innermost, RECORDER.annotate_request
+
+
+# ---------------------------------------------------------------- metrics
+
+EVERY_NS = 10**9
+"""The default minimum ns between two values of a metric in timelines."""
+
+REFUSED = "metrics not kept: no number, or too many names"
+"""The name under which reports count refused values."""
+
+
+class Number(core.Number):
+    """A gauge, counter or histogram of the service. `set`, `add` or `record` writes a value."""
+
+    __slots__ = ("_kind", "_settings", "name")
+
+    def __init__(self, kind: str, name: str, unit: str, every_ns: int) -> None:
+        is_sound = isinstance(name, str) and isinstance(unit, str) and is_valid_cell_name(name, unit)
+        super().__init__(RECORDER, cell_name(name, unit, kind) if is_sound else b"", every_ns)
+        self.name, self._kind = name if is_sound else "", kind
+        self._settings = name, unit, every_ns
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle a metric by its name. Another process unpickles it as its own metric of that name."""
+        return _find_or_make_metric, (self._kind, *self._settings)
+
+    def refuse(self, value: object) -> None:
+        """Count a refused value, and log the first of its kind."""
+        takes = {GAUGE: "`set` takes finite numbers", COUNTER: "`add` takes finite numbers from 0 on"}.get(
+            self._kind, "`record` takes finite numbers"
+        )
+        message = f"{self.name:.60} kept no {type(value).__name__}: {takes}, and 1,024 numbers and buckets have room"
+        RECORDER.complain(
+            REFUSED, message if self.name else "a number needs a name of up to 90 bytes of text, and a unit"
+        )
+
+
+_numbers: dict[tuple[str, str], Number] = {}
+
+
+def _find_or_make_metric(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number:
+    """Return the metric with a name, always the same one. Names beyond the limit share a metric without a value."""
+    number = _numbers.get((kind, name))
+    if number is None and len(_numbers) >= MOST_GAUGES:
+        kind, name = "", ""
+    return number or _numbers.setdefault((kind, name), Number(kind, name, unit, every_ns))
+
+
+def make_metric_writer(kind: str, name: str, unit: str, every_ns: int) -> Callable[[float], None]:
+    """Return the function that writes a metric's value. `kind` is `gauge`, `counter` or `histogram`."""
+    if kind == "gauge":
+        return _find_or_make_metric(GAUGE, name, unit, every_ns).set
+    return (
+        _find_or_make_metric(COUNTER, name, unit).add
+        if kind == "counter"
+        else _find_or_make_metric(SUM, name, unit).record
+    )
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _cache_newest(function: Function) -> Function:
+    """Cache the newest results of a function. A cached call takes a fifth of the time."""
+    return cast(Function, functools.lru_cache(MOST_GAUGES)(function))
+
+
+@_cache_newest
+def gauge(name: str, unit: str = "1") -> Number:
+    """Return a gauge of the service: ``instrument.gauge("kv.usage").set(0.5)``. A value costs no more than a scope.
+
+    `unit` is a unit of UCUM, such as "By", "s" or "{request}", or "1" for a share. Gauges, counters and histograms are
+    shown in traces and `instrument live`, and sent to collectors.
+    """
+    return _find_or_make_metric(GAUGE, name, unit)
+
+
+@_cache_newest
+def counter(name: str, unit: str = "1") -> Number:
+    """Return a counter of the service: ``instrument.counter("cache.hits").add()``. Otherwise as `gauge`."""
+    return _find_or_make_metric(COUNTER, name, unit)
+
+
+@_cache_newest
+def histogram(name: str, unit: str = "1") -> Number:
+    """Return a histogram of the service: ``instrument.histogram("prompt.tokens").record(17)``. Otherwise as `gauge`."""
+    return _find_or_make_metric(SUM, name, unit)
