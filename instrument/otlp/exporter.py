@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.metrics_queue import DELAY_NS, PATIENCE_NS, Metrics
-from instrument.otlp.packing import REQUEST_BYTES, Body, Series, split_request
+from instrument.otlp.packing import REQUEST_BYTES, Body, split_request
 from instrument.otlp.senders import THREAD_NAME, Response, Sender, import_once, make_metrics_url, make_sender
 from instrument.otlp.service_sdk import (
     detect_attributes,
@@ -382,12 +382,20 @@ class Exporter:
                     self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics. Return False if the collector does not accept them. Other metrics must then
-        wait."""
+        """Send a process's metrics. Return False if the collector does not accept them. Other metrics must then wait.
+
+        A pause that the collector asks for delays later metrics, not spans.
+        """
         suppress_instrumentation()
+        timeout_ns = self._settings.timeout_ns
+        patience_ns = timeout_ns if self._stop_at_ns != _NEVER_NS else min(timeout_ns, PATIENCE_NS)
         try:
             for request in metrics.requests(source.origin) if source in self._metered else ():
-                verdict = self._deliver_metrics(sender, source, request.series)
+                left_s = partial(self._remaining_s, sender, time.monotonic_ns() + patience_ns)
+                verdict = sender.send_metrics(source.resource(), request.series, left_s, self._pause)
+                self._are_metrics_late = verdict.is_late
+                if verdict.wait_s:
+                    self._metrics_deferred_until_ns = _end_of_pause_ns(verdict)
                 metrics.settle(request, verdict)
                 if not (verdict.taken and self._is_current(sender)):
                     return bool(metrics.off)
@@ -395,17 +403,6 @@ class Exporter:
             metrics.drop_waiting()
             FAULTS.note("OTLP export of metrics", fault)
         return True
-
-    def _deliver_metrics(self, sender: Sender, source: Source, series: Sequence[Series]) -> Response:
-        """Send one request of metrics. A pause that the collector asks for delays later metrics, not spans."""
-        is_last = self._stop_at_ns != _NEVER_NS
-        patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
-        left_s = partial(self._remaining_s, sender, time.monotonic_ns() + patience_ns)
-        verdict = sender.send_metrics(source.resource(), series, left_s, self._pause)
-        self._are_metrics_late = verdict.is_late
-        if verdict.wait_s:
-            self._metrics_deferred_until_ns = _end_of_pause_ns(verdict)
-        return verdict
 
     def _deliver_request(self, sender: Sender, request: QueuedRequest) -> None:
         """Send one request, in halves if it is too large for the collector, and settle its spans. If the collector asks

@@ -89,7 +89,10 @@ class DatasetExport:
         self._folder = Folder(settings.path)
         self._every_s = settings.every_ns / 1e9
         digest = blake2b(repr((key, settings.path)).encode(errors="surrogatepass"), digest_size=8).hexdigest()
-        self._spool = _create_spool_root() / digest
+        root = Path(tempfile.gettempdir()) / f"instrument-{os.geteuid()}-dataset"  # this user's
+        root.mkdir(mode=0o700, exist_ok=True)
+        agent_socket.refuse_shared(root)
+        self._spool = root / digest
         self.counts: Counter[str] = Counter()
         self._uploads = None if self._folder.is_local else _Uploads(self._folder, self._spool, disk_bytes, self.counts)
         self._local = self._folder if self._uploads is None else Folder(str(self._spool))
@@ -251,14 +254,6 @@ def _describe_process(member: RecordingExport) -> DatasetProcess:
     end_ns = max(header.begun_ns, member.ended_ns or time.monotonic_ns())
     facts = Trace(origin, header.begun_ns, end_ns, [], member.mapped.threads(), notes=header.notes, gpus=header.gpus)
     return DatasetProcess(facts, offset_ns, ids=member.ids)
-
-
-def _create_spool_root() -> Path:
-    """Return this user's folder for files that wait for their upload. Raises `OSError`."""
-    folder = Path(tempfile.gettempdir()) / f"instrument-{os.geteuid()}-dataset"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    agent_socket.refuse_shared(folder)
-    return folder
 
 
 class _Uploads:

@@ -32,7 +32,7 @@ from instrument.otlp.packing import (
     make_site_attributes,
     select_events,
 )
-from instrument.otlp.span_forms import Form, Objects, PackedRows, Part, RareMembers
+from instrument.otlp.span_forms import Form, Objects, PackedRows, RareMembers
 from instrument.recording.spans import AttributeValue, Origin, Span
 from instrument.recording.trace_context import OWN_TRACE_FLAGS, LinkedSpan, RemoteParent
 from instrument.trace.columns import Bools, Columns, Int64s
@@ -259,7 +259,8 @@ class SpanPacker:
             widths[name] = width if is_there is None else width * is_there
         kind, firsts = number_combinations(*widths.values())
         layouts = [{name: int(width[first]) for name, width in widths.items()} for first in firsts.tolist()]
-        bare = np.array([_sum_sizes(form.head({**layout, "length": 0})) for layout in layouts], dtype=np.int64)
+        heads = [form.head({**layout, "length": 0}) for layout in layouts]
+        bare = np.array([sum(part if isinstance(part, int) else len(part) for _, part in head) for head in heads])
         columns["length"] = bare[kind] + size - form.around
         length_widths = form.length_widths(columns["length"])
         groups, firsts = number_combinations(kind, length_widths)
@@ -270,10 +271,6 @@ class SpanPacker:
             layout = {**layouts[int(kind[first])], "length": int(length_widths[first])}
             pieces[some, 0] = _make_heads(form, layout, {name: column[some] for name, column in columns.items()})
         return np.asarray(bare[kind] + length_widths + size)
-
-
-def _sum_sizes(parts: Sequence[Part]) -> int:
-    return sum(part if isinstance(part, int) else len(part) for _, part in parts)
 
 
 def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:

@@ -212,7 +212,9 @@ class Metering:
             self.change_facts(newest)
         facts = self._facts.metered
         numbers = tuple(metrics_of(read_own_metrics(self._mapped)[1]))
-        if not (facts.asks and self._has_recorded()):
+        has_rows = sum(self._mapped.read_heads().values()) or self._mapped.ended_rows
+        has_recorded = has_rows or (not self._meter.has_ended and self._reader.open_rows())
+        if not (facts.asks and has_recorded):  # many processes only start others
             return Snapshot(facts.start_ns, time.monotonic_ns(), numbers) if numbers else None
         snapshot = self._meter.snapshot(
             requests=facts.requests,
@@ -252,11 +254,6 @@ class Metering:
         snapshot, header = self._make_snapshot(), self._mapped.header
         samples = [] if self._meter.has_ended else self._mapped.samples(time.monotonic_ns() - GAUGES_FOR_NS)
         return Metered(read_origin(header), snapshot, samples, header.gpus)
-
-    def _has_recorded(self) -> bool:
-        """Return True if the process has recorded a span. Many processes only start others."""
-        has_rows = sum(self._mapped.read_heads().values()) or self._mapped.ended_rows
-        return bool(has_rows or (not self._meter.has_ended and self._reader.open_rows()))
 
     # ---------------------------------------------------------------- the end
 

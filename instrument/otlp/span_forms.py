@@ -239,14 +239,6 @@ _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 _IDS = frozenset(("high", "low", "own", "parent"))
 
 
-def encode_hexadecimal(ids: NDArray[Any]) -> NDArray[Any]:
-    return _HEX[ids.astype(">u8").view(np.uint8)].view("V16")
-
-
-def count_digits(numbers: NDArray[Any]) -> Int64s:
-    return np.asarray(np.searchsorted(_POWERS, np.abs(numbers), side="right") + 1 + (numbers < 0))
-
-
 @cache
 def _make_digits() -> NDArray[np.uint32]:
     return np.frombuffer(b"".join(b"%04d" % number for number in range(10_000)), dtype=np.uint32)
@@ -271,7 +263,7 @@ class JsonForm:
     types: Mapping[str, str] = {}
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
-        return count_digits(values)
+        return np.asarray(np.searchsorted(_POWERS, np.abs(values), side="right") + 1 + (values < 0))
 
     def length_widths(self, lengths: Int64s) -> Int64s:
         return np.zeros(len(lengths), dtype=np.int64)
@@ -290,7 +282,9 @@ class JsonForm:
         return parts
 
     def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        return encode_hexadecimal(values) if name in _IDS else encode_decimals(values, width)
+        if name in _IDS:
+            return _HEX[values.astype(">u8").view(np.uint8)].view("V16")
+        return encode_decimals(values, width)
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
         kind = SERVER if is_server else INTERNAL

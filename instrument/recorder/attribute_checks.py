@@ -164,7 +164,8 @@ def key_text(value: object) -> str:
     if text is not None:
         return text if len(text) <= KEY_LIMIT else _shorten_key(text)
     if kind is bytes:
-        return key_text(_text_of_bytes(cast(bytes, value)[:CHECKSUM_CHARACTERS]))
+        data = cast(bytes, value)[:CHECKSUM_CHARACTERS]
+        return key_text(data.decode() if data.isascii() and data.decode().isprintable() else data.hex())
     if kind.__module__ == "builtins":
         return ""
     try:
@@ -179,11 +180,6 @@ def key_text(value: object) -> str:
     if _is_value_class(kind):
         return ""
     return f"{kind.__name__[: KEY_LIMIT // 2]}-{os.getpid()}-{id(value):x}"
-
-
-def _text_of_bytes(value: bytes) -> str:
-    text = value.decode("ascii", "replace")
-    return text if text.isprintable() and text.isascii() else value.hex()
 
 
 def _shorten_key(key: str) -> str:

@@ -307,13 +307,8 @@ def is_valid_cell_name(name: str, unit: str) -> bool:
     return is_text and len(cell_name(name, unit, str(ZERO))) < NAME_BYTES
 
 
-def middle_of(bucket: int) -> float:
-    """Return the middle of a histogram's bucket. Each power of two has four buckets. All values up to 0 share one
-    bucket."""
-    return 0.0 if bucket == ZERO else ldexp(((bucket & 7) + 0.5) / 8, bucket >> 3)
-
-
 ZERO = -(1 << 20)
+"""The bucket of all values up to 0."""
 
 
 def cell_of(name: bytes, at_ns: int, value: float) -> Cell | None:
@@ -341,7 +336,7 @@ def add_service_gauge(name: str, unit: str, *, grows: bool) -> bool:
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         metrics = () if grows else (MetricDefinition(name, unit),)  # counters and sums are in snapshots
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
-    return is_service_metric(name)
+    return name in GAUGES and GAUGES[name].is_own
 
 
 ABOUT, GROWS = "a number of the service's own", "a number of the service's own, which grows"
@@ -354,10 +349,6 @@ def learn_gauges(gauges: Mapping[object, object]) -> None:
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):
                 add_service_gauge(name, text.removesuffix(f" {about}"), grows=about == GROWS)
-
-
-def is_service_metric(name: str) -> bool:
-    return name in GAUGES and GAUGES[name].is_own
 
 
 def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
@@ -374,7 +365,9 @@ def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
         elif cell.kind == SUM:
             sums[key] = cell.value
         elif cell.kind.lstrip("-").isdecimal():
-            index = bucket_of(int(min(middle_of(int(cell.kind)), LARGEST_MIDDLE) * ONE))
+            bucket = int(cell.kind)  # each power of two has four buckets
+            middle = 0.0 if bucket == ZERO else ldexp(((bucket & 7) + 0.5) / 8, bucket >> 3)
+            index = bucket_of(int(min(middle, LARGEST_MIDDLE) * ONE))
             histograms.setdefault(key, Distribution()).add_buckets({index: int(cell.value)})
     for key, histogram in histograms.items():
         if key in sums:
