@@ -114,9 +114,7 @@ def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None
     assert list(located.places) == [0, 0, 2, 2, 4]
     assert list(located.parents) == [NOT_BELOW, NOT_BELOW, 0, 0, 2]
     assert list(located.site_of) == [0, 1, 2, 2, 1]
-    assert list(located.shared) == [1, 3]
     assert list(tree.first_site_by_key()) == [0, 0, 2]
-    assert sorted(tree.merged_nodes([0, 2])) == [0, 1, 2, 3]
 
 
 def test_the_verdict_on_a_site_is_requested_once() -> None:
@@ -158,7 +156,7 @@ def test_a_nested_question_about_a_site_has_the_same_answer() -> None:
         alone.first_site_by_key(),
         alone.merge_equal_paths(),
     )
-    assert sorted(tree.merged_nodes([0, 1])) == [0, 1, 2, 3]
+    assert list(tree.merge_equal_paths().places) == [0, 1, 0, 1]
 
 
 # -------------------------------------------------------------------- of a process that runs

@@ -200,7 +200,8 @@ def test_sites_of_one_name_and_line_that_differ_in_their_phase_have_lines_of_the
     for found in (tally, product.Tally.sum_tallies([tally]), counted(spans_in(recorder))):
         rows = sorted(found.rows(), key=lambda row: row.totals.first_ns)
         assert [(row.path[0].name, dict(row.path[0].attributes)["phase"], row.totals.calls) for row in rows] == expected
-    assert not recorder.tally().tree.merge_equal_paths().shared
+    tree = recorder.tally().tree
+    assert [*tree.merge_equal_paths().places] == [*range(len(tree))]
 
 
 def test_processes_that_differ_in_a_fact_of_their_own_alone_count_as_one_place() -> None:

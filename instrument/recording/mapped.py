@@ -531,10 +531,11 @@ class Mapped:
     def totals(self) -> Tally:
         """Return the totals of all calls, as `tally` does. Histograms are added up only when they are requested."""
         tree, threads, totals, *histograms = self._totals(None)
+        place_of = np.array(tree.merge_equal_paths().places, np.int64)[totals["node"]]
 
         def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:
             rings = [number for number, ring in threads.items() if thread_id in (None, ring.thread_id)]
-            is_wanted = np.isin(totals["node"], np.array(tree.merged_nodes(places), np.uint32))
+            is_wanted = np.isin(place_of, np.fromiter(places, np.int64))
             chosen = totals[is_wanted & np.isin(totals["ring_number"], np.array(rings, np.uint64))]
             buckets = self._histograms(chosen, *histograms)
             times = np.zeros(LAST_BUCKET + 1, np.int64)

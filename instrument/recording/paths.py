@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -43,7 +43,6 @@ class CallTree:
         # The number of its site and its parent, per node: in one column, so that both have one length.
         self._nodes = array("i")
         self._located = Located(*(array("i") for _ in Located._fields))
-        self._shared: tuple[Located, dict[int, list[int]]] = self._located, {}
         self._said: dict[Callable[[Site], Any], list[Any]] = {}
         self._numbers: dict[Callable[[Site], Hashable], tuple[array[int], dict[Hashable, int]]] = {}
 
@@ -82,20 +81,6 @@ class CallTree:
             located = self._located = Located.merge_nodes(nodes[::2], nodes[1::2], self.first_site_by_key())
         return located
 
-    def merged_nodes(self, places: Iterable[int]) -> array[int]:
-        """Return all nodes that `merge_equal_paths` merges into the given places, including the places themselves."""
-        located = self.merge_equal_paths()
-        of, nodes_of = self._shared
-        if of is not located:
-            nodes_of = {}
-            for node in located.shared:
-                place = located.places[node]
-                nodes_of.setdefault(place, [place]).append(node)
-            self._shared = located, nodes_of
-        if not nodes_of:
-            return array("i", places)
-        return array("i", [node for place in places for node in nodes_of.get(place, (place,))])
-
     def first_site_by_key(self) -> array[int]:
         return self.number_sites(KEY)
 
@@ -121,25 +106,20 @@ class CallTree:
 class Located(NamedTuple):
     """The nodes of a call tree with equal paths merged. A node's place is the first node with an equal path.
 
-    Paths are equal if the keys of their sites are equal. `parents` has the place of each node's parent, `shared` the
-    nodes whose place is another node.
+    Paths are equal if the keys of their sites are equal. `parents` has the place of each node's parent.
     """
 
     site_of: array[int]
     parents: array[int]
     places: array[int]
-    shared: array[int]
 
     @classmethod
     def merge_nodes(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
         """Merge nodes with equal paths, from their sites, their parents and the keys of sites."""
-        above, places, shared = array("i"), array("i"), array("i")
+        above, places = array("i"), array("i")
         place_by_key: dict[int, int] = {}  # by numbers: a pair would be a thing more for the collector to look at
         for node, (site, parent) in enumerate(zip(site_of, parents, strict=True)):
             up = places[parent] if parent >= 0 else NOT_BELOW
-            place = place_by_key.setdefault((up << 32) + keys[site], node)
             above.append(up)
-            places.append(place)
-            if place != node:
-                shared.append(node)
-        return cls(site_of, above, places, shared)
+            places.append(place_by_key.setdefault((up << 32) + keys[site], node))
+        return cls(site_of, above, places)
