@@ -9,8 +9,6 @@ Importing this package starts nothing and changes nothing. The first use of a na
 
 from __future__ import annotations
 
-import sys
-
 TYPE_CHECKING = False  # `typing` is not loaded for a process that only starts
 if TYPE_CHECKING:
     from typing import Any
@@ -114,9 +112,7 @@ _ROOM_OF = {name: room for room, names in _NAMES_OF.items() for name in names.sp
 def __getattr__(name: str) -> Any:
     if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = f"instrument.{_ROOM_OF[name]}"
-    __import__(room)
-    value = globals()[name] = getattr(sys.modules[room], name)
+    value = globals()[name] = getattr(__import__(f"instrument.{_ROOM_OF[name]}", fromlist=(name,)), name)
     return value
 
 
