@@ -340,24 +340,24 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
-    "": (319, 4),
+    "": (318, 4),
     "agent": (4_396, 15),
     "chrome": (3_269, 9),
     "cli": (2_926, 16),
     "compat": (1_152, 6),
-    "device": (3_523, 11),
+    "device": (3_517, 10),
     "docs": (0, 0),
     "fleet": (136, 1),
     "instrumentors": (11_713, 37),
     "native": (8_929, 26),
-    "otlp": (5_197, 17),
+    "otlp": (5_177, 17),
     "profile": (2_556, 8),
     "proposal": (1_263, 4),
-    "recorder": (2_507, 10),
-    "recording": (3_841, 14),
+    "recorder": (2_496, 9),
+    "recording": (3_810, 13),
     "report": (13_170, 37),
     "runtime": (2_769, 13),
-    "sessions": (6_352, 19),
+    "sessions": (6_350, 19),
     "trace": (9_716, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
