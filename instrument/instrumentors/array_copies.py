@@ -37,9 +37,6 @@ from instrument.instrumentors.copies import (
 from instrument.instrumentors.execution import get_compiling_test
 from instrument.recording.spans import Work
 
-Reader = Callable[[Any, Any], Any]
-"""A function that reads one argument from a call's `args` and `kwargs`."""
-
 
 def attach_numpy(numpy: Any, patched: PatchedFunctions) -> None:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -189,14 +186,15 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
         # set(arr, stream=None) uses the current stream where none is given.
         return Transfer("h2d", args[0].nbytes, False, is_pinned(read_argument(args, kwargs, 1, "arr")))
 
-    def read_values(out: Any, args: Any, kwargs: Any) -> Transfer:
-        return Transfer("d2h", args[0].nbytes, True)
-
     def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         source = read_argument(args, kwargs, 0, "obj", kwargs.get("a"))
         if isinstance(source, array_type):
             return None if out.data.ptr == source.data.ptr else _make_transfer(source, out)
-        if not isinstance(out, array_type) or not _is_host_data(source, array_type):
+        first = source
+        while isinstance(first, (list, tuple)) and first:
+            first = first[0]
+        is_on_device = isinstance(first, array_type) or hasattr(first, "__cuda_array_interface__")
+        if not isinstance(out, array_type) or is_on_device:
             return None
         return Transfer("h2d", out.nbytes, bool(kwargs.get("blocking", False)), is_pinned(source))
 
@@ -206,56 +204,37 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
         return _make_transfer(source, target) if isinstance(source, array_type) and source is not target else None
 
     patched.stream = lambda args, kwargs: None
-    patched.wrap_methods(array_type, ("get",), read_get, _arg_reader(1, "stream"))
-    patched.wrap_methods(array_type, ("set",), read_put, _arg_reader(2, "stream"))
-    patched.wrap_methods(array_type, READING, read_values)
+    for name, facts, place in (("get", read_get, 1), ("set", read_put, 2)):
+        patched.wrap_methods(array_type, (name,), facts, partial(_read_stream_argument, place))
+    patched.wrap_methods(array_type, READING, lambda out, args, kwargs: Transfer("d2h", args[0].nbytes, True))
     patched.wrap_functions(cupy, CUPY_MAKING, read_made)
     patched.wrap_functions(cupy, ("copyto",), read_copied)
     runtime = cupy.cuda.runtime
-    # memcpy(dst, src, size, kind) and memcpyPeer(dst, dstDevice, src, srcDevice, size); the others end with a stream.
-    by_kind = partial(_copy_kind_reader, _arg_reader(3, "kind"), (_arg_reader(2, "size"),))
-    by_peer = partial(
-        _peer_copy_reader, _arg_reader(3, "srcDevice"), _arg_reader(1, "dstDevice"), _arg_reader(4, "size")
-    )
-    for name, facts, last in (("memcpy", by_kind, 4), ("memcpyPeer", by_peer, 5)):
-        patched.wrap_functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
-        patched.wrap_functions(runtime, (f"{name}Async",), facts(False), _arg_reader(last, "stream"))
+    for name, names in (("memcpy", "dst src size kind"), ("memcpyPeer", "dst dstDevice src srcDevice size")):
+        _wrap_cuda_function(patched, runtime, name, names.split())
+        _wrap_cuda_function(patched, runtime, f"{name}Async", [*names.split(), "stream"])
 
 
-def _arg_reader(index: int, name: str) -> Reader:
-    return lambda args, kwargs: read_argument(args, kwargs, index, name)
+def _read_stream_argument(index: int, args: Any, kwargs: Any) -> Any:
+    return read_argument(args, kwargs, index, "stream")
 
 
 def _make_transfer(source: Any, target: Any) -> Transfer:
     return Transfer(direction_between(source.device.id, target.device.id), target.nbytes, False)
 
 
-def _is_host_data(source: Any, array_type: Any) -> bool:
-    """Return True for data in the memory of the host: neither an array on a device nor a list of such arrays."""
-    while isinstance(source, (list, tuple)) and source:
-        source = source[0]
-    return not isinstance(source, array_type) and not hasattr(source, "__cuda_array_interface__")
-
-
 def attach_numba(module: Any, patched: PatchedFunctions) -> None:
-    patched.stream = lambda args, kwargs: _read_arguments(args, kwargs)[3]
+    names = ("dst", "src", "size", "stream")
+    patched.stream = lambda args, kwargs: read_argument(args, kwargs, 3, "stream", 0)
+    for name, direction in (("host_to_device", "h2d"), ("device_to_host", "d2h"), ("device_to_device", "")):
 
-    def attach(name: str, direction: str) -> None:
-        def facts(out: Any, args: Any, kwargs: Any) -> Transfer:
-            target, source, size, stream = _read_arguments(args, kwargs)
-            host = {"h2d": source, "d2h": target}.get(direction)
-            way = direction or direction_between(_read_device(source), _read_device(target))
-            return Transfer(way, size, not stream, None if host is None else is_pinned(host))
+        def facts(out: Any, args: Any, kwargs: Any, direction: str = direction) -> Transfer:
+            call = {"stream": 0, **dict(zip(names, args, strict=False)), **kwargs}
+            host = {"h2d": call["src"], "d2h": call["dst"]}.get(direction)
+            way = direction or direction_between(*map(_read_device, (call["src"], call["dst"])))
+            return Transfer(way, int(call["size"]), not call["stream"], None if host is None else is_pinned(host))
 
         patched.wrap_functions(module, (name,), facts)
-
-    for function in (("host_to_device", "h2d"), ("device_to_host", "d2h"), ("device_to_device", "")):
-        attach(*function)
-
-
-def _read_arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
-    target, source = read_argument(args, kwargs, 0, "dst"), read_argument(args, kwargs, 1, "src")
-    return target, source, int(read_argument(args, kwargs, 2, "size")), read_argument(args, kwargs, 3, "stream", 0)
 
 
 def _read_device(array: Any) -> tuple[Any]:
@@ -264,9 +243,9 @@ def _read_device(array: Any) -> tuple[Any]:
     return (getattr(getattr(context, "device", None), "id", None),)
 
 
-_TYPED = re.compile(r"cuMemcpy([HDA])to([HDA])(Async)?")
+_TYPED = re.compile(r"cuMemcpy([HDA])to([HDA])")
 _SIDES = {"H": "h", "D": "d", "A": "d"}  # an array is a texture's memory on the device
-_WITH_ROWS = ("cudaMemcpy2D", "cudaMemcpy2DToArray", "cudaMemcpy2DFromArray")
+_SIZES = ("ByteCount", "count", "size", "width", "height")
 _MEMORY_TYPES = {1: "h", 2: "d", 3: "d"}  # CUmemorytype: host, device, array; unified is none of them
 
 
@@ -274,74 +253,49 @@ def attach_cuda(module: Any, patched: PatchedFunctions) -> None:
     """Record copies by the functions of a cuda-python module, for the driver or for the runtime."""
     for name in sorted(vars(module)):
         function = getattr(module, name)
-        if "emcpy" not in name or isinstance(function, type) or not callable(function):
-            continue
-        facts = _choose_reader(name, function)
-        if facts is not None:
-            # A call that returns an error code counts as no transfer.
-            read: Facts = lambda out, *call, facts=facts: facts(out, *call) if int(out[0]) == 0 else None  # noqa: E731
-            patched.wrap_functions(module, (name,), read, _stream_reader(function))
+        if re.match("cu(da)?Memcpy", name) and callable(function) and not isinstance(function, type):
+            _wrap_cuda_function(patched, module, name, list(inspect.signature(function).parameters))
 
 
-def _choose_reader(name: str, function: Any) -> Facts | None:
-    typed = _TYPED.fullmatch(name)
-    if typed:
-        direction = f"{_SIDES[typed[1]]}2{_SIDES[typed[2]]}"
-        amount, sync = _first_present_arg_reader(function, "ByteCount"), typed[3] is None
-        return lambda out, args, kwargs: Transfer(direction, int(amount(args, kwargs)), sync)
-    sync = not name.endswith("Async")
-    base = name.removesuffix("Async")
-    if base in ("cuMemcpyPeer", "cudaMemcpyPeer"):
-        place = "Context" if base.startswith("cuM") else "Device"
-        ends = _first_present_arg_reader(function, f"src{place}"), _first_present_arg_reader(function, f"dst{place}")
-        return _peer_copy_reader(*ends, _first_present_arg_reader(function, "ByteCount", "count"), sync)
-    factors = {"cudaMemcpy": ("count",), **dict.fromkeys(_WITH_ROWS, ("width", "height"))}.get(base)
-    if factors is not None:
-        return _copy_kind_reader(
-            _first_present_arg_reader(function, "kind"),
-            [_first_present_arg_reader(function, factor) for factor in factors],
-            sync,
-        )
+def _wrap_cuda_function(patched: PatchedFunctions, module: Any, name: str, names: Sequence[str]) -> None:
+    """Record the calls of a copy function of CUDA with the parameters `names`, unless only the driver knows the
+    direction."""
+    typed = _TYPED.match(name)
+    peer = next((place for place in ("Context", "Device") if f"src{place}" in names), None)
+    is_described = "pCopy" in names and "Peer" not in name
+    if not (typed or peer or is_described or "kind" in names):
+        return
+    sizes, sync = [size for size in _SIZES if size in names], not name.endswith("Async")
+    stream_name = next((name for name in ("hStream", "stream") if name in names), None)
 
-    def read_descriptor(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        copy = read_argument(args, kwargs, 0, "pCopy")
-        source = _MEMORY_TYPES.get(int(copy.srcMemoryType))
-        target = _MEMORY_TYPES.get(int(copy.dstMemoryType))
-        if source is None or target is None:
+    def read_direction(call: dict[str, Any]) -> str | None:
+        if typed:
+            return f"{_SIDES[typed[1]]}2{_SIDES[typed[2]]}"
+        if peer is not None:
+            return direction_between(int(call[f"src{peer}"]), int(call[f"dst{peer}"]))
+        if not is_described:
+            return _CUDA_KINDS.get(int(call["kind"]))
+        copy = call["pCopy"]
+        ends = [_MEMORY_TYPES.get(int(end)) for end in (copy.srcMemoryType, copy.dstMemoryType)]
+        return None if None in ends else f"{ends[0]}2{ends[1]}"
+
+    def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+        if isinstance(out, tuple) and int(out[0]) != 0:  # an error code of cuda-python
             return None
-        return Transfer(f"{source}2{target}", copy.WidthInBytes * copy.Height * getattr(copy, "Depth", 1), sync)
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        direction = read_direction(call)
+        if direction is None:
+            return None
+        if is_described:
+            copy = call["pCopy"]
+            return Transfer(direction, copy.WidthInBytes * copy.Height * getattr(copy, "Depth", 1), sync)
+        return Transfer(direction, prod(int(call[size]) for size in sizes), sync)
 
-    return read_descriptor if base in ("cuMemcpy2D", "cuMemcpy2DUnaligned", "cuMemcpy3D") else None
+    def read_stream(args: Any, kwargs: Any) -> int:
+        stream = None if stream_name is None else read_argument(args, kwargs, names.index(stream_name), stream_name)
+        return int(stream or 0)
 
-
-def _peer_copy_reader(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
-    return lambda out, *call: Transfer(
-        direction_between(int(source(*call)), int(target(*call))), int(amount(*call)), sync
-    )
-
-
-def _copy_kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
-    def read_copy_by_kind(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        direction = _CUDA_KINDS.get(int(kind(args, kwargs)))
-        return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
-
-    return read_copy_by_kind
-
-
-def _first_present_arg_reader(function: Any, *names: str) -> Reader:
-    """Return a reader of one argument of a function. Its name is the first of `names` that the function has."""
-    parameters = list(inspect.signature(function).parameters)
-    name = next(name for name in names if name in parameters)
-    return _arg_reader(parameters.index(name), name)
-
-
-def _stream_reader(function: Any) -> Stream:
-    """Return a reader of the stream argument of a call. For a function without this argument, the reader returns the
-    default stream."""
-    parameters = list(inspect.signature(function).parameters)
-    name = next((name for name in ("hStream", "stream") if name in parameters), None)
-    stream_of: Reader = (lambda args, kwargs: 0) if name is None else _arg_reader(parameters.index(name), name)
-    return lambda args, kwargs: int(stream_of(args, kwargs) or 0)
+    patched.wrap_functions(module, (name,), facts, read_stream)
 
 
 CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
@@ -380,7 +334,7 @@ def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable
     patched.wrap_methods(tensor, (*READING, "numpy", "__array__"), _read_values, stream_of)
     pin = _skip_same(lambda out, *_: Transfer("h2h", out.nbytes(), True, True), ())
     for storage in (torch.UntypedStorage, torch.TypedStorage):
-        patched.wrap_methods(storage, ("to", "cuda", "cpu"), _skip_same(_read_storage_move, ()))
+        patched.wrap_methods(storage, ("to", "cuda", "cpu"), _skip_same(partial(_read_storage_copy, moves=True), ()))
         patched.wrap_methods(storage, ("copy_",), _read_storage_copy)
         patched.wrap_methods(storage, ("pin_memory",), pin, lambda args, kwargs: NOWHERE)
 
@@ -427,8 +381,14 @@ def _read_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 def _moved_tensor(source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False) -> Transfer | None:
     direction = device_direction(source.device, target)
-    if direction is None or (direction == "h2h" and not overwrites and _shares_memory(source, out)):
+    if direction is None:
         return None
+    if direction == "h2h" and not overwrites:
+        try:
+            if source.device == out.device and source.data_ptr() == out.data_ptr():
+                return None
+        except RuntimeError:  # a tensor without memory of its own
+            return None
     pinned = None
     if direction == "h2d":
         pinned = bool(source.is_pinned())
@@ -445,17 +405,13 @@ def _read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     return Transfer("d2h", _count_bytes(source), True, False)
 
 
-def _read_storage_move(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    direction = device_direction(args[0].device, out.device)
-    if direction is None or direction == "h2h":
-        return None
-    return Transfer(direction, args[0].nbytes(), not _is_asynchronous(args[1:], kwargs))
-
-
-def _read_storage_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    source = read_argument(args, kwargs, 1, "source")
+def _read_storage_copy(out: Any, args: Any, kwargs: Any, *, moves: bool = False) -> Transfer | None:
+    """Read a copy into a storage or, if `moves` is True, the move of a storage to another memory."""
+    source = args[0] if moves else read_argument(args, kwargs, 1, "source")
     direction = device_direction(source.device, out.device)
-    return None if direction is None else Transfer(direction, source.nbytes(), not _is_asynchronous(args[1:], kwargs))
+    if direction is None or (moves and direction == "h2h"):
+        return None
+    return Transfer(direction, source.nbytes(), not _is_asynchronous(args[1:], kwargs))
 
 
 def _skip_same(facts: Facts, fake: Any) -> Facts:
@@ -465,13 +421,6 @@ def _skip_same(facts: Facts, fake: Any) -> Facts:
 
 def _count_bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
-
-
-def _shares_memory(source: Any, out: Any) -> bool:
-    try:
-        return bool(source.device == out.device and source.data_ptr() == out.data_ptr())
-    except RuntimeError:  # a tensor without memory of its own
-        return True
 
 
 def _is_asynchronous(args: Any, kwargs: Any) -> bool:

@@ -319,16 +319,14 @@ _PINNED_OWNERS = frozenset({"PinnedMemoryPointer", "PinnedMemory", "MappedMemory
 
 def is_pinned(array: Any) -> bool | None:
     """Return True for a numpy array in page-locked memory, None if unknown."""
-    owner = getattr(array, "base", None)
-    if owner is None:
-        return False if hasattr(array, "base") else None
-    for _ in range(10):
-        if type(owner).__name__ in _PINNED_OWNERS:
-            return True
+    owner = array
+    for _ in range(11):
         below = getattr(owner, "base", None)
         if below is None:
             below = getattr(owner, "obj", None)  # a memoryview
         if below is None:
             return False if hasattr(owner, "base") else None
+        if type(below).__name__ in _PINNED_OWNERS:
+            return True
         owner = below
     return None
