@@ -12,9 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextvars import ContextVar
-from functools import partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
@@ -85,7 +83,7 @@ GAPS_KEPT = 10_000
 """The maximum number of gaps between a stream's items from which the median is computed. Later gaps do not count."""
 
 ADDRESSES_KNOWN = 8
-"""The maximum number of addresses with endpoints of their own. This limits memory, as callers can invent addresses."""
+"""The maximum number of addresses with sites of their own. This limits memory, as callers can invent addresses."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
 """The exchange of the request on which the current context works."""
@@ -110,13 +108,14 @@ this."""
 
 
 class Exchanges:
-    """The settings and endpoints of a rule for requests. `is_on` is False after the rule's removal."""
+    """The settings and sites of a rule for requests. `is_on` is False after the rule's removal."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
         self.recorder = recorder
-        self.make_endpoints = partial(Endpoints, rule, recorder)
-        self.endpoints = self.make_endpoints()
-        """The endpoints of requests without an address, or at an address beyond `ADDRESSES_KNOWN`."""
+        self._format, self._generations, self._provider = rule.name, rule.gen_ai, rule.provider
+        self.sites: dict[Key, Site] = {}
+        """The sites of all endpoints and jobs."""
+        self._addresses: set[Address] = {()}
         self.is_on = True
         self.ignores = bool(rule.ignore)
         self._exact = frozenset(path for path in rule.ignore if not path.endswith("*"))
@@ -136,11 +135,7 @@ class Exchanges:
         asks = self.timed_by is not None and not self.times_all
         self.is_plain = not rule.attributes and self._follows and self._extract is read_w3c and not asks
         """True if the rule reads nothing of a request but its address and its caller's trace."""
-        self.at: dict[Any, Endpoints] = {}
-        """The endpoints of each known address."""
         self._arrivals: dict[Any, Arrivals] = {}
-        self.jobs: dict[tuple[str, str, str], Site] = {}
-        """The sites of jobs, by queue system, task and queue."""
         self.next: Exchanges | None = None
         """The settings that have replaced these at a reload. Apps that a server keeps from before the reload use the
         new settings."""
@@ -150,9 +145,42 @@ class Exchanges:
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
-    def sites(self) -> list[Site]:
-        tables = self.endpoints.sites, *(endpoints.sites for endpoints in list(self.at.values())), self.jobs
-        return [site for table in tables for site in list(table.values())]
+    def knows_address(self, address: Address) -> bool:
+        """Return True if the endpoints at an address have sites of their own."""
+        if len(self._addresses) <= ADDRESSES_KNOWN:
+            self._addresses.add(address)
+        return address in self._addresses
+
+    def site_of_endpoint(self, address: Address, protocol: str, method: str, route: str = "") -> Site:
+        """Return the site of an endpoint, the same one for all threads. Beyond `ENDPOINT_LIMIT`, return the method's
+        site without a route."""
+        return self.sites.get((address, protocol, method, route)) or self._make_site(address, protocol, method, route)
+
+    def _make_site(self, address: Address, protocol: str, method: str, route: str) -> Site:
+        if protocol not in CALLED and method not in METHODS and method != "_OTHER":
+            return self.site_of_endpoint(address, protocol, "_OTHER", route)
+        if (route or protocol in CALLED) and method and len(self.sites) >= ENDPOINT_LIMIT:
+            self.recorder.count(BEYOND)
+            return self.site_of_endpoint(address, protocol, "" if protocol in CALLED else method)
+        # An app of WSGI has a thread for itself; an app of ASGI waits between its steps.
+        name, facts, suspends = method or protocol, dict(address), protocol not in ("wsgi", *CALLED)
+        if protocol in CALLED:
+            facts = {"rpc.system.name": protocol, "rpc.method": method or "_OTHER", **facts}
+        else:
+            parts: dict[str, AttributeValue] = {"http.request.method": method}
+            if route:
+                parts["http.route"] = route
+                if self._generations and metrics.matches_route(route, self._generations):
+                    parts[metrics.OPERATION] = metrics.operation_of(route)
+                    parts |= {metrics.PROVIDER: self._provider} if self._provider else {}
+            parts |= {"network.protocol.name": "websocket"} if protocol == "websocket" else {}
+            facts = parts | facts
+            verb = "HTTP" if method == "_OTHER" else method
+            name = self._format.replace("{method}", verb).replace("{route}", route).strip() or verb
+        new = Site(name, "request", attributes=tuple(facts.items()), suspends=suspends)
+        site = self.sites.setdefault((address, protocol, method, route), new)
+        self.recorder.note_shape(site, REQUEST)
+        return site
 
     def is_path_recorded(self, path: str) -> bool:
         current = CURRENT.get()
@@ -377,16 +405,17 @@ class Exchange:
         """End the span, with an exception or an error's name if given. An exception after the end is recorded
         separately."""
         frame, self.frame = self.frame, None
-        if frame is None:
-            if isinstance(error, BaseException):
-                self._record_late_failure(error)
-            return
         try:
+            if frame is None:
+                if isinstance(error, BaseException):
+                    self._record_late_failure(error)
+                return
             if error is not None or self.stream is not None or self.prefix:
                 error = self._add_final_attributes(frame, error)
             self.method.close_request(frame, self.facts, self.status, self.answer_bytes, error)
         except Exception as fault:
-            self.method.recorder.close(frame, error, True)  # without its attributes
+            if frame is not None:
+                self.method.recorder.close(frame, error, True)  # without its attributes
             FAULTS.note("end of a request", fault)
 
     def _add_final_attributes(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
@@ -404,12 +433,9 @@ class Exchange:
         recorder = self.method.recorder
         if outcome_of(error) is not None or outcome_by(error) == CLIENT_GONE or not recorder.on:
             return
-        try:
-            facts: dict[Any, Any] = {STATUS_CODE: "ERROR", ERROR_TYPE: error_name(error)}
-            facts.update(self.method.site_of(self.route).attributes)
-            recorder.record(LATE_FAILURE, recorder.now_ns(), facts)
-        except Exception as fault:
-            FAULTS.note("end of a request", fault)
+        facts: dict[Any, Any] = {STATUS_CODE: "ERROR", ERROR_TYPE: error_name(error)}
+        facts.update(self.method.site_of(self.route).attributes)
+        recorder.record(LATE_FAILURE, recorder.now_ns(), facts)
 
     def end_incomplete(self, outcome: str = CLIENT_GONE) -> None:
         """End the exchange of an incomplete answer. The outcome is the reason."""
@@ -502,21 +528,18 @@ class Arrivals:
             return None
 
     def _find_method(self, arrival: Arrival) -> Method:
-        exchanges, (name, scheme, address, port) = self.exchanges, arrival
+        name, scheme, host, port = arrival
         facts: dict[str, AttributeValue] = {}
-        endpoints: Endpoints | None = exchanges.endpoints
         if scheme is not None:
             facts[SCHEME] = scheme
-            if address is not None:
-                facts[SERVER] = address
+            if host is not None:
+                facts[SERVER] = host
             if isinstance(port, int) or (port is not None and port.isdecimal()):
                 facts[PORT] = int(port)
-            endpoints = exchanges.at.get(arrival[1:])
-            if endpoints is None and len(exchanges.at) < ADDRESSES_KNOWN:
-                endpoints = exchanges.at.setdefault(arrival[1:], exchanges.make_endpoints(facts))
-        if scheme is None or endpoints is None:
-            return Method(exchanges.endpoints, self._protocol, name, facts)
-        method = Method(endpoints, self._protocol, name)
+        address = tuple(facts.items())
+        if not self.exchanges.knows_address(address):
+            return Method(self.exchanges, (), self._protocol, name, facts)
+        method = Method(self.exchanges, address, self._protocol, name, {})
         if name in METHODS:  # callers invent others
             self._methods[arrival] = method
         return method
@@ -568,64 +591,19 @@ class ServedApp:
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 
 ENDPOINT_LIMIT = 1_000
-"""The maximum number of endpoints per address. Requests to other endpoints are named by their method alone."""
+"""The maximum number of endpoints. Requests to other endpoints are named by their method alone."""
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 
 CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """The protocols that call a method by name. Their requests have no route."""
 
-Key = tuple[str, str, str]
-"""An endpoint's protocol, method and route. The protocol is ASGI's `http` or `websocket`, `wsgi`, or in `CALLED`."""
+Address = tuple[tuple[str, AttributeValue], ...]
+"""The attributes of an address, () for calls by name, and for addresses beyond `ADDRESSES_KNOWN`."""
 
-
-class Endpoints:
-    """The sites of all endpoints at one address, with the address as attributes. Concurrent threads get the same
-    site."""
-
-    def __init__(
-        self,
-        rule: RequestsRule,
-        recorder: Recorder = RECORDER,
-        address: Mapping[str, AttributeValue] = MappingProxyType({}),
-    ) -> None:
-        self._format = rule.name
-        self._generations, self._provider = rule.gen_ai, rule.provider
-        self.recorder = recorder
-        self._address = address
-        self.sites: dict[Key, Site] = {}
-
-    def site_of_endpoint(self, protocol: str, method: str, route: str = "") -> Site:
-        """Return the site of an endpoint. Beyond `ENDPOINT_LIMIT`, return the method's site without a route."""
-        key = (protocol, method, route)
-        return self.sites.get(key) or self._make_site(key)
-
-    def _make_site(self, key: Key) -> Site:
-        protocol, method, route = key
-        if protocol not in CALLED and method not in METHODS and method != "_OTHER":
-            return self.site_of_endpoint(protocol, "_OTHER", route)
-        if (route or protocol in CALLED) and method and len(self.sites) >= ENDPOINT_LIMIT:
-            self.recorder.count(BEYOND)
-            return self.site_of_endpoint(protocol, "" if protocol in CALLED else method)
-        # An app of WSGI has a thread for itself; an app of ASGI waits between its steps.
-        name, facts, suspends = method or protocol, dict(self._address), protocol not in ("wsgi", *CALLED)
-        if protocol in CALLED:
-            facts = {"rpc.system.name": protocol, "rpc.method": method or "_OTHER", **facts}
-        else:
-            parts: dict[str, AttributeValue] = {"http.request.method": method}
-            if route:
-                parts["http.route"] = route
-                if self._generations and metrics.matches_route(route, self._generations):
-                    parts[metrics.OPERATION] = metrics.operation_of(route)
-                    parts |= {metrics.PROVIDER: self._provider} if self._provider else {}
-            parts |= {"network.protocol.name": "websocket"} if protocol == "websocket" else {}
-            facts = parts | facts
-            verb = "HTTP" if method == "_OTHER" else method
-            name = self._format.replace("{method}", verb).replace("{route}", route).strip() or verb
-        new = Site(name, "request", attributes=tuple(facts.items()), suspends=suspends)
-        site = self.sites.setdefault(key, new)
-        self.recorder.note_shape(site, REQUEST)
-        return site
+Key = tuple[object, str, str, str]
+"""An endpoint's address, protocol, method and route. The protocol is ASGI's `http` or `websocket`, `wsgi`, or in
+`CALLED`. A job has its system, its task and its queue instead."""
 
 
 class Method:
@@ -634,16 +612,16 @@ class Method:
     `facts` has the address if the address has no endpoints of its own.
     """
 
-    __slots__ = ("_endpoints", "_key", "close_request", "facts", "open_request", "recorder", "site")
+    __slots__ = ("_key", "_site_of", "close_request", "facts", "open_request", "recorder", "site")
 
     def __init__(
-        self, endpoints: Endpoints, protocol: str, name: str, facts: Mapping[str, AttributeValue] = MappingProxyType({})
+        self, exchanges: Exchanges, address: Address, protocol: str, name: str, facts: dict[str, AttributeValue]
     ) -> None:
-        self._endpoints, self._key = endpoints, (protocol, name)
-        self.facts = dict(facts)
-        self.recorder = endpoints.recorder
+        self._site_of, self._key = exchanges.site_of_endpoint, (address, protocol, name)
+        self.facts = facts
+        self.recorder = exchanges.recorder
         self.open_request, self.close_request = self.recorder.open_request, self.recorder.close_request
         self.site = self.site_of("")
 
     def site_of(self, route: str) -> Site:
-        return self._endpoints.site_of_endpoint(*self._key, route)
+        return self._site_of(*self._key, route)

@@ -45,11 +45,11 @@ class _Jobs:
             if job is None:
                 return None
             task, queue, job_id, carrier, queued_s = job
-            system, name, place = key = self._system, str(task), str(queue)
-            site = exchanges.jobs.get(key)
+            key = "job", self._system, str(task), str(queue)
+            site = exchanges.sites.get(key)
             if site is None:
-                facts = ("messaging.system", system), ("messaging.destination.name", place)
-                site = exchanges.jobs.setdefault(key, Site(name, "request", attributes=facts))
+                facts = ("messaging.system", self._system), ("messaging.destination.name", str(queue))
+                site = exchanges.sites.setdefault(key, Site(str(task), "request", attributes=facts))
             attributes: dict[Any, Any] = {"messaging.message.id": str(job_id)[:256]}
             if queued_s:
                 attributes[TIME_IN_QUEUE] = max(time.time() - queued_s, 0.0)

@@ -442,7 +442,7 @@ class Requests(Instrumentor):
 
     def has_begun(self) -> bool:
         """Return True if the start of a request has been recorded, by this rule or a function rule."""
-        has_met = self._exchanges is not None and bool(self._exchanges.sites())
+        has_met = self._exchanges is not None and bool(self._exchanges.sites)
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
@@ -456,7 +456,7 @@ class Requests(Instrumentor):
         rule: RequestsRule = self.rules[0]
         met = {name: kind for name, kind in self._met.items() if kind in SERVERS}
         lacking = [text for text in self._met.values() if " " in text]
-        sites, calls_of = self._exchanges.sites(), calls_by_site(self._recorder)
+        sites, calls_of = list(self._exchanges.sites.values()), calls_by_site(self._recorder)
         calls = sum(calls_of.get(site, 0) for site in sites)
         if lacking:
             verdict = Verdict(rule.text, "unreachable", why="; ".join(lacking))
