@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -43,19 +43,6 @@ class ProbeCost(NamedTuple):
     usual_ns: float
 
 
-def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
-    """Measure the cost of a span for each shape of probe, in 4 ms.
-
-    - `call`, `coroutine` and `generator` (with one item) are kinds of functions, `scope` is a `with` block, and
-      `method` is a layer's call.
-    - `wrapper` is a function that is recorded as a request, and `request` is a request over ASGI.
-    - `step` is a later item of a generator.
-
-    `with_ticks` times spans by the processor's time stamp counter.
-    """
-    return copy_context().run(_measure_costs, with_ticks)
-
-
 def _make_recorder(with_ticks: bool) -> Recorder:
     recorder = Recorder(ring_bytes=1 << 20)
     if with_ticks:
@@ -75,108 +62,112 @@ BODY = {"type": "http.response.body", "body": b"{}"}
 """The messages that a measured ASGI app sends to its server."""
 
 
-class _Probes:
-    """Empty functions to measure. Each shape of probe has a function with the probe and one without."""
+Timed = tuple[float, float, float]
+"""The shortest times in ns of a call with a probe and without one, and the median time that the probe adds."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        from instrument.instrumentors.requests import served_apps
-        from instrument.instrumentors.requests.exchange import Exchanges
 
-        def do_nothing() -> None:
-            pass
+def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, Any, Run, Any]]]:
+    """Return the sites of empty functions, and two calls for each shape of probe: with the probe, and without."""
+    from instrument.instrumentors.requests import served_apps
+    from instrument.instrumentors.requests.exchange import Exchanges
 
-        async def coroutine() -> None:
-            pass
+    def do_nothing() -> None:
+        pass
 
-        def generator(steps: int = 1) -> Iterator[None]:
-            for _ in range(steps):
-                yield
+    def do_nothing_to(_: object) -> None:
+        pass
 
-        def call(function: Callable[[], Any], count: int) -> None:
-            for _ in range(count):
-                function()
+    async def do_nothing_async(_: object = None) -> None:
+        pass
 
-        def run_coroutines(function: Callable[[], Any], count: int) -> None:
-            for _ in range(count):
-                try:
-                    function().send(None)
-                except StopIteration:
-                    pass
+    async def answer(_: object, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        await receive()
+        await send(START)
+        await send(BODY)
 
-        async def do_nothing_async(_: object = None) -> None:
-            pass
+    def generator(steps: int = 1) -> Iterator[None]:
+        for _ in range(steps):
+            yield
 
-        async def answer(_: object, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-            await receive()
-            await send(START)
-            await send(BODY)
+    def call(function: Callable[[], Any], count: int) -> None:
+        for _ in range(count):
+            function()
 
-        def read_generators(function: Callable[[], Any], count: int) -> None:
-            for _ in range(count):
-                for _ in function():
-                    pass
-
-        def open_scopes(function: Callable[[], Any], count: int) -> None:
-            for _ in range(count):
-                with recorder.scope("scope"):
-                    function()
-
-        def steps(function: Callable[[int], Any], count: int) -> None:
-            for _ in function(count):
+    def run_coroutines(function: Callable[[], Any], count: int) -> None:
+        for _ in range(count):
+            try:
+                function().send(None)
+            except StopIteration:
                 pass
 
-        def make_probe(function: Callable[..., Any], shape: str, kind: str = "op") -> Any:
-            self.sites.append(Site(shape, kind))
-            return recorder.wrap(function, self.sites[-1])
+    def read_generators(function: Callable[[], Any], count: int) -> None:
+        for _ in range(count):
+            for _ in function():
+                pass
 
-        def do_nothing_to(_: object) -> None:
+    def open_scopes(function: Callable[[], Any], count: int) -> None:
+        for _ in range(count):
+            with recorder.scope("scope"):
+                function()
+
+    def read_steps(function: Callable[[int], Any], count: int) -> None:
+        for _ in function(count):
             pass
 
-        self.sites: list[Site] = [recorder.scope_site("scope", "user")]
-        app = served_apps.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder))
-        messages: Any = (SCOPE, do_nothing_async, do_nothing_async)
-        layer, site = object(), Site("method")
-        method = wrapping.wrap_method(recorder, do_nothing_to, {id(layer): site}, lambda _: site)
-        recorder.allow_muting(site)
-        self.sites.append(site)
-        self._by_shape: dict[str, tuple[Run, Any, Run, Any]] = {
-            "call": (call, make_probe(do_nothing, "call"), call, do_nothing),
-            "coroutine": (run_coroutines, make_probe(coroutine, "coroutine"), run_coroutines, coroutine),
-            "generator": (read_generators, make_probe(generator, "generator"), read_generators, generator),
-            "scope": (open_scopes, do_nothing, call, do_nothing),
-            "method": (call, lambda: method(layer), call, lambda: do_nothing_to(layer)),
-            "wrapper": (call, make_probe(do_nothing, "wrapper", "request"), call, do_nothing),
-            REQUEST: (run_coroutines, partial(app, *messages), run_coroutines, partial(answer, *messages)),
-            "step": (steps, make_probe(generator, "step"), steps, generator),
-        }
-
-    def measure_shapes(self, leave_out: str = "") -> dict[str, tuple[float, float, float]]:
-        """Time the calls of all shapes of probes, except the shape `leave_out`, in ns.
-
-        Return the shortest times of a call with a probe and without one, and the median time that the probe adds.
-        """
-        spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in self._by_shape if shape != leave_out}
-        for _ in range(ROUNDS):
-            for shape, pairs in spent.items():
-                run, recorded, run_bare, bare = self._by_shape[shape]
-                count = CALLS // CALLS_PER_REQUEST if shape == REQUEST else CALLS
-                began_ns = time.perf_counter_ns()
-                run(recorded, count)
-                between_ns = time.perf_counter_ns()
-                run_bare(bare, count)
-                ended_ns = time.perf_counter_ns()
-                pairs.append(((between_ns - began_ns) / count, (ended_ns - between_ns) / count))
-        timed: dict[str, tuple[float, float, float]] = {}
-        for shape, pairs in spent.items():
-            recorded_ns, bare_ns = zip(*pairs, strict=True)
-            added_ns = sorted(map(sub, recorded_ns, bare_ns))[ROUNDS // 2]
-            timed[shape] = min(recorded_ns), min(bare_ns), max(added_ns, 0.0)
-        return timed
+    sites = [recorder.scope_site("scope", "user"), Site("method")]
+    calls: dict[str, tuple[Run, Any, Run, Any]] = {}
+    for shape, run, function in (
+        ("call", call, do_nothing),
+        ("coroutine", run_coroutines, do_nothing_async),
+        ("generator", read_generators, generator),
+        ("wrapper", call, do_nothing),
+        (STEP, read_steps, generator),
+    ):
+        sites.append(Site(shape, "request" if shape == "wrapper" else "op"))
+        calls[shape] = run, recorder.wrap(function, sites[-1]), run, function
+    layer, method_site = object(), sites[1]
+    method = wrapping.wrap_method(recorder, do_nothing_to, {id(layer): method_site}, lambda _: method_site)
+    recorder.allow_muting(method_site)
+    app = served_apps.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder))
+    messages: Any = (SCOPE, do_nothing_async, do_nothing_async)
+    return sites, calls | {
+        "scope": (open_scopes, do_nothing, call, do_nothing),
+        "method": (call, lambda: method(layer), call, lambda: do_nothing_to(layer)),
+        REQUEST: (run_coroutines, partial(app, *messages), run_coroutines, partial(answer, *messages)),
+    }
 
 
-def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
+def _time_calls(calls: Mapping[str, tuple[Run, Any, Run, Any]]) -> dict[str, Timed]:
+    spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in calls}
+    for _ in range(ROUNDS):
+        for shape, (run, recorded, run_bare, bare) in calls.items():
+            count = CALLS // CALLS_PER_REQUEST if shape == REQUEST else CALLS
+            began_ns = time.perf_counter_ns()
+            run(recorded, count)
+            between_ns = time.perf_counter_ns()
+            run_bare(bare, count)
+            ended_ns = time.perf_counter_ns()
+            spent[shape].append(((between_ns - began_ns) / count, (ended_ns - between_ns) / count))
+    timed: dict[str, Timed] = {}
+    for shape, pairs in spent.items():
+        recorded_ns, bare_ns = zip(*pairs, strict=True)
+        added_ns = sorted(map(sub, recorded_ns, bare_ns))[ROUNDS // 2]
+        timed[shape] = min(recorded_ns), min(bare_ns), max(added_ns, 0.0)
+    return timed
+
+
+def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
+    """Measure the cost of a span for each shape of probe, in 4 ms.
+
+    - `call`, `coroutine` and `generator` (with one item) are kinds of functions, `scope` is a `with` block, and
+      `method` is a layer's call.
+    - `wrapper` is a function that is recorded as a request, and `request` is a request over ASGI.
+    - `step` is a later item of a generator.
+
+    `with_ticks` times spans by the processor's time stamp counter.
+    """
     recorder = _make_recorder(with_ticks)
-    timed = _Probes(recorder).measure_shapes()
+    timed = _time_calls(_make_calls(recorder)[1])
     # The part inside of a span is the length of an empty span; a step has no span of its own.
     lengths: dict[str, list[int]] = {}
     for ring in recorder.rings():
@@ -195,10 +186,11 @@ def measure_muted_call_ns() -> dict[str, float]:
     """Measure the median cost of a muted call for each shape of probe, in 2 ms. Requests are left out, as they are
     never muted."""
     recorder = _make_recorder(False)
-    probes = _Probes(recorder)
-    for site in probes.sites:
+    sites, calls = _make_calls(recorder)
+    for site in sites:
         recorder.mute(site)
-    return {shape: usual_ns for shape, (_, _, usual_ns) in probes.measure_shapes(leave_out=REQUEST).items()}
+    del calls[REQUEST]
+    return {shape: usual_ns for shape, (_, _, usual_ns) in _time_calls(calls).items()}
 
 
 SWEPT_BYTES = 2 << 20
@@ -211,10 +203,6 @@ def measure_cold_cache_ns(*, with_ticks: bool = False) -> float:
     The result is a difference of medians of 16 calls. Repeated results differ by less than a third. It takes 8 ms and 6
     MiB.
     """
-    return copy_context().run(_measure_cold_cache_ns, with_ticks)
-
-
-def _measure_cold_cache_ns(with_ticks: bool) -> float:
     clock = time.perf_counter_ns
     memory, into = memoryview(bytes(2 * SWEPT_BYTES)), bytearray(SWEPT_BYTES)
     parts = itertools.cycle(memory[at : at + SWEPT_BYTES] for at in range(0, len(memory), SWEPT_BYTES))
@@ -227,9 +215,8 @@ def _measure_cold_cache_ns(with_ticks: bool) -> float:
         inside_ns = clock() - began_ns
 
     recorder = _make_recorder(with_ticks)
-    sites: dict[int, Site | None] = {}
     layers = [object() for _ in range(16)]
-    sites.update((id(layer), Site(f"layer {place}", "layer")) for place, layer in enumerate(layers))
+    sites: dict[int, Site | None] = {id(layer): Site(f"layer {place}", "layer") for place, layer in enumerate(layers)}
     method = wrapping.wrap_method(recorder, evict_caches, sites, lambda _: None)
     outside_ns: dict[bool, list[int]] = {True: [], False: []}
     for layer in layers:
@@ -279,7 +266,7 @@ class Costs:
         path = agent_socket.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())
-        measured = measure()
+        measured = copy_context().run(measure)
         if path is not None:
             with suppress(OSError), file_writing.open_replacement(path) as file:
                 file.write(json.dumps(measured).encode())
@@ -291,9 +278,6 @@ class Costs:
 
     def cost_of(self, site: Site) -> ProbeCost:
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
-
-    def lowest_ns_of_sites(self, sites: Sequence[Site]) -> list[float]:
-        return [self.cost_of(site).added_ns for site in sites]
 
     def sum_ns(self, calls: Mapping[Site, int]) -> float:
         return sum(count * self.cost_of(site).added_ns for site, count in calls.items())

@@ -128,7 +128,7 @@ class SessionDiagnostics:
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
-            added_ns=self.costs.lowest_ns_of_sites,
+            added_ns=lambda sites: [self.costs.cost_of(site).added_ns for site in sites],
             pairs_ns=self.pairs_ns(),
             threads_ns=self.threads_ns(),
             passed=self.recorder.muted_calls(),

@@ -29,7 +29,7 @@ from instrument.instrumentors.requests.exchange import (
 )
 from instrument.recorder.wrapping import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
-from instrument.runtime.cheap_start import NamedTuple, dataclass
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
@@ -46,12 +46,8 @@ _attached: list[Arrivals] = []
 """The `Arrivals` of each attached rule. All interceptors use the last one."""
 
 
-class _ArrivedCall(NamedTuple):
-    """A call that has arrived at a server. `name` replaces the method's name if the server lacks the method."""
-
-    details: Any
-    context: Any = None
-    name: str | None = None
+_ArrivedCall = tuple[Any, Any, "str | None"]
+"""The details of a call, its context, and a name in place of the method's, for methods that the server lacks."""
 
 
 class _Service:
@@ -91,7 +87,7 @@ class _Service:
 
     def record_refusal(self, details: Any, arrivals: Arrivals | None, error: BaseException | str) -> None:
         """Record a call that has no handler. All such calls are one endpoint. Never raises."""
-        exchange = None if arrivals is None else arrivals.begin(_ArrivedCall(details, name=""))
+        exchange = None if arrivals is None else arrivals.begin((details, None, ""))
         if exchange is not None:
             exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
@@ -208,7 +204,7 @@ class _Call:
 
     def _begin_span(self, context: Any) -> Exchange | None:
         self._is_begun = True
-        self.exchange = self._arrivals.begin(_ArrivedCall(self._details, context))
+        self.exchange = self._arrivals.begin((self._details, context, None))
         return self.exchange
 
     def _add_timings(self, context: Any) -> None:
@@ -254,8 +250,9 @@ class _Call:
                 error = None if is_broken_off or isinstance(error, self._service.grpc.RpcError) else error
             elif error is not None and status == "OK":
                 status = "UNKNOWN"
-            elif error is not None and (status not in SERVER_ERRORS or _is_abort(error)):
-                error = None
+            elif error is not None:
+                is_abort = type(error).__name__ == "AbortError" or (type(error) is Exception and not error.args)
+                error = None if is_abort or status not in SERVER_ERRORS else error
         except Exception as fault:
             FAULTS.note("status of a gRPC call", fault)
             status = "UNKNOWN"
@@ -333,10 +330,6 @@ def _has_caller_disconnected(context: Any) -> bool:
     return is_active is not None and not is_active()
 
 
-def _is_abort(error: BaseException) -> bool:
-    return type(error).__name__ == "AbortError" or (type(error) is Exception and not error.args)
-
-
 def _decode_text(method: Any) -> str:
     return method.decode("latin-1") if isinstance(method, bytes) else str(method)
 
@@ -366,37 +359,32 @@ def _read_call(call: _ArrivedCall, names: tuple[str, ...]) -> tuple[Arrival, dic
     return _describe_call(method, getattr(event_details, "host", None), details.invocation_metadata, names)
 
 
-def _sync_interceptor(grpc: Any, service: _Service) -> Any:
-    class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-        def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-            arrivals = service.arrivals_for(details)
-            try:
-                handler = continuation(details)
-            except Exception as error:  # of an interceptor after ours
-                service.record_refusal(details, arrivals, error)
-                raise
-            return service.record_handler(handler, details, arrivals, is_async=False)
+def _make_interceptor(grpc: Any, is_async: bool) -> Any:
+    service = _Service(grpc)
 
-    return Interceptor()
+    def intercept(_: Any, continuation: Callable[[Any], Any], details: Any) -> Any:
+        arrivals = service.arrivals_for(details)
+        try:
+            handler = continuation(details)
+        except Exception as error:  # of an interceptor after ours
+            service.record_refusal(details, arrivals, error)
+            raise
+        return service.record_handler(handler, details, arrivals, is_async=False)
 
+    async def intercept_async(_: Any, continuation: Callable[[Any], Any], details: Any) -> Any:
+        arrivals = service.arrivals_for(details)
+        try:
+            handler = await continuation(details)
+        except Exception as error:
+            service.record_refusal(details, arrivals, error)
+            raise
+        return service.record_handler(handler, details, arrivals, is_async=True)
 
-def _async_interceptor(grpc: Any, service: _Service) -> Any:
-    class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-        async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-            arrivals = service.arrivals_for(details)
-            try:
-                handler = await continuation(details)
-            except Exception as error:
-                service.record_refusal(details, arrivals, error)
-                raise
-            return service.record_handler(handler, details, arrivals, is_async=True)
-
-    return Interceptor()
+    base = grpc.aio.ServerInterceptor if is_async else grpc.ServerInterceptor
+    return type("Interceptor", (base,), {"intercept_service": intercept_async if is_async else intercept})()
 
 
-def _attach_interceptor(
-    class_name: str, interceptor: Callable[[Any, _Service], Any], module: Any, exchanges: Exchanges
-) -> list[Undo]:
+def _attach_interceptor(class_name: str, is_async: bool, module: Any, exchanges: Exchanges) -> list[Undo]:
     server, grpc = getattr(module, class_name), module.grpc
     init = server.__init__
     signature = inspect.signature(init)
@@ -406,14 +394,14 @@ def _attach_interceptor(
     @replaces(server, "__init__")
     def restore(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
-        bound.arguments["interceptors"] = (interceptor(grpc, _Service(grpc)), *(bound.arguments["interceptors"] or ()))
+        bound.arguments["interceptors"] = (_make_interceptor(grpc, is_async), *(bound.arguments["interceptors"] or ()))
         init(*bound.args, **bound.kwargs)
 
     def forget() -> None:
         if arrivals in _attached:
             _attached.remove(arrivals)
 
-    arrivals = exchanges.get_arrivals("grpc", lambda call: _decode_text(call.details.method), None, _read_call)
+    arrivals = exchanges.get_arrivals("grpc", lambda call: _decode_text(call[0].method), None, _read_call)
     _attached.append(arrivals)
     return [forget, restore]
 
@@ -464,8 +452,7 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.facts[OUTCOME] = "timed out"
 
     def note_abort(h2_stream: Any, h2_status: int, grpc_status: Any = None, *args: Any, **kwargs: Any) -> None:
-        exchange = current_exchange()
-        if exchange is not None and grpc_status is not None:
+        if grpc_status is not None and (exchange := current_exchange()) is not None:
             exchange.facts[RPC_STATUS] = grpc_status.name
 
     undo_leave, undo_abort = call_before(stream, "__aexit__", note_leave), call_before(module, "_abort", note_abort)
@@ -500,8 +487,8 @@ def _read_grpclib_call(
 
 SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "grpc": {
-        "grpc._server": functools.partial(_attach_interceptor, "_Server", _sync_interceptor),
-        "grpc.aio._server": functools.partial(_attach_interceptor, "Server", _async_interceptor),
+        "grpc._server": functools.partial(_attach_interceptor, "_Server", False),
+        "grpc.aio._server": functools.partial(_attach_interceptor, "Server", True),
     },
     "grpclib": {"grpclib.server": _attach_grpclib},
 }
