@@ -10,7 +10,7 @@ body is wrapped, and closing the body ends the span.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import Context, copy_context
 from operator import itemgetter
 from pathlib import Path
@@ -273,9 +273,7 @@ def get_arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
     return {kind: exchanges.get_arrivals(kind, _read_path, _read_plain, _read_all) for kind in KINDS}
 
 
-def _read_path(scope: Message) -> str:
-    path: str = scope["path"]
-    return path
+_read_path = itemgetter("path")
 
 
 def _read_plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
@@ -319,11 +317,6 @@ ARRIVAL = itemgetter("REQUEST_METHOD", "wsgi.url_scheme", "SERVER_NAME", "SERVER
 STATUSES = {str(status): status for status in range(100, 1000)}
 """The number of each possible status, by the first three characters of a status line."""
 
-LINES_KNOWN = 100
-
-_lines: dict[Any, int] = {}
-"""A cache of statuses by whole status lines, with up to `LINES_KNOWN` entries."""
-
 
 class WsgiApp(ServedApp):
     """A proxy of a WSGI app that records its requests."""
@@ -342,9 +335,9 @@ class WsgiApp(ServedApp):
 
         def start(*arguments: Any, **kwargs: Any) -> Any:
             try:
-                exchange.set_status(_lines[arguments[0]])
+                exchange.set_status(STATUSES.get(arguments[0][:3], 0))
             except Exception:
-                exchange.set_status(_read_status(arguments))
+                exchange.set_status(0)
             if kwargs or len(arguments) != 2:
                 return start_response(*arguments, **kwargs)
             status, headers = arguments
@@ -390,16 +383,6 @@ class InterleavedApp(WsgiApp):
         context = copy_context()
         body = context.run(super().__call__, environ, start_response)
         return _BodyInContext(body, context) if type(body) is _Body else body
-
-
-def _read_status(arguments: Sequence[Any]) -> int:
-    line = arguments[0] if arguments else None
-    if not isinstance(line, str):
-        return 0
-    status = STATUSES.get(str.__getitem__(line, slice(3)), 0)
-    if type(line) is str and len(_lines) < LINES_KNOWN:
-        _lines[line] = status
-    return status
 
 
 def _path_of_environ(environ: dict[str, Any]) -> str:

@@ -54,12 +54,13 @@ else:
 
 
 class Router(NamedTuple):
-    """The class and the name of a framework's method that finds a request's route.
+    """The module, class and name of a framework's method that finds a request's route.
 
     `route` reads the route from the module and the call's arguments, or from the module and the result if `after` is
     True. `note` stores the route, unless it is None. `older` is True if older versions lack the method.
     """
 
+    module: str
     owner: str
     method: str
     route: Callable[..., Any]
@@ -67,18 +68,16 @@ class Router(NamedTuple):
     note: Callable[[Exchange, Any], None] = Exchange.set_route
     older: bool = False
 
-    def is_in(self, module: Any) -> bool:
-        """Return False for the method of a newer version."""
-        return not self.older or self.method in vars(getattr(module, self.owner))
-
-    def attach(self, module: Any) -> Undo:
+    def attach(self, module: Any) -> list[Undo]:
         """Make the router's method name open requests. Raises `AttributeError` or `TypeError` if there is no such
-        method."""
+        method, except for an older version."""
         owner = getattr(module, self.owner)
+        if self.older and self.method not in vars(owner):
+            return []
         original = getattr(owner, self.method)
         if not isinstance(original, FunctionType) and not hasattr(original, "cache_clear"):  # such as a slot
             raise TypeError(f"{owner.__name__}.{self.method} is a {type(original).__name__}")
-        _, _, read, after, note, _ = self
+        read, after, note = self.route, self.after, self.note
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -98,12 +97,12 @@ class Router(NamedTuple):
             return await call(*args, **kwargs)
 
         if self.method == "__call__":  # asgiref takes an app without a coroutine function for one of ASGI 2
-            return replace_attribute(owner, self.method, call_app)
+            return [replace_attribute(owner, self.method, call_app)]
         for name in ("cache_clear", "cache_info", "cache_parameters"):
             if hasattr(original, name):
                 setattr(call, name, getattr(original, name))
         is_static = isinstance(vars(owner).get(self.method), staticmethod)
-        return replace_attribute(owner, self.method, staticmethod(call) if is_static else call)
+        return [replace_attribute(owner, self.method, staticmethod(call) if is_static else call)]
 
 
 def _read_route_path(_: Any, route: Any, *__: Any) -> str:
@@ -125,9 +124,8 @@ def _flask_reader(name: str) -> Callable[..., str | None]:
     return read_flask_rule
 
 
-def _read_django_route(_: Any, match: Any) -> str:
-    route: str = match.route
-    return route if route.startswith(("/", "^")) else "/" + route
+def _add_slash(pattern: str) -> str:
+    return pattern if pattern.startswith(("/", "^")) else f"/{pattern}"
 
 
 def _read_channels_route(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
@@ -138,15 +136,21 @@ def _read_channels_route(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str
         path = scope["path"].removeprefix(scope.get("root_path", ""))
     for route in router.routes:
         if route.pattern.match(path.lstrip("/")):
-            pattern = str(route.pattern)
-            pattern = pattern if pattern.startswith(("/", "^")) else "/" + pattern
+            pattern = _add_slash(str(route.pattern))
             return (pattern, hasattr(route.callback, "_path_routing")) if pattern != "/" else None
     return None
 
 
+def _note_channels_route(exchange: Exchange, route: tuple[str, bool]) -> None:
+    (exchange.add_prefix if route[1] else exchange.set_route)(route[0])
+
+
 def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
-    resource = match.route.resource
-    return None if resource is None else resource.canonical
+    return getattr(match.route.resource, "canonical", None)
+
+
+def _read_blacksheep(_: Any, match: Any) -> str | None:
+    return None if match is None or match.pattern == b"*" else match.pattern.decode()
 
 
 def _end_with_exception(exchange: Exchange, error: BaseException) -> None:
@@ -154,49 +158,36 @@ def _end_with_exception(exchange: Exchange, error: BaseException) -> None:
     exchange.finish(error, is_gone=True, in_parts=False)
 
 
-def _read_blacksheep(_: Any, match: Any) -> str | None:
-    return None if match is None or match.pattern == b"*" else match.pattern.decode()
-
-
-def _read_litestar_error(_: Any, __: Any, error: BaseException) -> BaseException | None:
-    return None if hasattr(error, "code") else error  # a code is an answer
-
-
-def _note_channels_route(exchange: Exchange, route: tuple[str, bool]) -> None:
-    (exchange.add_prefix if route[1] else exchange.set_route)(route[0])
-
-
-_LITESTAR, _HANDLE = "litestar.middleware._internal.exceptions.middleware", "handle_websocket_exception"
+_DJANGO, _BLACKSHEEP, _ERROR = "django.core.handlers.base", "blacksheep.server.routing", "handle_websocket_exception"
 _ROUTERS = (
-    ("starlette.routing", Router("Route", "handle", _read_route_path)),
-    ("starlette.routing", Router("WebSocketRoute", "handle", _read_route_path)),
-    ("starlette.routing", Router("Mount", "handle", _read_route_path, note=Exchange.add_prefix)),
-    ("fastapi.routing", Router("APIRoute", "handle", _read_fastapi_path, older=True)),
-    ("fastapi.routing", Router("APIWebSocketRoute", "handle", _read_fastapi_path, older=True)),
-    ("litestar.routes.http", Router("HTTPRoute", "handle", _read_route_path)),
-    ("litestar.routes.websocket", Router("WebSocketRoute", "handle", _read_route_path)),
-    (
-        _LITESTAR,
-        Router("ExceptionHandlerMiddleware", _HANDLE, _read_litestar_error, note=_end_with_exception, older=True),
+    Router("starlette.routing", "Route", "handle", _read_route_path),
+    Router("starlette.routing", "WebSocketRoute", "handle", _read_route_path),
+    Router("starlette.routing", "Mount", "handle", _read_route_path, note=Exchange.add_prefix),
+    Router("fastapi.routing", "APIRoute", "handle", _read_fastapi_path, older=True),
+    Router("fastapi.routing", "APIWebSocketRoute", "handle", _read_fastapi_path, older=True),
+    Router("litestar.routes.http", "HTTPRoute", "handle", _read_route_path),
+    Router("litestar.routes.websocket", "WebSocketRoute", "handle", _read_route_path),
+    Router(
+        *("litestar.middleware._internal.exceptions.middleware", "ExceptionHandlerMiddleware", _ERROR),
+        lambda _, __, error: None if hasattr(error, "code") else error,  # a code is an answer
+        note=_end_with_exception,
+        older=True,
     ),
-    ("flask.app", Router("Flask", "full_dispatch_request", _flask_reader("request"))),
-    ("quart.app", Router("Quart", "full_dispatch_request", _flask_reader("request"))),
-    ("quart.app", Router("Quart", "full_dispatch_websocket", _flask_reader("websocket"))),
-    (
-        "quart.app",
-        Router("Quart", "handle_websocket_exception", lambda *call: call[-1], note=_end_with_exception, older=True),
-    ),
-    ("django.core.handlers.base", Router("BaseHandler", "resolve_request", _read_django_route, after=True)),
-    ("channels.routing", Router("URLRouter", "__call__", _read_channels_route, note=_note_channels_route)),
-    ("falcon.app", Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True)),
-    ("bottle", Router("Router", "match", lambda _, match: match[0].rule, after=True)),
-    ("blacksheep.server.routing", Router("Router", "get_match", _read_blacksheep, after=True)),
-    ("blacksheep.server.routing", Router("Router", "get_match_by_method_and_path", _read_blacksheep, after=True)),
-    ("blacksheep.server.routing", Router("RouterFiltersMixin", "get_match", _read_blacksheep, after=True, older=True)),
-    ("sanic.router", Router("Router", "get", lambda _, match: match[0].uri, after=True)),
-    ("aiohttp.web_urldispatcher", Router("UrlMappingMatchInfo", "freeze", _read_aiohttp_route)),
+    Router("flask.app", "Flask", "full_dispatch_request", _flask_reader("request")),
+    Router("quart.app", "Quart", "full_dispatch_request", _flask_reader("request")),
+    Router("quart.app", "Quart", "full_dispatch_websocket", _flask_reader("websocket")),
+    Router("quart.app", "Quart", _ERROR, lambda *call: call[-1], note=_end_with_exception, older=True),
+    Router(_DJANGO, "BaseHandler", "resolve_request", lambda _, match: _add_slash(match.route), after=True),
+    Router("channels.routing", "URLRouter", "__call__", _read_channels_route, note=_note_channels_route),
+    Router("falcon.app", "App", "_get_responder", lambda _, responder: responder[3] or None, after=True),
+    Router("bottle", "Router", "match", lambda _, match: match[0].rule, after=True),
+    Router(_BLACKSHEEP, "Router", "get_match", _read_blacksheep, after=True),
+    Router(_BLACKSHEEP, "Router", "get_match_by_method_and_path", _read_blacksheep, after=True),
+    Router(_BLACKSHEEP, "RouterFiltersMixin", "get_match", _read_blacksheep, after=True, older=True),
+    Router("sanic.router", "Router", "get", lambda _, match: match[0].uri, after=True),
+    Router("aiohttp.web_urldispatcher", "UrlMappingMatchInfo", "freeze", _read_aiohttp_route),
 )
-ROUTERS = {name: [router for module, router in _ROUTERS if module == name] for name, _ in _ROUTERS}
+ROUTERS = {name: [router for router in _ROUTERS if router.module == name] for name, *_ in _ROUTERS}
 """The routers to instrument, by module."""
 
 
@@ -240,11 +231,6 @@ def _attach_to_stored_app(
         setattr(holder, name, _make_recording_app(getattr(holder, name), kind, exchanges))
 
     return [call_before(getattr(module, class_name), method, record_app) for method in methods.split()]
-
-
-def _attach_hypercorn(module: Any, exchanges: Exchanges) -> list[Undo]:
-    asgi = _attach_to_stored_app("ASGIWrapper", "__call__", AsgiApp, module, exchanges)
-    return asgi + _attach_to_stored_app("WSGIWrapper", "__call__", WsgiApp, module, exchanges)
 
 
 def _attach_to_app_argument(name: str, position: int, kind: Any, module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -305,7 +291,11 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
                 ("wsproto_impl", "WSProtocol"),
             )
         },
-        "hypercorn.app_wrappers": _attach_hypercorn,
+        "hypercorn.app_wrappers": lambda module, exchanges: [
+            undo
+            for class_name, kind in (("ASGIWrapper", AsgiApp), ("WSGIWrapper", WsgiApp))
+            for undo in _attach_to_stored_app(class_name, "__call__", kind, module, exchanges)
+        ],
         "daphne.server": partial(_attach_to_stored_app, "Server", "create_application", AsgiApp, place="application"),
         "granian.asgi": partial(_attach_to_app_argument, "_callback_wrapper", 0, AsgiApp),
         "gunicorn.asgi.protocol": partial(_attach_to_stored_app, "ASGIProtocol", _GUNICORN_METHODS, AsgiApp),
@@ -413,7 +403,7 @@ class Requests(Instrumentor):
             if name in STALLS and self._blocked_ns is not None:
                 self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
             if name in ROUTERS:
-                self._undos += [router.attach(module) for router in ROUTERS[name] if router.is_in(module)]
+                self._undos += [undo for router in ROUTERS[name] for undo in router.attach(module)]
         except (AttributeError, TypeError) as missing:
             self._met[name] = f"{name} {getattr(module, '__version__', '')} has no place where it can be met: {missing}"
         except Exception as fault:
