@@ -160,13 +160,11 @@ def change_argument(
     original = getattr(owner, attribute)
 
     def call_changed(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with FAULTS.guard(f"argument of {attribute}"):
             if name in kwargs:
                 kwargs[name] = change(kwargs[name])
             elif len(args) > position:
                 args = (*args[:position], change(args[position]), *args[position + 1 :])
-        except Exception as fault:
-            FAULTS.note(f"argument of {attribute}", fault)
         return original(*args, **kwargs)
 
     return replace_attribute(owner, attribute, functools.wraps(original)(call_changed))

@@ -128,11 +128,9 @@ class JaxFunctions(Observer):
         return wrapper
 
     def _wrap_if_possible(self, jitted: Any) -> Any:
-        try:
+        with FAULTS.guard("jitted function"):
             return jitted if _is_of_jax(jitted) else self._wrap_jitted(jitted)
-        except Exception as fault:
-            FAULTS.note("jitted function", fault)
-            return jitted
+        return jitted
 
     def _wrap_jitted(self, jitted: Any) -> Any:
         """Return a proxy of a jitted function. Functions with the same code share a site."""

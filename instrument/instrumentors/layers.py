@@ -124,10 +124,8 @@ class Layers(Instrumentor):
     def undo(self) -> None:
         # The verdicts are read later, when a layer no longer shows that it was recorded.
         if self._unseen is None and self._torch is not None:
-            try:
+            with FAULTS.guard("layers that cannot be observed"):
                 self._unseen = self._regions.verdicts_on_unseen()
-            except Exception as fault:
-                FAULTS.note("layers that cannot be observed", fault)
         self._regions.undo()
         undo_all([*self._undos, *self._patches.values()])
         self._undos.clear()
@@ -142,12 +140,10 @@ class Layers(Instrumentor):
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
         """Note a child that a module registers. torch calls this hook, and keeps the child because it returns None."""
-        try:
+        with FAULTS.guard("module registration hook"):
             if child is not None:
                 self._paths.add_child(parent, name, child)
                 self._patch_if_named(name, child)
-        except Exception as fault:
-            FAULTS.note("module registration hook", fault)
 
     def _patch_if_named(self, name: str, child: Any) -> None:
         """Replace the class's `forward` if a rule may select a child of this name. The child's path is not known

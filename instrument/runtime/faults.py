@@ -51,11 +51,13 @@ class Faults:
     def attempt(self, place: str, action: Callable[[], Result]) -> Result | None:
         """Call an action and return its result. An exception counts as our fault. It is not raised, and the result is
         None."""
-        try:
+        with self.guard(place):
             return action()
-        except Exception as fault:
-            self.note(place, fault)
-            return None
+        return None
+
+    def guard(self, place: str) -> _Guard:
+        """Return a context manager that counts an exception of its block as our fault, and does not raise it."""
+        return _Guard(place)
 
     def note_unreadable_value(self, place: str, words: str, kind: str = "") -> None:
         """Count a value that a rule names and that could not be read. This is no fault of ours. Never raises.
@@ -92,6 +94,21 @@ class Faults:
         self._lock = RLock()
         self._counts = {}
         self._of_rules = {}
+
+
+class _Guard:
+    __slots__ = ("_place",)
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, fault: BaseException | None, __: object) -> bool:
+        if isinstance(fault, Exception):
+            FAULTS.note(self._place, fault)
+        return isinstance(fault, Exception)
 
 
 def _warn(message: str, fault: BaseException | None = None) -> None:

@@ -144,7 +144,7 @@ def _note_slow_callback(
 ) -> None:
     """Record a slow callback, if a request was open on its thread."""
     ended_ns = recorder.now_ns()
-    try:
+    with FAULTS.guard("blocked event loop"):
         if not recorder.on:
             return
         # The newest spans of this thread that have ended since, by end time.
@@ -162,8 +162,6 @@ def _note_slow_callback(
             BLOCKERS[site] = stretches + 1, max(longest_ns, ended_ns - begun_ns)
         # Without a parent: it takes no self time from the span in which it is.
         Context().run(recorder.record, BLOCKED_LOOP, begun_ns, facts, None, True)
-    except Exception as fault:
-        FAULTS.note("blocked event loop", fault)
 
 
 def _find_blocking_site(
@@ -228,15 +226,13 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
         if phase == "start":
             begun_ns = now()
         elif begun_ns and now() - begun_ns > limit_ns and recorder.on and recorder.rings():
-            try:
+            with FAULTS.guard("garbage collection"):
                 facts: dict[Any, Any] = {
                     "cpython.gc.generation": counts["generation"],
                     "instrument.gc.collected": counts["collected"],
                 }
                 # Without a parent: it takes no self time from the span that it interrupts.
                 Context().run(recorder.record, COLLECTION, begun_ns, facts, None, True)
-            except Exception as fault:
-                FAULTS.note("garbage collection", fault)
 
     def undo() -> None:
         with suppress(ValueError):  # others may have cleared the list

@@ -49,11 +49,9 @@ def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     @replaces(handler, "_submit_request")
     async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
         submitted = await submit(self, *args, **kwargs)
-        try:
+        with FAULTS.guard("request of LitServe"):
             if exchanges.is_on and exchanges.recorder.on:
                 exchanges.recorder.annotate_innermost({KEY: submitted[0]})
-        except Exception as fault:
-            FAULTS.note("request of LitServe", fault)
         return submitted
 
     return [undo]
@@ -71,14 +69,12 @@ def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
     def undo_put(
         self: Any, transport: Any, response_queue_id: Any, uid: Any, response_data: Any, status: Any, response_type: Any
     ) -> None:
-        try:
+        with FAULTS.guard("batch of LitServe"):
             if status == start:
                 if len(open_requests.ids) < BATCH_LIMIT:
                     open_requests.ids.append(uid)
             elif not (status == parts and response_type == streaming) and uid in open_requests.ids:
                 open_requests.ids.remove(uid)
-        except Exception as fault:
-            FAULTS.note("batch of LitServe", fault)
         put(self, transport, response_queue_id, uid, response_data, status, response_type)
 
     @replaces(module, "_inject_context")
@@ -208,10 +204,8 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
     def undo_receive(self: Any) -> Any:
         task = receive(self)
         if exchanges.is_on and exchanges.recorder.on:
-            try:
+            with FAULTS.guard("batch of mosec"):
                 (of.get(self) or of.setdefault(self, _MosecBatches(exchanges, self))).begin(task[1], task[2])
-            except Exception as fault:
-                FAULTS.note("batch of mosec", fault)
         return task
 
     @replaces(protocol, "send")
@@ -219,14 +213,12 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
         try:
             return send(self, flag, ids, states, *args, **kwargs)
         finally:
-            try:
+            with FAULTS.guard("batch of mosec"):
                 batches = of.get(self)
                 if batches is not None and flag == event:
                     batches.count_parts(len(ids))
                 elif batches is not None:
                     batches.end(flag, ids, states)
-            except Exception as fault:
-                FAULTS.note("batch of mosec", fault)
 
     return [undo_receive, undo_send]
 
@@ -280,13 +272,11 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             async for messages in batches:
                 yield messages
             return
-        try:
+        with FAULTS.guard("route of a request of Ray Serve"):
             if self.get_user_method_info(metadata.call_method).is_asgi_app:
                 exchange.add_prefix(scope.get("root_path", ""))  # within it the app's router finds the route
             elif metadata.route:
                 exchange.set_route(metadata.route)
-        except Exception as fault:
-            FAULTS.note("route of a request of Ray Serve", fault)
         channel = _RayAnswer() if scope["type"] == "http" else served_apps.Websocket()
         channel.exchange, channel.server_receive, channel.server_send = exchange, receive, _send_nothing
         batches = SteppedItems(exchange, batches)
@@ -306,11 +296,9 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange.end()
 
     async def read_messages(channel: served_apps.AsgiChannel, messages: Any) -> None:
-        try:
+        with FAULTS.guard("answer of Ray Serve"):
             for message in messages:
                 await channel.send(message)
-        except Exception as fault:
-            FAULTS.note("answer of Ray Serve", fault)
 
     @replaces(wrapper, "call_user_method")
     def undo_call(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:

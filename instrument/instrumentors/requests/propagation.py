@@ -48,7 +48,7 @@ def read_w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
 
 def read_by_configured_propagators(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
     """Read the caller's span from headers by the propagators in `OTEL_PROPAGATORS`."""
-    try:
+    with FAULTS.guard("OTEL_PROPAGATORS"):  # a propagator that is not installed, or somebody else's
         from opentelemetry import propagate, trace
 
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
@@ -61,9 +61,7 @@ def read_by_configured_propagators(headers: Mapping[bytes, bytes]) -> tuple[str,
             else ""
         )
         return encode_remote(RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state))
-    except Exception as fault:  # a propagator that is not installed, or somebody else's
-        FAULTS.note("OTEL_PROPAGATORS", fault)
-        return None
+    return None
 
 
 def choose_extractor() -> Extract:

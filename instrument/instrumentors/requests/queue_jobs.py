@@ -40,7 +40,7 @@ class _Jobs:
         exchanges = self._exchanges
         if not exchanges.is_on or not exchanges.recorder.on:
             return None
-        try:
+        with FAULTS.guard(f"job of {self._system}"):
             job = read()
             if job is None:
                 return None
@@ -55,9 +55,7 @@ class _Jobs:
                 attributes[TIME_IN_QUEUE] = max(time.time() - queued_s, 0.0)
             caller = exchanges.read_caller(_read_headers(carrier), attributes)
             return exchanges.recorder.open_request(site, attributes, caller, None)
-        except Exception as fault:
-            FAULTS.note(f"job of {self._system}", fault)
-            return None
+        return None
 
     def end_job(self, frame: Any, error: BaseException | None) -> None:
         """Close a job's request. An exception among `NO_FAILURES` is no error."""
@@ -173,12 +171,10 @@ def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
     @replaces(module.Worker, "__init__")
     def undo(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        try:
+        with FAULTS.guard("job of arq"):
             for name, function in self.functions.items():
                 run = record_function(name, self.queue_name, function.coroutine)
                 self.functions[name] = replace(function, coroutine=run)
-        except Exception as fault:
-            FAULTS.note("job of arq", fault)
 
     return [undo]
 

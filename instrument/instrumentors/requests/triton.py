@@ -121,14 +121,12 @@ class _Requests:
 
     def begin(self, requests: Sequence[Any]) -> _Batch | None:
         """Begin the spans of a call's requests. Return None if they are not recorded. Never raises."""
-        try:
+        with FAULTS.guard("requests of Triton"):
             if not requests or not self.arrivals.exchanges.is_path_recorded("/" + _model_name(requests[0])):
                 return None
             self._watch_class(type(requests[0]))
             return _Batch(self, list(requests))  # the model may change its own list
-        except Exception as fault:
-            FAULTS.note("requests of Triton", fault)
-            return None
+        return None
 
     def undo(self) -> None:
         """Restore the backend's classes, and end the open requests."""
@@ -146,13 +144,11 @@ class _Requests:
 
         def get_response_sender(request: Any) -> Any:
             sender = get(request)
-            try:
+            with FAULTS.guard("response sender of Triton"):
                 opened = self.executing.get(id(request))
                 if opened is not None:
                     self.answers[sender] = _Answer(*opened)
                     self._watch_sender(type(sender))
-            except Exception as fault:
-                FAULTS.note("response sender of Triton", fault)
             return sender
 
         self._undos.append(replace_attribute(kind, "get_response_sender", get_response_sender))
@@ -181,14 +177,12 @@ def _end_request(
     request: Any, exchange: Exchange, context: Context | None, response: Any, error: BaseException | None = None
 ) -> None:
     failed: BaseException | str | None = error
-    try:
+    with FAULTS.guard("end of a request of Triton"):
         is_cancelled, has_error = getattr(request, "is_cancelled", None), getattr(response, "has_error", None)
         if is_cancelled is not None and exchange.is_open and is_cancelled():
             exchange.facts[OUTCOME] = CANCELLED
         if failed is None and has_error is not None and has_error():
             failed = "TritonError"
-    except Exception as fault:
-        FAULTS.note("end of a request of Triton", fault)
     exchange.end(failed) if context is None else context.run(exchange.end, failed)
 
 

@@ -177,12 +177,10 @@ def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
     def undo(self: Any, connection: Any, request: Any) -> Any:
         response = route_request(self, connection, request)
         if response is None:
-            try:
+            with FAULTS.guard("route of websockets"):
                 adapter = self.url_map.bind(self.get_server_name(connection, request), url_scheme=self.url_scheme)
                 path, _, query = request.path.partition("?")
                 setattr(connection, ROUTE, adapter.match(path, query_args=query, return_rule=True)[0].rule)
-            except Exception as fault:
-                FAULTS.note("route of websockets", fault)
         return response
 
     return [undo]
