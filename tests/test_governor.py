@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 from trees import tree
 
-from instrument.instrumentors import functions
 from instrument.instrumentors.loaders import _NextItem
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.governor import Budget, Governor
-from instrument.recorder.recorder import RECORDER
-from instrument.recorder.wrapping import bare_function
 from instrument.recording.spans import Site
 
 COSTS_NS = dict.fromkeys(("call", "method", "wrapper", "coroutine", "generator", "scope"), 100.0)
@@ -488,44 +485,3 @@ def test_a_site_that_has_to_be_muted_again_soon_waits_longer_each_time(recorder:
             called(short, 20_000)  # a burst
         states.append(len(clock.second()))
     assert states == [1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]
-
-
-def test_a_decorated_function_is_taken_off_its_names_and_put_on_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module, other = types.ModuleType("decorated_module"), types.ModuleType("other_module")
-    for made in (module, other):
-        monkeypatch.setitem(sys.modules, made.__name__, made)
-    exec(
-        "from instrument import profiled\n"
-        "@profiled\ndef hot(a, *, b=2):\n    'Hot.'\n    return a + b\n"
-        "class Engine:\n    @profiled\n    @staticmethod\n    def step():\n        return hot(1)\n",
-        vars(module),
-    )
-    hot, engine = vars(module)["hot"], vars(module)["Engine"]
-    bare = bare_function(hot)
-    vars(module)["bare"] = bare
-    vars(other)["copied"] = hot
-    vars(other)["table"] = {"hot": (hot,)}
-    site, step = hot.__instrument__, engine.step.__instrument__
-    attach, attach_step = functions.detach_decorated(site), functions.detach_decorated(step)
-    RECORDER.on = True
-    try:
-        twin = vars(module)["hot"]
-        assert twin is not hot
-        assert vars(other)["copied"] is twin
-        assert vars(other)["table"]["hot"][0] is hot
-        assert (twin(1, b=3), engine.step(), twin.__name__, twin.__doc__) == (4, 3, "hot", "Hot.")
-        twin.counter = 1
-        vars(other)["later"] = twin
-        assert RECORDER.calls == 0
-        attach()
-        attach_step()
-        assert vars(module)["hot"] is vars(other)["copied"] is hot
-        assert vars(other)["later"] is hot
-        assert (hot.counter, bare_function(hot), vars(module)["bare"]) == (1, bare, bare)
-        assert engine.step() == 3
-        assert RECORDER.calls == 2
-    finally:
-        RECORDER.on = False
-    assert functions.detach_decorated(Site("never seen")) is None

@@ -210,43 +210,28 @@ def is_mapping(value: Any) -> bool:
 
 def add_gauges(reader: CallReader, rule: FunctionRule) -> None:
     """Add readers of a rule's gauges."""
-    of_call: list[_Gauge] = []
-    of_result: list[_Gauge] = []
     for gauge in rule.gauges:
         for parameter in reader.find(gauge.argument):
-            (of_result if parameter is RESULT else of_call).append(_Gauge(gauge, parameter, rule))
-
-    def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now_ns = time.monotonic_ns()
-        for gauge in of_call:
-            if now_ns >= gauge.due_ns:
-                gauge.read(gauge.parameter.argument_in_call(args, kwargs), now_ns)
-
-    def read_result(value: Any) -> None:
-        now_ns = time.monotonic_ns()
-        for gauge in of_result:
-            if now_ns >= gauge.due_ns:
-                gauge.read(value, now_ns)
-
-    if of_call:
-        reader.add(of_call[0].parameter, read_call)
-    if of_result:
-        reader.add(RESULT, read_result)
+            reader.add(parameter, _Gauge(gauge, parameter, rule))
 
 
 class _Gauge:
     """A gauge of a rule, which is read along a path from a parameter or from the result."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter, rule: FunctionRule) -> None:
-        self.parameter, self._steps, self._is_size = parameter, split_steps(gauge.argument), gauge.record == "size"
+        self._parameter, self._steps, self._is_size = parameter, split_steps(gauge.argument), gauge.record == "size"
         self._place = f"{rule.place or rule.text}: gauge {gauge.name}"
         self._put = make_metric_writer(gauge.kind, gauge.name, gauge.unit, gauge.every_ns)
         self._every_ns = gauge.every_ns if gauge.kind == "gauge" else 0
-        self.due_ns = 0
+        self._due_ns = 0
 
-    def read(self, value: Any, now_ns: int) -> None:
-        """Read the gauge from a value, and store it unless it is None. Never raises."""
-        self.due_ns = now_ns + self._every_ns
+    def __call__(self, *call: Any) -> None:
+        """Read the gauge from a call's (args, kwargs) or its result, and store it unless it is None. Never raises."""
+        now_ns = time.monotonic_ns()
+        if now_ns < self._due_ns:
+            return
+        self._due_ns = now_ns + self._every_ns
+        value = self._parameter.argument_in_call(*call)
         try:
             for step in self._steps:
                 value = read_key_or_attribute(value, step)

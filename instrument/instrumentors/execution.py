@@ -118,15 +118,12 @@ def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
 def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
     """Make torch.compile run functions as plain Python, even if it compiles their callers."""
     evaluation = _get_eval_frame(torch)
-    codes = [code for code in (getattr(call, "__code__", None) for call in functions) if isinstance(code, CodeType)]
-    if hasattr(evaluation, "set_code_exec_strategy"):
+    if hasattr(evaluation, "set_code_exec_strategy"):  # from torch 2.8 on
         action = evaluation._FrameAction
         strategy = evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        for code in codes:
-            evaluation.set_code_exec_strategy(code, strategy)
-    elif hasattr(evaluation, "skip_code"):  # before torch 2.8
-        for code in codes:
-            evaluation.skip_code(code)
+        for code in (getattr(call, "__code__", None) for call in functions):
+            if isinstance(code, CodeType):
+                evaluation.set_code_exec_strategy(code, strategy)
 
 
 def get_compiling_test(torch: Any) -> Callable[[], bool]:

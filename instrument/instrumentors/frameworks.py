@@ -72,16 +72,14 @@ def _describe_model(subject: Any) -> Facts:
     return task if isinstance(task, str) and task else type(subject).__name__, ()
 
 
-ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
+ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts]]] = {
     "onnxruntime": (
         [Entry((ONNXRUNTIME,), "Session", method, f"onnxruntime.{method}") for method in ONNXRUNTIME_METHODS],
         _describe_session,
-        False,
     ),
     "keras": (
         [Entry((_KERAS_MODEL,), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")],
         lambda model: (str(model.name), ()),
-        False,
     ),
     "transformers": (
         [
@@ -89,16 +87,13 @@ ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
             Entry(("transformers.pipelines.base",), "Pipeline", "__call__", "transformers.pipeline"),
         ],
         _describe_model,
-        False,
     ),
     "sentence_transformers": (
         [Entry(tuple(map(_ST.format, names)), cls, method, _ST.format(method)) for names, cls, method in _ENCODERS],
         _describe_model,
-        True,
     ),
 }
-"""The entry points of each framework, and the function that describes an object. The last item is True if all objects
-of a class share one description."""
+"""The entry points of each framework, and the function that describes an object."""
 
 OBSERVERS: Mapping[str, str] = {"jax": "JaxFunctions", "keras": "KerasLayers", "sklearn": "SklearnEstimators"}
 """The class in `jax_keras_sklearn` that instruments a framework beyond its `ENTRIES`."""
@@ -150,7 +145,7 @@ class Observer(Instrumentor):
 class Entries(Observer):
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         super().__init__(rule, recorder)
-        self._entries, self._facts_of, self._by_class = ENTRIES[rule.name]
+        self._entries, self._facts_of = ENTRIES[rule.name]
         self._modules = frozenset(name for entry in self._entries for name in entry.modules)
         self._shared: dict[tuple[str, Facts], Any] = {}
 
@@ -193,7 +188,7 @@ class Entries(Observer):
             self._replace_method(entry.label, owner, entry.method, self._wrap(entry, method))
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
-        recorder, by_class, decide = self._recorder, self._by_class, self._make_recording_method
+        recorder, decide = self._recorder, self._make_recording_method
         is_compiling = get_compiling_test(sys.modules.get("torch"))
         recordings: dict[int, Any] = {}
 
@@ -201,18 +196,15 @@ class Entries(Observer):
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
                 return method(self, *args, **kwargs)
-            subject = type(self) if by_class else self
-            recording = recordings.get(id(subject)) or decide(entry, method, self, subject, recordings)
+            recording = recordings.get(id(self)) or decide(entry, method, self, recordings)
             return recording(self, *args, **kwargs)
 
         wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
-    def _make_recording_method(
-        self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]
-    ) -> Any:
-        """Make the recording method for an object or class, at its first call. Objects with equal descriptions share
-        one method."""
+    def _make_recording_method(self, entry: Entry, method: FunctionType, thing: Any, recordings: dict[int, Any]) -> Any:
+        """Make the recording method for an object, at its first call. Objects with equal descriptions share one
+        method."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:
@@ -222,8 +214,8 @@ class Entries(Observer):
         if recording is None:
             site = dataclasses.replace(site_of(method, name=entry.name), instance=facts[0], attributes=facts[1])
             recording = self._record_once(method, site, self._shared, (entry.label, facts))
-        weakref.finalize(subject, recordings.pop, id(subject), None)
-        recordings[id(subject)] = recording
+        weakref.finalize(thing, recordings.pop, id(thing), None)
+        recordings[id(thing)] = recording
         return recording
 
 

@@ -14,13 +14,13 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial, singledispatchmethod
+from functools import lru_cache, singledispatchmethod
 from pkgutil import resolve_name
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, ClassVar, TypeVar, overload
 
 from instrument.errors import TargetError
-from instrument.instrumentors.references import instance_dict, isinstance_of, module_namespace, rebind, type_namespace
+from instrument.instrumentors.references import instance_dict, isinstance_of, module_namespace, type_namespace
 from instrument.instrumentors.targets import (
     Target,
     find_functions,
@@ -35,7 +35,7 @@ from instrument.native import OFF
 from instrument.profile.model import KINDS, PHASES
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recorder.wrapping import Attributes, Passes, Results, bare_function
+from instrument.recorder.wrapping import Attributes, Passes, Results
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
@@ -248,7 +248,7 @@ def _profile_target(target: Any, name: str | None, kind: str | None, device: boo
         site = site_of(function, name=span_name, kind=kind, device=device, phase=phase)
         wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
         _register_hint()
-        _decorated[site] = wrapped
+        _decorated.add(wrapped)
         if function is target:
             return wrapped
         target = put(wrapped)
@@ -260,8 +260,8 @@ def _profile_target(target: Any, name: str | None, kind: str | None, device: boo
     return target
 
 
-_decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary()
-"""The decorated functions, by site."""
+_decorated: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The decorated functions."""
 
 
 @functools.cache
@@ -283,35 +283,6 @@ def withdraw_hint() -> None:
     """Cancel the hint at the program's exit, because a session has started."""
     _register_hint()  # or a later decorator would register it
     atexit.unregister(_print_hint)
-
-
-def detach_decorated(site: Site) -> Callable[[], object] | None:
-    """Put the original of a decorated function back under its names. Return the function that undoes this.
-
-    Return None if no name can be changed. Other references to the decorated function continue to record.
-    """
-    wrapper = _decorated.get(site)
-    bare = None if wrapper is None else bare_function(wrapper)
-    if type(bare) is not FunctionType:
-        return None
-    twin = FunctionType(bare.__code__, bare.__globals__, bare.__name__, bare.__defaults__, bare.__closure__)
-    twin.__kwdefaults__ = bare.__kwdefaults__
-    functools.update_wrapper(twin, bare)
-    twin.__dict__ = vars(wrapper)
-    return partial(_rebind_names, twin, wrapper) if _rebind_names(wrapper, twin) else None
-
-
-def _rebind_names(first: Any, second: Any) -> bool:
-    """Replace a function by another in modules and in its class. Return True if any name referred to it."""
-    owner: Any = sys.modules.get(first.__module__)
-    *path, last = first.__qualname__.split(".")
-    for name in path:
-        owner = (type_namespace(owner) if isinstance(owner, type) else instance_dict(owner) or {}).get(name)
-    names = type_namespace(owner) if isinstance(owner, type) else instance_dict(owner) or {}
-    part = next((part for part in iterate_decorated_parts(names.get(last)) if part.function is first), None)
-    if part is not None and (value := part.put(second)) is not names[last]:
-        setattr(owner, last, value)
-    return rebind([(first, second)]) or part is not None
 
 
 class Instrumentor(ABC):

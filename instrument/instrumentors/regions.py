@@ -143,6 +143,11 @@ def torch_children(module: Any) -> Iterable[tuple[str, Any]]:
     return (vars(module).get("_modules") or {}).items()
 
 
+def _unwrap_compiled(module: Any) -> Any:
+    inner = dict(torch_children(module)).get("_orig_mod")
+    return module if inner is None else inner
+
+
 def rule_selects_layer(rule: LayerRule, class_name: str, path: str) -> bool:
     """Return True if a rule selects a layer by its class and its path in the model."""
     if rule.types and class_name not in rule.types:
@@ -294,8 +299,7 @@ class Regions:
         weakref.finalize(module, self.sites.pop, key, None)
         self.sites[key] = site
         if site is not None and self._describe(module)[1] == "compiled":
-            inner = (vars(module).get("_modules") or {}).get("_orig_mod")
-            root = module if inner is None else inner
+            root = _unwrap_compiled(module)
             self.roots[id(root)] = root
             self._forget(id(root))
         return site
@@ -319,8 +323,7 @@ class Regions:
             return str(getattr(module, "original_name", type(module).__name__)), "scripted"
         if isinstance(module, self._torch.fx.GraphModule):
             return "GraphModule", "graph"
-        inner = (vars(module).get("_modules") or {}).get("_orig_mod")
-        return class_name_for_rules(type(module if inner is None else inner)), "compiled"
+        return class_name_for_rules(type(_unwrap_compiled(module))), "compiled"
 
     def _explain_uncalled_children(self, module: Any) -> str:
         """Return the reason why Python does not call a module's children, "" if it does."""

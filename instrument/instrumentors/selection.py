@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo, detach_decorated
+from instrument.instrumentors.functions import Instrumentor, Undo
 from instrument.instrumentors.known_packages import FAMILIES, KEEPING, rules_under_key, selectable_packages
 from instrument.instrumentors.references import loaded_modules, module_namespace
 from instrument.instrumentors.verdict import Verdict
@@ -307,8 +307,7 @@ class Selection:
                 family: Functions | Layers | None = self._families.get(key)
                 if family is not None and (attach := family.detach(site)) is not None:
                     return partial(self._attach_again, attach)
-            put_on = detach_decorated(site)
-            return None if put_on is None else partial(self._attach_again, put_on)
+        return None
 
     def _attach_again(self, attach: Callable[[], object]) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 Each phase is a span of kind `phase`. Forward is the outermost call of a module on a thread, backward a run of the
 autograd engine, and optimizer the `step` of any optimizer. A module that is called inside backward recomputes
-activations, so its span is `recompute`.
+activations, which is a part of backward.
 
 Each call of torch.distributed is a span of kind `comm`. An asynchronous collective has a second span for the wait, such
 as `all_reduce.wait`. Its attribute `in_flight_ns` is the time from the call to the end of the wait.
@@ -36,12 +36,12 @@ from instrument.runtime.faults import FAULTS
 
 # phases
 
-FORWARD, BACKWARD, OPTIMIZER, RECOMPUTE = "forward", "backward", "optimizer", "recompute"
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 PASSES: Mapping[str, frozenset[str]] = {
-    FORWARD: frozenset({FORWARD, RECOMPUTE}),
-    BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
-    OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
+    FORWARD: frozenset({FORWARD, BACKWARD}),
+    BACKWARD: frozenset({FORWARD, BACKWARD}),
+    OPTIMIZER: frozenset({FORWARD, BACKWARD, OPTIMIZER}),
 }
 """The phases that suppress a call's span while they are open on its thread, by the call's phase."""
 
@@ -76,7 +76,6 @@ class Phases(Switch):
         self._inside = _Inside()
         self._recordings: dict[tuple[str, int, int], Any] = {}
         self._sites: dict[tuple[str, str, str], Site] = {}
-        self._lacking: list[str] = []
         self._has_device = False
         self._graph_task: Callable[[], int] = lambda: -1
         self._evaluate: Callable[[Any], Any] = lambda evaluate: None
@@ -95,11 +94,9 @@ class Phases(Switch):
         self._exclude_functions((self._run_call, _unwrap_model))
         module_type = torch.nn.Module
         self._undos.append(replace_attribute(module_type, "__call__", self._wrap_call(module_type.__call__)))
-        autograd = torch.autograd
         # Both backward() and grad() call it. Compilers know those two by identity, but not this one.
-        engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
-        backward = self._wrap_function(BACKWARD, getattr(autograd, engine))
-        self._undos.append(replace_attribute(autograd, engine, backward))
+        backward = self._wrap_function(BACKWARD, torch.autograd._engine_run_backward)
+        self._undos.append(replace_attribute(torch.autograd, "_engine_run_backward", backward))
         self._watch_optimizers(torch.optim.Optimizer)
 
     def undo(self) -> None:
@@ -112,7 +109,6 @@ class Phases(Switch):
             return [Verdict("phases", "waiting", why=why)]
         labels = {phase: ", ".join(sorted(filter(None, names))) for phase, names in sorted(self.hits.items())}
         verdicts = [Verdict("phases", "attached", phase, label) for phase, label in labels.items()]
-        verdicts += [Verdict("phases", "unreachable", name, "its step is no function") for name in self._lacking]
         return [*verdicts, Verdict("phases", "partly", "torch", f"not seen: {UNSEEN_PHASES}")]
 
     # ---------------------------------------------------------------- wrappers
@@ -153,15 +149,11 @@ class Phases(Switch):
         return wrapper
 
     def _run_call(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call, and record it as a phase. Calls in a thread's autograd task count as part of backward."""
-        if not self._attached:  # a compiled model still calls its wrapper afterwards
+        """Run a call, and record it as a phase. Calls in a thread's autograd task are a part of backward."""
+        if not self._attached or self._graph_task() != -1:  # a compiled model still calls its wrapper after `undo`
             return function(*args, **kwargs)
         inside = self._inside
         before = inside.phase
-        if before == BACKWARD or self._graph_task() != -1:
-            if phase != FORWARD:
-                return function(*args, **kwargs)
-            phase = RECOMPUTE
         try:
             subject = None if thing is None else type(_unwrap_model(thing))
             recording = self._recordings.get((phase, id(subject), id(function)))
@@ -195,22 +187,16 @@ class Phases(Switch):
     def _find_site(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Site:
         owner, name = ("torch.autograd", "backward") if subject is None else (subject.__module__, subject.__qualname__)
         inner = inspect.unwrap(getattr(subject, "step" if phase == OPTIMIZER else "forward", function))
-        kind, attributes = ("op", ()) if phase == RECOMPUTE else ("phase", (("phase", phase),))
-        site = site_of(inner, name=phase, kind=kind, device=self._has_device)
-        instance = "" if subject is None else subject.__name__
-        facts: Any = {"instance": instance, "attributes": attributes, "suspends": False}
+        site = site_of(inner, name=phase, phase=phase, device=self._has_device)
+        facts: Any = {"instance": "" if subject is None else subject.__name__, "suspends": False}
         new = dataclasses.replace(site, module=owner, qualname=name, **facts)
         return self._sites.setdefault((phase, owner, name), new)
 
     # ---------------------------------------------------------------- optimizers
 
-    def _watch_optimizers(self, base: type[Any]) -> None:
+    def _watch_optimizers(self, base: Any) -> None:
         """Wrap the `step` of each optimizer class when its first object is made, as torch itself does."""
-        patch = getattr(base, "_patch_step_function", None)
-        if not isinstance(patch, FunctionType):
-            self._lacking.append("Optimizer")
-            return
-        attach = self._attach_step
+        patch, attach = base._patch_step_function, self._attach_step
 
         @replaces(base, "_patch_step_function")
         def undo(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -228,8 +214,6 @@ class Phases(Switch):
         step = None if owner is None or not self._attached else vars(owner)["step"]
         if isinstance(step, FunctionType) and not hasattr(step, "__instrument_phase__"):
             self._undos.append(replace_attribute(owner, "step", self._wrap_function(OPTIMIZER, step)))
-        elif not isinstance(step, FunctionType | None) and cls.__qualname__ not in self._lacking:
-            self._lacking.append(cls.__qualname__)
 
 
 def _unwrap_model(thing: Any) -> Any:

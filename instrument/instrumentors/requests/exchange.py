@@ -94,6 +94,9 @@ Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
 Scheme, address and port are None for a call by name, as in gRPC.
 """
 
+Reading = tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]
+"""A request's `Arrival`, headers with names in lower case, and attributes that the rule names."""
+
 UNREAD = "messages of apps that could not be read"
 
 CLOSE_CODE, ABNORMAL = "websocket.close_code", 1006
@@ -331,6 +334,16 @@ class Exchange:
         """Wrap an awaitable of the app. While it is suspended, the span counts as waiting."""
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
+    async def serve(self, awaitable: Any, end: Callable[[BaseException | None], object]) -> Any:
+        """Await the app's work, with its waits. Then call `end` with its exception, None without one."""
+        try:
+            answer = await self.track_waits(awaitable)
+        except BaseException as error:
+            end(error)
+            raise
+        end(None)
+        return answer
+
     def set_status(self, status: Any) -> None:
         """Store the answer's status, 0 if it is not a number. It survives a crash of the process."""
         self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
@@ -468,8 +481,8 @@ def note_part(connection: Any, part: Any, *_: Any, **__: Any) -> None:
 class Arrivals:
     """A factory for the exchanges of one protocol. Its functions read a server's request object.
 
-    `read_path` reads the path, and `read_plain` the `Arrival`, caller and length. `read_all` reads the `Arrival`, the
-    headers, and the rule's attributes. It is used if `read_plain` is None or reads too little for the rule.
+    `read_path` reads the path, and `read_plain` the `Arrival`, caller and length. `read_all` is used if `read_plain` is
+    None or reads too little for the rule.
     """
 
     __slots__ = ("_is_plain", "_key", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
@@ -480,7 +493,7 @@ class Arrivals:
         protocol: str,
         read_path: Callable[[Any], str],
         read_plain: Callable[[Any], tuple[Arrival, Caller | None, bytes | str | None]] | None,
-        read_all: Callable[[Any, tuple[str, ...]], tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]],
+        read_all: Callable[[Any, tuple[str, ...]], Reading],
     ) -> None:
         self.exchanges = exchanges
         self._protocol = protocol
@@ -567,7 +580,7 @@ def make_readers(
         caller = caller if state is None else pair_with_tracestate(caller, state)
         return read_arrival(request), caller, fields.get("content-length")
 
-    def read_all(request: Any, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
+    def read_all(request: Any, names: tuple[str, ...]) -> Reading:
         fields = {name.lower(): value for name, value in headers(request).items()}
         values = {"url.path": path, "url.query": query, "client.address": client}
         attributes = {name: values[name](request) if name in values else fields.get("user-agent") for name in names}

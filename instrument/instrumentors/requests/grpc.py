@@ -19,11 +19,11 @@ from instrument.instrumentors.requests.exchange import (
     PORT,
     SERVER,
     SERVER_TIMING,
-    Arrival,
     Arrivals,
     Attach,
     Exchange,
     Exchanges,
+    Reading,
     SteppedItems,
     current_exchange,
 )
@@ -334,9 +334,7 @@ def _decode_text(method: Any) -> str:
     return method.decode("latin-1") if isinstance(method, bytes) else str(method)
 
 
-def _describe_call(
-    method: str, host: Any, metadata: Any, names: tuple[str, ...]
-) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _describe_call(method: str, host: Any, metadata: Any, names: tuple[str, ...]) -> Reading:
     """Return a call's `Arrival`, headers and attributes. `host` is its `:authority`, such as `localhost:50051`."""
     headers = {}
     for name, value in metadata or ():  # gRPC has the names in lower case
@@ -352,7 +350,7 @@ def _describe_call(
     return (method.removeprefix("/"), None, None, None), headers, facts
 
 
-def _read_call(call: _ArrivedCall, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _read_call(call: _ArrivedCall, names: tuple[str, ...]) -> Reading:
     details, context, name = call
     event_details = getattr(getattr(context, "_rpc_event", None), "call_details", None)
     method = _decode_text(details.method) if name is None else name
@@ -417,15 +415,8 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
     @replaces(module, "request_handler")
     async def undo_handle(mapping: Any, h2_stream: Any, headers: Any, *args: Any, **kwargs: Any) -> None:
         exchange = arrivals.begin((dict(headers), mapping))
-        if exchange is None:
-            await handle(mapping, h2_stream, headers, *args, **kwargs)
-            return
-        try:
-            await exchange.track_waits(handle(mapping, h2_stream, headers, *args, **kwargs))
-        except BaseException as error:
-            _end_grpclib_call(exchange, error)
-            raise
-        _end_grpclib_call(exchange, getattr(exchange, "failure", None))
+        call = handle(mapping, h2_stream, headers, *args, **kwargs)
+        await (call if exchange is None else exchange.serve(call, functools.partial(_end_grpclib_call, exchange)))
 
     @replaces(stream, "send_message")
     async def undo_send(self: Any, message: Any) -> None:
@@ -461,6 +452,7 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 def _end_grpclib_call(exchange: Exchange, error: BaseException | None) -> None:
     """End a call of grpclib with its status and, if there is one, the handler's exception."""
+    error = error or getattr(exchange, "failure", None)
     status, kind = exchange.facts.get(RPC_STATUS), type(error).__name__
     exchange.failure = None
     is_broken_off = kind in ("CancelledError", "StreamTerminatedError")
@@ -477,9 +469,7 @@ def _end_grpclib_call(exchange: Exchange, error: BaseException | None) -> None:
         exchange.end(error)
 
 
-def _read_grpclib_call(
-    call: tuple[dict[str, str], Any], names: tuple[str, ...]
-) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _read_grpclib_call(call: tuple[dict[str, str], Any], names: tuple[str, ...]) -> Reading:
     fields, mapping = call
     method = fields[":path"] if fields[":path"] in mapping else ""  # callers invent others, which are one endpoint
     return _describe_call(method, fields.get(":authority"), fields.items(), names)

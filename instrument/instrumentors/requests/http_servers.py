@@ -269,17 +269,13 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
         is_passed_on = isinstance(self, module.FallbackHandler)  # to a server of its own, such as a container of WSGI
         exchange = None if is_passed_on else (http if is_http else websocket).begin(request)
         if exchange is None:
-            return await execute(self, transforms, *args, **kwargs)  # type: ignore[no-any-return]
+            await execute(self, transforms, *args, **kwargs)
+            return
         if hasattr(request, TORNADO_ROUTE):
             exchange.set_route(getattr(request, TORNADO_ROUTE))
         setattr(request.connection, EXCHANGE, exchange)
-        error = None
-        try:
-            await exchange.track_waits(execute(self, transforms, *args, **kwargs))
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
+
+        def end(error: BaseException | None) -> None:
             close_code = getattr(self, "close_code", None)
             is_gone = _has_client_closed(request.connection) if is_http else close_code is None
             if close_code is not None:
@@ -288,7 +284,8 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.end_incomplete()
             if error is not None or is_gone or self._finished or self._auto_finish:
                 exchange.finish(error, is_gone=is_gone, in_parts=is_http)
-        return None
+
+        await exchange.serve(execute(self, transforms, *args, **kwargs), end)
 
     def note_exception(handler: Any, error: BaseException) -> None:
         exchange = getattr(handler.request.connection, EXCHANGE, None)  # perhaps after the answer
@@ -373,13 +370,8 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
             if exchange is None:
                 await handle(request)
                 return
-            error: BaseException | None = None
-            try:
-                await exchange.track_waits(handle(request))
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
+
+            def end(error: BaseException | None) -> None:
                 websocket_of = getattr(self, "websocket", None)
                 close_code = None if websocket_of is None else websocket_of.ws_proto.close_rcvd
                 is_gone = is_closed(request.transport)
@@ -388,6 +380,8 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
                 elif exchange.status == 101 and is_gone and getattr(exchange, "failure", None) is None:
                     exchange.end_incomplete()
                 exchange.finish(error, is_gone=is_gone, in_parts=is_http)
+
+            await exchange.serve(handle(request), end)
 
         self.request_handler = handle_recorded
 

@@ -24,7 +24,7 @@ from zlib import crc32
 
 from instrument.instrumentors.functions import Undo, call_before, replaces
 from instrument.instrumentors.requests import served_apps
-from instrument.instrumentors.requests.exchange import Arrival, Attach, Exchanges, SteppedItems
+from instrument.instrumentors.requests.exchange import Attach, Exchanges, Reading, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
 from instrument.runtime.agent_socket import shared_file
@@ -302,21 +302,12 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(wrapper, "call_user_method")
     def undo_call(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "_local_testing_mode", False):
-            return call(self, metadata, *args, **kwargs)
-        return call_recorded(self, metadata, *args, **kwargs)
+        answer = call(self, metadata, *args, **kwargs)
+        return answer if getattr(self, "_local_testing_mode", False) else call_recorded(self, metadata, answer)
 
-    async def call_recorded(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    async def call_recorded(self: Any, metadata: Any, answer: Any) -> Any:
         exchange = calls.begin((self, metadata))
-        if exchange is None:
-            return await call(self, metadata, *args, **kwargs)
-        try:
-            answer = await exchange.track_waits(call(self, metadata, *args, **kwargs))
-        except BaseException as error:
-            exchange.end(error)
-            raise
-        exchange.end()
-        return answer
+        return await (answer if exchange is None else exchange.serve(answer, exchange.end))
 
     @replaces(wrapper, "call_user_generator")
     async def undo_stream(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -368,7 +359,7 @@ def _ray_method_name(call: tuple[Any, Any]) -> str:
     return f"{wrapper._deployment_id.name}/{metadata.call_method}"
 
 
-def _read_ray_call(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _read_ray_call(call: tuple[Any, Any], _: Any) -> Reading:
     context = getattr(call[1], "tracing_context", None) or {}  # a handle sends it if Ray's own tracing is on
     headers = {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
     return (_ray_method_name(call), None, None, None), headers, {}

@@ -25,7 +25,7 @@ NO_FAILURES = frozenset({"Retry", "RetryJob", "HandlerException", "NoResultError
 """The exceptions of arq, FastStream and TaskIQ that end a job but are no errors."""
 
 Job = tuple[object, object, object, object, "float | None"]
-"""A job's task, queue, id, the carrier of its caller's trace, and the time in s when it was queued (None if
+"""A job's task, id, the carrier of its caller's trace, queue, and the time in s when it was queued (None if
 unknown)."""
 
 
@@ -35,16 +35,13 @@ class _Jobs:
     def __init__(self, system: str, exchanges: Exchanges) -> None:
         self._system, self._exchanges = system, exchanges
 
-    def begin_job(self, read: Callable[[], Job | None]) -> Any:
+    def begin_job(self, read: Callable[[], Job]) -> Any:
         """Open a job's request. Return its frame, None if it is not recorded. Never raises."""
         exchanges = self._exchanges
         if not exchanges.is_on or not exchanges.recorder.on:
             return None
         with FAULTS.guard(f"job of {self._system}"):
-            job = read()
-            if job is None:
-                return None
-            task, queue, job_id, carrier, queued_s = job
+            task, job_id, carrier, queue, queued_s = read()
             key = "job", self._system, str(task), str(queue)
             site = exchanges.sites.get(key)
             if site is None:
@@ -92,7 +89,7 @@ def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
         request = task.request
         queue = (request.delivery_info or {}).get("routing_key") or ""
         carrier = request.headers or vars(request)
-        open_frames[id(request)] = jobs.begin_job(lambda: (task.name, queue, task_id, carrier, None))
+        open_frames[id(request)] = jobs.begin_job(lambda: (task.name, task_id, carrier, queue, None))
 
     def note_error(sender: Any = None, exception: Any = None, **_: Any) -> None:
         if (key := id(getattr(sender, "request", None))) in open_frames:  # else a task of another process
@@ -113,11 +110,10 @@ def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.Job, "perform")
     def undo(self: Any) -> Any:
-        def read_job() -> Job:
-            queued = self.enqueued_at
-            return self.func_name, self.origin, self.id, self.meta, queued and _to_seconds(queued)
-
-        frame, error = jobs.begin_job(read_job), None
+        queued, error = self.enqueued_at, None
+        frame = jobs.begin_job(
+            lambda: (self.func_name, self.id, self.meta, self.origin, queued and _to_seconds(queued))
+        )
         try:
             return perform(self)
         except BaseException as raised:
@@ -136,12 +132,11 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.Broker, "emit_before")
     def undo_before(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
-        def read_job() -> Job:
-            name, queued_s = args[0].actor_name, args[0].message_timestamp / 1000
-            return name, args[0].queue_name, args[0].message_id, args[0].options, queued_s
-
         if signal == "process_message" and args:
-            current.frame = jobs.begin_job(read_job)
+            job = args[0]
+            current.frame = jobs.begin_job(
+                lambda: (job.actor_name, job.message_id, job.options, job.queue_name, job.message_timestamp / 1000)
+            )
         before(self, signal, *args, **kwargs)
 
     @replaces(module.Broker, "emit_after")
@@ -161,10 +156,8 @@ def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
     def record_function(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         async def run(context: Any, *args: Any, **kwargs: Any) -> Any:
-            def read_job() -> Job:
-                return name, queue, context["job_id"], kwargs, context["enqueue_time"].timestamp()
-
-            return await jobs.await_job(read_job, function, context, *args, **kwargs)
+            read = lambda: (name, context["job_id"], kwargs, queue, context["enqueue_time"].timestamp())  # noqa: E731
+            return await jobs.await_job(read, function, context, *args, **kwargs)
 
         return run
 
@@ -185,11 +178,9 @@ def _attach_taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.Receiver, "run_task")
     async def undo(self: Any, target: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-        def read_job() -> Job:
-            queue = getattr(self.broker, "queue_name", "")
-            return message.task_name, queue, message.task_id, message.labels, None
-
-        return await jobs.await_job(read_job, run_task, self, target, message, *args, **kwargs)
+        queue = getattr(self.broker, "queue_name", "")
+        read = lambda: (message.task_name, message.task_id, message.labels, queue, None)  # noqa: E731
+        return await jobs.await_job(read, run_task, self, target, message, *args, **kwargs)
 
     return [undo]
 
@@ -201,8 +192,7 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
     @replaces(module.HandlerItem, "call")
     async def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         def read_job() -> Job:
-            queue, queued_s = _read_queue_and_time(message.raw_message)
-            return self.name, queue, message.message_id, message.headers, queued_s
+            return self.name, message.message_id, message.headers, *_read_queue_and_time(message.raw_message)
 
         return await jobs.await_job(read_job, call, self, message, *args, **kwargs)
 
@@ -237,12 +227,10 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
     process, call = module.Queue.process_events, module.route_utils.call_process_api
     failures: ContextVar[list[BaseException]] = ContextVar("instrument_gradio_failures")
 
-    def read_job(event: Any) -> Job | None:
-        if not event.alive:
-            return None
+    def read_job(event: Any) -> Job:
         queued_s = time.time() - time.monotonic() + event.enqueue_time
         name, headers = event.fn.api_name or event.fn.name, event.request.headers
-        return f"/{name}", event.concurrency_id, event._id, headers, queued_s
+        return f"/{name}", event._id, headers, event.concurrency_id, queued_s
 
     @replaces(module.route_utils, "call_process_api")
     async def undo_call(*args: Any, **kwargs: Any) -> Any:
@@ -254,7 +242,8 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.Queue, "process_events")
     async def undo(self: Any, events: Any, *args: Any, **kwargs: Any) -> None:
-        frames = [frame for event in events if (frame := jobs.begin_job(partial(read_job, event))) is not None]
+        frames = [jobs.begin_job(partial(read_job, event)) for event in events if event.alive]
+        frames = [frame for frame in frames if frame is not None]
         errors: list[BaseException] = []
         failures.set(errors)
         answer = process(self, events, *args, **kwargs)

@@ -24,6 +24,7 @@ from instrument.instrumentors.requests.exchange import (
     Arrivals,
     Exchange,
     Exchanges,
+    Reading,
     ServedApp,
 )
 from instrument.instrumentors.requests.propagation import Caller, pair_with_tracestate
@@ -288,7 +289,7 @@ def _read_plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
     return arrival, parent if state is None else pair_with_tracestate(parent, state), length
 
 
-def _read_all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
+def _read_all(scope: Message, names: tuple[str, ...]) -> Reading:
     headers, client = dict(_read_headers(scope["headers"], scope)), scope.get("client")
     values = {
         "url.path": str(scope["path"]),
@@ -397,9 +398,7 @@ def _read_plain_environ(environ: dict[str, Any]) -> tuple[Arrival, Caller | None
     return ARRIVAL(environ), caller, environ.get("CONTENT_LENGTH")
 
 
-def _read_environ(
-    environ: dict[str, Any], names: tuple[str, ...]
-) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
+def _read_environ(environ: dict[str, Any], names: tuple[str, ...]) -> Reading:
     values = {name: _path_of_environ(environ) if name == "url.path" else environ.get(NAMED[name], "") for name in names}
     texts = {name[5:]: text for name, text in environ.items() if name.startswith("HTTP_")}
     texts |= {"CONTENT_LENGTH": environ.get("CONTENT_LENGTH")}

@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
-from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges
+from instrument.instrumentors.requests.exchange import CURRENT, Exchange, Exchanges, Reading
 from instrument.recorder.wrapping import CANCELLED
 from instrument.recording.spans import OUTCOME, Site
 from instrument.runtime.cheap_start import dataclass
@@ -191,7 +191,7 @@ def _model_name(request: Any) -> str:
     return str(name()) if callable(name) else "model"
 
 
-def _read_call(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _read_call(request: Any, _: Any) -> Reading:
     """Read a request with the caller's trace headers. The server passes them on if its OpenTelemetry tracing is on."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
