@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_517, 10),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (11_713, 37),
+    "instrumentors": (11_451, 37),
     "native": (8_929, 26),
     "otlp": (5_177, 17),
     "profile": (2_556, 8),
@@ -356,7 +356,7 @@ LINES_AND_FILES = {
     "recorder": (2_496, 9),
     "recording": (3_810, 13),
     "report": (13_170, 37),
-    "runtime": (2_769, 13),
+    "runtime": (2_786, 13),
     "sessions": (6_350, 19),
     "trace": (9_716, 28),
 }
