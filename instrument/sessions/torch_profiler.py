@@ -9,6 +9,7 @@ Device work counts for the innermost operator that launched it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -17,10 +18,8 @@ import tempfile
 import threading
 import time
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,113 +50,90 @@ UNCERTAINTY_NS = 1_000
 _IDS = itertools.count(3 << 60)
 """A counter of ids for operator spans, larger than the ids of all recorded spans and of steps."""
 
-_start = attrgetter("start_ns")
-
 
 def insert_operator_spans(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
     """Return the trace with a span per operator in torch.profiler's trace. Changes the spans of `trace` in place.
 
     `moved_ns` is the offset from torch's clock to ours. Kernels in `trace` become device times of operators.
     """
-    operators = _Operators(trace, torch_trace, moved_ns)
-    if not operators.made:
+    operators = _make_operators(trace, torch_trace, moved_ns)
+    if not operators:
         return trace
-    operators.nest_operators()
-    operators.move_into_operators(trace.spans)
-    _set_device_times(trace, operators.made)
-    spans = [*trace.spans, *operators.made]
-    _set_self_times(spans, {span.span_id for span in operators.made} | {top.parent_id for top in operators.tops})
-    threads = {span.thread_id for span in operators.made}.difference(trace.threads)
+    by_id = {span.span_id: span for span in operators}
+    tops = [span for span in operators if span.parent_id not in by_id]
+    _nest_operators(trace.spans, operators, by_id, tops)
+    _move_into_operators(trace.spans, operators, by_id)
+    _set_device_times(trace, operators)
+    spans = [*trace.spans, *operators]
+    _set_self_times(spans, by_id.keys() | {top.parent_id for top in tops})
+    threads = {span.thread_id for span in operators}.difference(trace.threads)
     names = {thread: torch_trace.threads[thread] for thread in sorted(threads) if thread in torch_trace.threads}
     return replace(trace, spans=spans, threads={**trace.threads, **names}, flops=())  # the spans have these
 
 
-class _Operators:
-    """The spans of torch's operators within the interval of a trace, with times on that trace's clock.
+def _make_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> list[Span]:
+    """Return the spans of torch's operators within the interval of a trace, with times on that trace's clock.
 
-    `tops` are the outermost operators. `below` has the operators right below each operator, by its id, in order of
-    time.
+    Each one comes after the operator around it, which is its parent.
     """
-
-    def __init__(self, trace: Trace, torch_trace: Trace, moved_ns: int) -> None:
-        self.made: list[Span] = []
-        self.tops: list[Span] = []
-        self.below: dict[int, list[Span]] = {}
-        self._trace = trace
-        since_ns, until_ns = trace.watched or (trace.start_ns, trace.end_ns)
-        sites: dict[str, Site] = {}
-        innermost: dict[int, Span | None] = {}
-        for source in torch_trace.spans:  # each comes after what is around it
-            around = innermost.get(source.parent_id)
-            first, last = source.start_ns + moved_ns, source.end_ns + moved_ns
-            start_ns, end_ns = max(first, since_ns), min(last, until_ns)
-            is_operator_slice = source.site.kind == "op" and "device" not in source.attributes
-            if start_ns >= end_ns or not is_operator_slice:  # but a kernel, a range or a call of a driver
-                innermost[source.span_id] = around
-                continue
-            flops = flops_in(source.attributes)
-            attributes: dict[str, AttributeValue] = {FLOPS: flops} if flops else {}
-            site = sites.setdefault(source.site.name, Site(source.site.name, "op", OPERATORS))
-            number, active_ns, is_cut = next(_IDS), end_ns - start_ns, (start_ns, end_ns) != (first, last)
-            span = Span(site, number, 0, 0, source.thread_id, 0, start_ns, end_ns, active_ns, 0, None, attributes)
-            span.clipped = is_cut
-            innermost[source.span_id] = span
-            self.made.append(span)
-            if around is None:
-                self.tops.append(span)
-            else:
-                span.parent_id = around.span_id
-                self.below.setdefault(around.span_id, []).append(span)
-
-    def nest_operators(self) -> None:
-        """Make each outermost operator, with the operators in it, a child of the recorded span around it."""
-        tops = self.tops
-        middles = [(span.start_ns + span.end_ns) // 2 for span in tops]
-        outer_spans = _innermost_open(self._trace.spans, [span.thread_id for span in tops], middles)
-        for top, around in zip(tops, outer_spans, strict=True):
-            pending: list[tuple[Span, Span | None]] = [(top, around)]
-            while pending:
-                span, outer = pending.pop()
-                if outer is None:
-                    span.root_id = span.span_id
-                else:
-                    span.parent_id, span.root_id, span.task_id = outer.span_id, outer.root_id, outer.task_id
-                    span.start_ns = min(max(span.start_ns, outer.start_ns), outer.end_ns)
-                    span.end_ns = max(min(span.end_ns, outer.end_ns), span.start_ns)
-                    span.active_ns = span.total_ns
-                pending += [(inner, span) for inner in self.below.get(span.span_id, ())]
-
-    def move_into_operators(self, spans: Sequence[Span]) -> None:
-        """Move recorded spans that ran within an operator, such as those of a hook, below the innermost operator."""
-        tops: dict[int, list[Span]] = {}
-        for top in self.tops:
-            tops.setdefault(top.thread_id, []).append(top)
-        for thread_tops in tops.values():
-            thread_tops.sort(key=_start)
-        roots: dict[int, int] = {}
-        moves: list[tuple[Span, Span]] = []
-        for span in spans:
-            around = _enclosing_span(tops.get(span.thread_id, ()), span)
-            if around is None or around.parent_id != span.parent_id or span.site.kind == "request":
-                continue
-            inner: Span | None = around
-            while inner is not None:
-                around, inner = inner, _enclosing_span(self.below.get(inner.span_id, ()), span)
-            moves.append((span, around))
-            if span.root_id == span.span_id:
-                roots[span.span_id] = around.root_id
-            span.parent_id = around.span_id
-        for span, around in moves:
-            self.below.setdefault(around.span_id, []).append(span)
-        if roots:
-            for span in itertools.chain(spans, self.made):
-                span.root_id = roots.get(span.root_id, span.root_id)
+    operators: list[Span] = []
+    since_ns, until_ns = trace.watched or (trace.start_ns, trace.end_ns)
+    sites: dict[str, Site] = {}
+    innermost_ids: dict[int, int] = {}
+    for source in torch_trace.spans:  # each comes after what is around it
+        parent_id = innermost_ids.get(source.parent_id, 0)
+        first, last = source.start_ns + moved_ns, source.end_ns + moved_ns
+        start_ns, end_ns = max(first, since_ns), min(last, until_ns)
+        is_operator_slice = source.site.kind == "op" and "device" not in source.attributes
+        if start_ns >= end_ns or not is_operator_slice:  # but a kernel, a range or a call of a driver
+            innermost_ids[source.span_id] = parent_id
+            continue
+        flops = flops_in(source.attributes)
+        attributes: dict[str, AttributeValue] = {FLOPS: flops} if flops else {}
+        site = sites.setdefault(source.site.name, Site(source.site.name, "op", OPERATORS))
+        place = next(_IDS), parent_id, 0, source.thread_id, 0, start_ns, end_ns, end_ns - start_ns, 0
+        span = Span(site, *place, None, attributes)
+        span.clipped = (start_ns, end_ns) != (first, last)
+        innermost_ids[source.span_id] = span.span_id
+        operators.append(span)
+    return operators
 
 
-def _enclosing_span(among: Sequence[Span], span: Span) -> Span | None:
-    """Return the span in `among` that contains the given one, None if none does. Spans in `among` do not overlap."""
-    at = bisect_right(among, span.start_ns, key=_start) - 1
-    return among[at] if at >= 0 and among[at].end_ns >= span.end_ns else None
+def _nest_operators(
+    spans: Sequence[Span], operators: Sequence[Span], by_id: Mapping[int, Span], tops: Sequence[Span]
+) -> None:
+    """Make each outermost operator a child of the recorded span around it, and cut the operators in it to that span."""
+    middles = [(top.start_ns + top.end_ns) // 2 for top in tops]
+    outer_spans = _innermost_open(spans, [top.thread_id for top in tops], middles)
+    outer_by_id = {top.span_id: outer for top, outer in zip(tops, outer_spans, strict=True)}
+    for span in operators:
+        outer = outer_by_id.get(span.span_id, by_id.get(span.parent_id))
+        if outer is None:
+            span.root_id = span.span_id
+            continue
+        span.parent_id, span.root_id, span.task_id = outer.span_id, outer.root_id, outer.task_id
+        span.start_ns = min(max(span.start_ns, outer.start_ns), outer.end_ns)
+        span.end_ns = max(min(span.end_ns, outer.end_ns), span.start_ns)
+        span.active_ns = span.total_ns
+
+
+def _move_into_operators(spans: Sequence[Span], operators: Sequence[Span], by_id: Mapping[int, Span]) -> None:
+    """Move recorded spans that ran within an operator, such as those of a hook, below the innermost operator."""
+    places = _innermost_open(operators, [span.thread_id for span in spans], [span.start_ns for span in spans])
+    root_ids: dict[int, int] = {}
+    for span, place in zip(spans, places, strict=True):
+        while place is not None and place.end_ns < span.end_ns:
+            place = by_id.get(place.parent_id)
+        top = place
+        while top is not None and top.parent_id in by_id:
+            top = by_id[top.parent_id]
+        if place is None or top is None or top.parent_id != span.parent_id or span.site.kind == "request":
+            continue
+        if span.root_id == span.span_id:
+            root_ids[span.span_id] = place.root_id
+        span.parent_id = place.span_id
+    for span in itertools.chain(spans, operators) if root_ids else ():
+        span.root_id = root_ids.get(span.root_id, span.root_id)
 
 
 def _set_device_times(trace: Trace, operators: list[Span]) -> None:
@@ -304,10 +280,9 @@ class TorchProfiler:
     def __init__(self, options: TorchOptions, complain: Callable[[str], object], *, host_only: bool = False) -> None:
         self._options = options
         self._limit_s = options.limit_s or OPEN_WINDOW_LIMIT_S
-        self._complain = complain
+        self._complain_once = functools.cache(complain)
         self._host_only = host_only
         self._lock = threading.RLock()
-        self._said: set[str] = set()
         self._prepared: Any = None
         self._running: Any = None
         self._record: TorchRecord | None = None
@@ -472,11 +447,6 @@ class TorchProfiler:
         self._complain_once(
             f"torch.profiler did not {verb} ({type(error).__name__}: {error}); its operators are not joined"
         )
-
-    def _complain_once(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            self._complain(message)
 
 
 class TorchRecord:
