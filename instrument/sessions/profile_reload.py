@@ -120,11 +120,11 @@ def describe_if_unaddressed(request: Request, now: Profile, file: Path | None) -
     named profile.
     """
     service, path = request.service, request.path
-    if path is not None and not (file is not None and _is_same(Path(path), file)):
-        if not request.switch:
-            return _process_text(now)
-        service = load_profile(path).service
-    return "" if service in (None, now.service) else _process_text(now)
+    is_own = path is None or (file is not None and _is_same(Path(path), file))
+    if path is not None and request.switch and not is_own:
+        service, is_own = load_profile(path).service, True
+    is_addressed = is_own and service in (None, now.service)
+    return "" if is_addressed else f"it runs the service {now.service} with {now.source}"
 
 
 def _is_same(first: Path, second: Path) -> bool:
@@ -132,10 +132,6 @@ def _is_same(first: Path, second: Path) -> bool:
         return first.samefile(second)
     except OSError:  # one that is gone just now, as where a file is being replaced
         return first.resolve() == second.resolve()
-
-
-def _process_text(profile: Profile) -> str:
-    return f"it runs the service {profile.service} with {profile.source}"
 
 
 def keep_fixed_settings(profile: Profile, now: Profile) -> Profile:
@@ -212,10 +208,6 @@ class Generations:
         finally:
             if is_acquired:
                 self.lock.release()
-
-    def after_fork_in_child(self) -> None:
-        """Replace the lock, which a thread of the parent may have locked."""
-        self.lock = RLock()
 
     def stop(self, deadline: Deadline) -> None:
         if self.lock.acquire(timeout=deadline.seconds_left()):
@@ -354,11 +346,11 @@ class ControlThread:
     ) -> None:
         self._generations, self._membership, self._exporting = generations, membership, exporting
         self._end_of_main_thread = end_of_main_thread
-        self._seen: tuple[int, ...] | None = (-1,)  # the file as it was when it was read last
-        self._changed: tuple[int, ...] | None = None
-        self._read_again = False
+        self._stamp: tuple[int, ...] | None = (-1,)
+        """The identity of the file at the last check. The file has been read `_reads` times since it changed."""
+        self._reads = 0
+        self._due_at = 0.0
         self._error = ""
-        self._error_at = 0.0
         self._unsettled = False
         self._begin()
 
@@ -417,27 +409,23 @@ class ControlThread:
     # ---------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        look_at, end = 0.0, self._end_of_main_thread()
+        end = self._end_of_main_thread()
         while not self._stopping:
-            now = time.monotonic()
+            waits_s = [3600.0]
             if self._generations.watched is not None:
-                if now >= look_at:
-                    _attempt(self._check_file)
-                    now = time.monotonic()
-                    look_at = now + (QUIET_S if self._changed is not None else FILE_CHECK_S)
-            else:
-                look_at = now + 3600.0
+                waits_s.append(_attempt(self._check_file) or FILE_CHECK_S)
             if self._unsettled:
                 self._unsettled = _attempt(self._generations.settle) is True
-                look_at = min(look_at, now + FILE_CHECK_S)
+                waits_s.append(FILE_CHECK_S)
             if end is not None:
-                look_at = min(look_at, now + MAIN_THREAD_CHECK_S)
+                waits_s.append(MAIN_THREAD_CHECK_S)
                 if _has_main_thread_ended():
                     self._stopping = True
                     _attempt(end)
                     return
-            look_at = min(look_at, _attempt(lambda: self._find_agent(now)) or look_at)  # noqa: B023 - called at once
-            for descriptor, _ in self._wait(max(look_at - now, 0.0)):
+            if self._membership.joins:  # else the session joins first
+                waits_s.append(_attempt(self._find_agent) or AGENT_RETRY_S)
+            for descriptor, _ in self._wait(min(waits_s)):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)  # the word to stop, or to look for the agent
                 else:
@@ -451,11 +439,9 @@ class ControlThread:
                 waiting.register(descriptor, select.POLLIN)
         return list(waiting.poll(1000 * wait_s))
 
-    def _find_agent(self, now: float) -> float | None:
-        """Connect to an agent if none is connected. Return the time of the next attempt, None if there will be none."""
-        membership = self._membership
-        if not membership.joins:
-            return None  # the session joins first
+    def _find_agent(self) -> float:
+        """Connect to an agent if none is connected. Return the seconds until the next attempt."""
+        membership, now = self._membership, time.monotonic()
         if membership.joins != self._joins or membership.fileno() != self._agent_fd:
             self._agent_fd = -1  # closed by the service, or connected anew
         if self._agent_fd < 0 and (now >= self._agent_at or membership.joins != self._joins):
@@ -466,7 +452,7 @@ class ControlThread:
                 self._agent_fd = membership.fileno()
                 membership.send({"hears": True})
         self._exporting.publish_facts(is_joined=self._agent_fd >= 0)
-        return now + EXPORT_CHECK_S if self._agent_fd >= 0 else self._agent_at
+        return EXPORT_CHECK_S if self._agent_fd >= 0 else max(self._agent_at - time.monotonic(), 0.0)
 
     def _handle_agent_message(self) -> None:
         membership = self._membership
@@ -493,35 +479,22 @@ class ControlThread:
 
     # ---------------------------------------------------------------- the file
 
-    def _check_file(self) -> None:
-        """Apply the profile's file once it has changed and is complete.
+    def _check_file(self) -> float:
+        """Apply the profile's file once it has changed and is complete. Return the seconds until the next check.
 
-        The next check reads the file again, because a second write within one tick of the file system's clock is
-        invisible.
+        The file is read twice, because a second write within one tick of the file system's clock is invisible.
         """
-        stamp = _identity_of_file(self._generations.watched)
-        if stamp == self._seen:
-            self._changed = None
-            again, self._read_again = self._read_again, False
-            if again:
-                self._apply_file(stamp)
-            elif self._error and time.monotonic() - self._error_at >= INVALID_FILE_S:
-                error, self._error = self._error, ""
-                self._generations.refuse(error)
-        elif stamp != self._changed:
-            self._changed = stamp
-        else:
-            self._read_again = True
-            self._apply_file(stamp)
-
-    def _apply_file(self, stamp: tuple[int, ...] | None) -> None:
-        error = str(self._request_reload(Request()).get("error", ""))
-        # A file that was being written counts neither as a success nor as an error.
-        if _identity_of_file(self._generations.watched) != stamp:
-            self._changed, self._seen = None, (-1,)
-            return
-        self._changed, self._seen = None, stamp
-        self._error, self._error_at = error, time.monotonic()
+        stamp, now = _identity_of_file(self._generations.watched), time.monotonic()
+        if stamp != self._stamp:  # a file that was being written counts neither as a success nor as an error
+            self._stamp, self._reads, self._due_at, self._error = stamp, 0, now + QUIET_S, ""
+        elif now >= self._due_at and self._reads < 2:
+            self._reads += 1
+            self._error = str(self._request_reload(Request()).get("error", ""))
+            self._due_at = time.monotonic() + (FILE_CHECK_S if self._reads < 2 else INVALID_FILE_S)
+        elif now >= self._due_at and self._error:
+            error, self._error = self._error, ""
+            self._generations.refuse(error)
+        return FILE_CHECK_S if self._reads else QUIET_S
 
 
 _attempt: Callable[[Callable[[], Any]], Any] = partial(FAULTS.attempt, "control thread")
