@@ -171,6 +171,7 @@ class Agent:
                 self._loop.run_once()
         finally:
             go_on = [run for run in self._runs if run.living_processes() or self._loop.is_replaced]
+            self._runs.exports.stop()
             self._loop.drop_all()
             self._runs.close(go_on)
             self._loop.close()
@@ -182,6 +183,9 @@ class Agent:
 
     def _handle_packet(self, connection: Connection, message: Message, descriptors: list[int]) -> list[int]:
         """Handle a packet. Return those of its descriptors that the caller must leave open."""
+        if connection is self._runs.exports.connection:
+            self._runs.exports.handle_message(message)
+            return []
         process = self._runs.member(connection)
         if "join" in message:
             return self._runs.add_process(connection, dict(message["join"]), descriptors)

@@ -1,6 +1,6 @@
 """Child processes in which the agent reads recordings, because a damaged recording may crash its reader.
 
-A `Jobs` child does a job, such as saving recordings, and ends. A `Child` serves the agent until it is stopped.
+A `Jobs` child does a job, such as saving recordings, and ends. The child of `fork_child` serves the agent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import select
 import selectors
 import signal
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -178,12 +177,6 @@ class Saves:
         self._start_waiting()
 
 
-MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
-"""The maximum number of restarts of a child within a window of this many seconds. Further restarts are refused."""
-
-REAP_LIMIT_S, REAP_POLL_S = 2.0, 0.001
-"""Seconds for which the agent waits for a killed child to end, and seconds between two checks for that."""
-
 PIPE_BYTES = 1 << 16
 
 _SET_PARENT_DEATH_SIGNAL = 1
@@ -191,111 +184,6 @@ _SET_PARENT_DEATH_SIGNAL = 1
 _MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
 """Options of glibc's `mallopt` that keep a child small. The allocator returns free memory beyond 128 KiB
 (M_TRIM_THRESHOLD) and arrays from 64 KiB (M_MMAP_THRESHOLD), and threads share one arena (M_ARENA_MAX)."""
-
-
-@dataclass(eq=False)
-class Child:
-    """A child process that works for the agent, and the agent's end of the connection to it. `begin` starts the child.
-
-    The child calls `serve`, and ends when `serve` returns. `ps` shows the first 15 characters of `name`. The agent
-    calls `heard` with each message of the child, `has_ended` at the child's end, and `has_sent_all` once all waiting
-    messages are sent.
-    """
-
-    selector: selectors.BaseSelector
-    serve: Callable[[socket.socket], object]
-    name: str
-    heard: Callable[[agent_socket.Message], object]
-    has_ended: Callable[[], object]
-    has_sent_all: Callable[[], object]
-
-    def __post_init__(self) -> None:
-        self._connection: Connection | None = None
-        self._pid = 0
-        self._begun: deque[float] = deque(maxlen=MOST_RESTARTS + 1)
-
-    @property
-    def is_started(self) -> bool:
-        """True from the child's start until the agent notices its end."""
-        return self._connection is not None
-
-    @property
-    def has_waiting(self) -> bool:
-        return self._connection is not None and self._connection.has_waiting
-
-    def begin(self) -> str:
-        """Start a child unless one runs. Return the reason if the start failed, "" on success."""
-        if self._connection is not None:
-            return ""
-        now = time.monotonic()
-        if len(self._begun) > MOST_RESTARTS and now - self._begun[0] < RESTART_WINDOW_S:
-            return f"has ended {len(self._begun)} times in {RESTART_WINDOW_S:g} s"
-        self._begun.append(now)
-        try:
-            self._connection, self._pid = _fork_child(self.serve, self.name)
-        except OSError as problem:
-            return f"could not be made: {problem.strerror}"
-        self.selector.register(self._connection.fileno(), selectors.EVENT_READ, self._receive_answers)
-        return ""
-
-    def send(self, message: agent_socket.Message, *descriptors: int) -> None:
-        """Send the child a message, or queue it if the socket is full. A hanging child does not block the caller."""
-        if self._connection is not None:
-            self._connection.send(message, descriptors)
-            self._watch(self._connection)
-
-    def _watch(self, connection: Connection) -> None:
-        """Watch a connection for messages, and for room to send while messages wait. Kill a child that has let its
-        queue overflow."""
-        if connection.is_broken:
-            os.kill(self._pid, signal.SIGKILL)
-        waits = selectors.EVENT_WRITE if connection.has_waiting and not connection.is_broken else 0
-        self.selector.modify(connection.fileno(), selectors.EVENT_READ | waits, self._receive_answers)
-
-    def _receive_answers(self, _: int) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        connection.flush()
-        if not connection.has_waiting:
-            self.has_sent_all()
-        self._watch(connection)
-        try:
-            message = _receive_next(connection)
-        except BlockingIOError:
-            return
-        if message is None:
-            self.end()
-            self.has_ended()
-        else:
-            self.heard(message)
-
-    def end(self) -> None:
-        """Kill the child, wait for its end up to `REAP_LIMIT_S`, and handle the messages that it had sent."""
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        self.selector.unregister(connection.fileno())
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        until = time.monotonic() + REAP_LIMIT_S
-        while os.waitpid(self._pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
-            time.sleep(REAP_POLL_S)
-        with suppress(BlockingIOError):  # it hangs in a driver
-            while (message := _receive_next(connection)) is not None:
-                self.heard(message)
-        connection.close()
-
-
-def _receive_next(connection: Connection) -> agent_socket.Message | None:
-    """Return a child's next message, None after its last one. Raises `BlockingIOError` if none has arrived."""
-    try:
-        message, descriptors = connection.receive()
-    except agent_socket.PacketError:
-        return None
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return message
 
 
 class AgentEnd:
@@ -354,8 +242,11 @@ def run_in_child(work: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def _fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
-    """Fork a child that calls `serve`. Return a connection to it and its process id. Raises `OSError`."""
+def fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
+    """Fork a child that calls `serve` and ends when it returns. Return a connection to it and its process id.
+
+    `ps` shows the first 15 characters of `name`. Raises `OSError`.
+    """
     ours, theirs = socket.socketpair(agent_socket.FAMILY, agent_socket.KIND)
     with theirs:
         try:
@@ -373,23 +264,17 @@ def _serve_in_child(connection: socket.socket, serve: Callable[[socket.socket], 
     descriptor = 3
     os.dup2(connection.fileno(), descriptor)
     os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
-    _set_up_child_process(agent)
+    with suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        library = ctypes.CDLL(None)
+        library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)  # which frees the locks of this child, too
+        for option, value in _MALLOC_OPTIONS.items():
+            library.mallopt(option, value)
+    if os.getppid() != agent:
+        os._exit(1)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name, "ascii")
     gc.freeze()
     serve(socket.socket(agent_socket.FAMILY, agent_socket.KIND, fileno=descriptor))
-
-
-def _set_up_child_process(agent: int) -> None:
-    """Make the kernel kill this child when the agent dies, so that the child's locks are freed. Set
-    `_MALLOC_OPTIONS`."""
-    with suppress(ImportError, OSError, AttributeError):
-        import ctypes
-
-        library = ctypes.CDLL(None)
-        library.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        for option, value in _MALLOC_OPTIONS.items():
-            library.mallopt(option, value)
-    if os.getppid() != agent:
-        os._exit(1)

@@ -7,15 +7,18 @@ child continues from the progress stored in the recordings.
 from __future__ import annotations
 
 import os
-import selectors
+import signal
 import socket
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent.child import Child
+from instrument.agent.child import fork_child
+from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import Process, Run
 from instrument.recording.export_checkpoint import ExportCheckpoint, losses_by_name
 from instrument.recording.memory_layout import generation_of
@@ -24,6 +27,12 @@ from instrument.runtime import agent_socket, file_writing
 EXPORTER_NAME = "instr-exporter"
 """The process name of the exporter, as `ps` shows it."""
 
+MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
+"""The maximum number of restarts of the child within a window of this many seconds. Further restarts are refused."""
+
+REAP_LIMIT_S, REAP_POLL_S = 2.0, 0.001
+"""Seconds for which the agent waits for the killed child to end, and seconds between two checks for that."""
+
 ELSEWHERE = "the agent cannot see the processes of that container"
 
 
@@ -31,22 +40,24 @@ class Exports:
     """The exporter child, with the recordings that it exports and the processes whose gauges it reads.
 
     A file in `folder` has the number of possibly unsent spans of ended processes. The next agent reads it if this one
-    is killed. `fates` counts spans by outcome. `selector` is the selector of the event loop, `send` sends a message to
-    a process. `changed` is called after the export of a recording, `says` with each message about exports. A process
-    whose export fails is sent `unexported`.
+    is killed. `fates` counts spans by outcome. `loop` serves the connection to the child, and its owner calls
+    `handle_message` and `handle_end`. `send` sends a message to a process. `changed` is called after the export of a
+    recording, `says` with each message about exports. A process whose export fails is sent `unexported`.
     """
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
+        loop: EventLoop,
         folder: Path,
         changed: Callable[[], object],
         says: Callable[[str], object],
         send: Callable[[Process, agent_socket.Message], object],
     ) -> None:
-        self._child = Child(
-            selector, _serve, EXPORTER_NAME, self._handle_message, self._restart_exporter, self._flush_waiting
-        )
+        self._loop = loop
+        self.connection: Connection | None = None
+        """The connection to the child, None while none runs."""
+        self._pid = 0
+        self._begun: deque[float] = deque(maxlen=MOST_RESTARTS + 1)
         self._changed = changed
         self._send = send
         self._says = says
@@ -56,7 +67,6 @@ class Exports:
         """The exported processes by number, with a descriptor of the recording, and its generation."""
         self._gauged: dict[int, Process] = {}
         """The processes whose gauges the child reads, by number."""
-        self._to_flush: set[int] = set()
         self._folder = folder
         self._unsent: dict[Process, int] = {}
         """The number of spans of each ended process that may be unsent."""
@@ -75,7 +85,7 @@ class Exports:
 
     @property
     def is_done(self) -> bool:
-        return not self._child.is_started
+        return self.connection is None
 
     @property
     def lost_by_reason(self) -> Mapping[str, int]:
@@ -84,30 +94,8 @@ class Exports:
 
     def add(self, process: Process) -> None:
         """Have the child read a process's recording, if its profile exports it or its run is scraped."""
-        if process.number not in self._recordings:
-            self._add(process)
-
-    def scrape(self, run: Run, connection: socket.socket) -> None:
-        """Have the child answer a scrape of a run on a connection, and read the run's recordings from now on."""
-        run.is_scraped = True
-        for process in run.living_processes():
-            self.add(process)
-        if not self.is_ending and not self._try_to_begin_child():
-            self._child.send({"scrape": run.name}, connection.fileno())
-
-    def _listen(self, address: str) -> None:
-        if address in self._listeners:
+        if process.number in self._recordings:
             return
-        try:
-            host, _, port = address.rpartition(":")
-            family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-            self._listeners[address] = socket.create_server((host.strip("[]"), int(port)), family=family)
-        except OSError as problem:
-            self._listeners[address] = None
-            advice = "give export.prometheus.listen another address"
-            self._says(f"instrument: export.prometheus: cannot listen at {address}: {problem.strerror}; {advice}")
-
-    def _add(self, process: Process) -> None:
         settings = process.facts.get("export") or {}
         if address := str(settings.get("prometheus") or ""):
             self._listen(address)
@@ -127,36 +115,56 @@ class Exports:
         self._recordings[process.number] = process, memory, generation_of(memory)
         self._start_export(process.number)
 
+    def scrape(self, run: Run, connection: socket.socket) -> None:
+        """Have the child answer a scrape of a run on a connection, and read the run's recordings from now on."""
+        run.is_scraped = True
+        for process in run.living_processes():
+            self.add(process)
+        if not self.is_ending and not self._try_to_begin_child():
+            self._send_child({"scrape": run.name}, connection.fileno())
+
+    def _listen(self, address: str) -> None:
+        if address in self._listeners:
+            return
+        try:
+            host, _, port = address.rpartition(":")
+            family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+            self._listeners[address] = socket.create_server((host.strip("[]"), int(port)), family=family)
+        except OSError as problem:
+            self._listeners[address] = None
+            advice = "give export.prometheus.listen another address"
+            self._says(f"instrument: export.prometheus: cannot listen at {address}: {problem.strerror}; {advice}")
+
     def note_ended(self, process: Process) -> None:
         if process.number in self._recordings:
-            self._child.send({"ended": process.number})
+            self._send_child({"ended": process.number})
             self._note_unsent(process, self._recordings[process.number][1])
         if self._gauged.pop(process.number, None) is not None:
-            self._child.send({"process": process.number, "ended": True})
+            self._send_child({"process": process.number, "ended": True})
 
     def send_window(self, process: Process, begin_ns: int, end_ns: int) -> None:
         """Have the child send all spans that a process recorded in an interval, including unsampled ones."""
         if process.number in self._recordings:
-            self._child.send({"window": process.number, "begin_ns": begin_ns, "end_ns": end_ns})
+            self._send_child({"window": process.number, "begin_ns": begin_ns, "end_ns": end_ns})
 
     def flush(self, process: Process) -> None:
-        """Have the child send the spans that a process has recorded so far. While the child is busy, repeated calls
-        have the effect of one."""
+        """Have the child send the spans that a process has recorded so far."""
         if process.number in self._recordings:
-            self._to_flush.add(process.number)
-            if not self._child.has_waiting:
-                self._flush_waiting()
+            self._send_child({"flush": process.number})
 
     def end(self, within_s: float) -> None:
         """Have the child send the remaining spans for up to `within_s` seconds, and end."""
         if not self.is_ending:
             self.is_ending = True
-            self._child.send({"end": within_s})
+            self._send_child({"end": within_s})
 
     def stop(self) -> None:
         self.is_ending = True
         self._gauged.clear()
-        self._child.end()
+        if (connection := self.connection) is not None:
+            self._kill_child()
+            self._loop.receive(connection, is_last=True)
+            self._loop.drop(connection)  # unless the child has closed it: it may hang in a driver
         self._forget_recordings()
         for listener in self._listeners.values():
             if listener is not None:
@@ -171,7 +179,7 @@ class Exports:
         if not isinstance(settings, dict) or not process.lives or process.memory < 0:
             return
         if process.number in self._gauged:
-            self._child.send({"process": process.number, "gauges": settings})
+            self._send_child({"process": process.number, "gauges": settings})
         elif why := ELSEWHERE if process.is_elsewhere else self._try_to_begin_child():
             self._send(process, {"gauges": {"yours": why}})
         else:
@@ -184,13 +192,13 @@ class Exports:
             process.facts["gauges"] = message["gauges"]
         if process.number in self._gauged:
             name = "readings" if "readings" in message else "gauges"
-            self._child.send({"process": process.number, name: message[name]})
+            self._send_child({"process": process.number, name: message[name]})
         elif message.get("gauges", ()) is None:
             self._send(process, {"gauges": {"ended": True}})
 
     def _start_gauges(self, process: Process) -> None:
         message = {"process": process.number, "pid": process.pid, "gauges": process.facts["gauges"]}
-        self._child.send(message, process.memory)
+        self._send_child(message, process.memory)
 
     def _handle_gauges_report(self, number: int, gauges: agent_socket.Message) -> None:
         process = self._gauged.get(number)
@@ -204,7 +212,7 @@ class Exports:
     def _start_export(self, number: int) -> None:
         process, memory, generation = self._recordings[number]
         run, facts = process.run, process.facts
-        self._child.send(
+        self._send_child(
             {
                 "export": number,
                 "settings": facts["export"],
@@ -217,7 +225,7 @@ class Exports:
         )
         if not process.lives:
             self._note_unsent(process, memory)
-            self._child.send({"ended": number})
+            self._send_child({"ended": number})
 
     def _note_problem(self, problem: str) -> None:
         """Keep the newest reason why a recording is not exported, and print the first one."""
@@ -227,27 +235,55 @@ class Exports:
 
     def _begin_child(self) -> bool:
         self._note_problem(self._try_to_begin_child())
-        return self._child.is_started
+        return self.connection is not None
 
     def _try_to_begin_child(self) -> str:
         """Start the child if none runs. Return the reason if the start failed, "" on success."""
-        is_there, problem = self._child.is_started, self._child.begin()
-        if problem:
-            return f"the agent's exporter {problem}"
-        if not is_there:
-            self._child.send({"folder": str(self._folder)})
+        if self.connection is None:
+            now = time.monotonic()
+            if len(self._begun) > MOST_RESTARTS and now - self._begun[0] < RESTART_WINDOW_S:
+                return f"the agent's exporter has ended {len(self._begun)} times in {RESTART_WINDOW_S:g} s"
+            self._begun.append(now)
+            try:
+                self.connection, self._pid = fork_child(_serve, EXPORTER_NAME)
+            except OSError as problem:
+                return f"the agent's exporter could not be made: {problem.strerror}"
+            self._loop.add(self.connection)
+            self._send_child({"folder": str(self._folder)})
         for address, listener in self._listeners.items():
             if listener is not None and address not in self._handed_over:
                 self._handed_over.add(address)
-                self._child.send({"listen": address}, listener.fileno())
+                self._send_child({"listen": address}, listener.fileno())
         return ""
 
-    def _flush_waiting(self) -> None:
-        to_flush, self._to_flush = self._to_flush, set()
-        for number in to_flush:
-            self._child.send({"flush": number})
+    def _send_child(self, message: agent_socket.Message, *descriptors: int) -> None:
+        """Send the child a message, or queue it if the socket is full. A child that lets its queue overflow is ended
+        soon."""
+        connection = self.connection
+        if connection is not None:
+            connection.send(message, descriptors)
+            if connection.is_broken:
+                self._loop.call_later(0, partial(self._loop.drop, connection))
+            else:
+                self._loop.watch(connection)
 
-    def _handle_message(self, message: agent_socket.Message) -> None:
+    def _kill_child(self) -> None:
+        """Kill the child, and wait for its end up to `REAP_LIMIT_S`."""
+        pid, self._pid = self._pid, 0
+        until = time.monotonic() + REAP_LIMIT_S
+        with suppress(ProcessLookupError, ChildProcessError):
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+            while pid and os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
+                time.sleep(REAP_POLL_S)
+
+    def handle_end(self) -> None:
+        """Handle the end of the connection to the child. Start another child unless the agent ends."""
+        self._kill_child()
+        self.connection = None
+        self._restart_exporter()
+
+    def handle_message(self, message: agent_socket.Message) -> None:
         if "process" in message:
             self._handle_gauges_report(int(message["process"]), dict(message["gauges"]))
             return
@@ -258,20 +294,23 @@ class Exports:
             self._says(f"instrument: {message['said']!s}")
         else:
             self._note_export_end(message)
-        if self._child.is_started:  # else all that it said comes first
-            self._changed()
+        self._changed()
 
     def _note_export_end(self, message: Mapping[str, Any]) -> None:
         number = int(message["done"])
-        process, memory, _ = self._recordings.pop(number, (None, -1, 0))
         self._note_problem(str(message.get("problem") or ""))
-        if process is not None:
+        if number in self._recordings:
             fates = message.get("fates") or {}
             self.fates.update(fates)
-            self.count_unread_rows(process, memory, is_reported=bool(fates))
-            self._send_unexported(process)
-            os.close(memory)
-            self._clear_unsent(process)
+            self._end_export(number, is_reported=bool(fates))
+
+    def _end_export(self, number: int, *, is_reported: bool) -> None:
+        process, memory, _ = self._recordings.pop(number)
+        self.count_unread_rows(process, memory, is_reported=is_reported)
+        self._send_unexported(process)
+        os.close(memory)
+        if self._unsent.pop(process, 0):
+            self._write_unsent()
 
     def count_unread_rows(self, process: Process, memory: int, *, is_reported: bool) -> None:
         """Count an ended process's unread rows. Count its spans by outcome, too, unless that `is_reported`."""
@@ -284,7 +323,6 @@ class Exports:
     def _restart_exporter(self) -> None:
         """Start another child after the last one has ended, which is a crash unless `is_ending`."""
         self._handed_over.clear()
-        self._to_flush.clear()
         if self.is_ending:
             self._gauged.clear()
         if not self.is_ending and self._recordings and self._begin_child():
@@ -308,12 +346,8 @@ class Exports:
             self._send(process, {"unexported": True})
 
     def _forget_recordings(self) -> None:
-        recordings, self._recordings = self._recordings, {}
-        for process, memory, _ in recordings.values():
-            self.count_unread_rows(process, memory, is_reported=False)
-            self._send_unexported(process)
-            os.close(memory)
-            self._clear_unsent(process)
+        for number in list(self._recordings):
+            self._end_export(number, is_reported=False)
 
     def _note_unsent(self, process: Process, memory: int) -> None:
         """Count an ended process's spans that may be unsent, and write the sum to the file."""
@@ -321,11 +355,6 @@ class Exports:
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
             self._unsent[process] = place.read().unsettled + place.count_unread()
-            self._write_unsent()
-
-    def _clear_unsent(self, process: Process) -> None:
-        """Drop the count of a process's unsent spans, unless another recording of it is still exported."""
-        if process.number not in self._recordings and self._unsent.pop(process, 0):
             self._write_unsent()
 
     def _write_unsent(self) -> None:

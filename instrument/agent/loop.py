@@ -22,9 +22,6 @@ from instrument.runtime.cheap_start import dataclass
 MOST_WAITING_PACKETS = 1024
 """The maximum number of unsent packets per connection. A connection with more is closed."""
 
-_JOIN_PREFIX = b'{"join":'
-"""The first bytes of the packet by which a process joins its run."""
-
 
 class Connection:
     """The agent's end of the connection to a process."""
@@ -78,12 +75,6 @@ class Connection:
     def _drop_first(self) -> None:
         for descriptor in self._waiting.popleft()[1]:
             os.close(descriptor)
-
-    def is_about_to_join(self) -> bool:
-        try:
-            return self.sock.recv(len(_JOIN_PREFIX), socket.MSG_PEEK) == _JOIN_PREFIX
-        except OSError:
-            return False
 
     def receive(self) -> tuple[agent_socket.Message | None, list[int]]:
         """Return the next packet, None if the other end has closed. Raises `BlockingIOError` and `PacketError`."""
@@ -139,7 +130,7 @@ class EventLoop:
         self._timers: list[tuple[float, Callable[[], object]]] = []
         self.faults = self.refused = 0
         self.is_replaced = False
-        """True once another agent serves the run. This agent then stops."""
+        """True once another agent's socket has this one's path, or the run's folder is gone. This agent then stops."""
         self._listen()
 
     def run_once(self) -> None:
@@ -151,7 +142,8 @@ class EventLoop:
             self.attempt(action)
         left_s = min((at for at, _ in self._timers), default=now + 3600.0) - now
         ready = self.selector.select(0.0 if due else max(left_s, 0.0))
-        if self._is_replaced():
+        now_there = agent_socket.socket_identity(self._path)
+        if now_there != self._identity and (now_there is not None or not self._path.parent.exists()):
             self.is_replaced = True
             return
         for key, events in ready:
@@ -159,11 +151,6 @@ class EventLoop:
                 self.attempt(partial(self._handle_events, key.fileobj, events))
             elif key.fd in self.selector.get_map():
                 self.attempt(partial(key.data, key.fd))
-
-    def _is_replaced(self) -> bool:
-        """Return True if another agent's socket has taken this one's path, or the run's folder was removed."""
-        now = agent_socket.socket_identity(self._path)
-        return now != self._identity and (now is not None or not self._path.parent.exists())
 
     def attempt(self, action: Callable[[], object]) -> None:
         """Call an action. Count a fault, and print the first one."""
@@ -209,17 +196,21 @@ class EventLoop:
             if not is_trusted or len(self._connections) >= MOST_CONNECTIONS:
                 connection.close()
                 continue
-            self._connections.add(connection)
             self._silent.add(connection)
-            self.selector.register(connection, selectors.EVENT_READ)
+            self.add(connection)
 
-    def _handle_joins(self) -> None:
-        """Handle waiting joins on new connections. The current message may be about the joined processes."""
+    def add(self, connection: Connection) -> None:
+        """Serve a connection that the agent has made itself, such as that to a child."""
+        self._connections.add(connection)
+        self.selector.register(connection, selectors.EVENT_READ)
+
+    def _handle_first_packets(self) -> None:
+        """Handle the first packets of new connections. The current message may be about processes that join by them."""
         self._accept(0)
         for connection in list(self._silent):
-            if connection.is_about_to_join():
+            if connection in self._silent:
                 self._handle_packet(connection)
-                self._watch(connection)
+                self.watch(connection)
 
     def _handle_events(self, connection: Connection, events: int) -> None:
         if connection not in self._connections:
@@ -228,7 +219,7 @@ class EventLoop:
             connection.flush()
         if events & selectors.EVENT_READ:
             self.receive(connection)
-        self._watch(connection)
+        self.watch(connection)
 
     def receive(self, connection: Connection, *, is_last: bool = False) -> None:
         """Handle the packets of a connection: all if `is_last`, else up to `MOST_PACKETS_PER_TURN`."""
@@ -250,7 +241,7 @@ class EventLoop:
             self.drop(connection)
             return False
         if "join" not in message:
-            self._handle_joins()
+            self._handle_first_packets()
         try:
             kept_descriptors = self._heard(connection, message, descriptors)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as problem:
@@ -267,7 +258,8 @@ class EventLoop:
             self.drop(connection)
         return not connection.is_broken
 
-    def _watch(self, connection: Connection) -> None:
+    def watch(self, connection: Connection) -> None:
+        """Watch a connection for packets, and for room while packets wait. Drop a broken connection."""
         if connection not in self._connections:
             return
         if connection.is_broken:
@@ -281,7 +273,7 @@ class EventLoop:
         """Send a packet, or queue it while the socket is full. Do nothing on a closed connection."""
         if connection in self._connections:
             connection.send(message, descriptors or [])
-            self._watch(connection)
+            self.watch(connection)
 
     def drop(self, connection: Connection) -> None:
         if connection in self._connections:

@@ -145,9 +145,7 @@ class Process:
     def has_exited(self) -> bool | None:
         """Return True if the operating system reports the process as ended, None if unknown."""
         if self.exit_fd >= 0:
-            waiting = select.poll()
-            waiting.register(self.exit_fd, select.POLLIN)
-            return bool(waiting.poll(0))
+            return _is_readable(self.exit_fd)
         if self.started and not self.is_elsewhere:
             return clock.start_ticks(PROC / str(self.pid) / "stat") != self.started
         return None
@@ -199,14 +197,10 @@ class Run:
         )
 
     def is_over(self) -> bool:
-        return not self.first_lives() and not self.living_processes()
+        return not (self.first_lives() or self.living_processes())
 
     def first_lives(self) -> bool:
-        if self.first_fd < 0:
-            return False
-        waiting = select.poll()
-        waiting.register(self.first_fd, select.POLLIN)
-        return not waiting.poll(0)
+        return self.first_fd >= 0 and not _is_readable(self.first_fd)
 
     def first_has_left(self) -> bool:
         return any(process.pid == self.first and process.goodbye is not None for process in self.processes)
@@ -225,6 +219,12 @@ class Run:
 
     def processes_with_spans(self) -> list[Process]:
         return [process for process in self.processes if process.has_recorded]
+
+
+def _is_readable(descriptor: int) -> bool:
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def exit_fd_of(pid: int, started: int) -> int:

@@ -87,7 +87,7 @@ class Runs:
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
         self._saves = Saves(self._jobs, folder, self.note_saved)
-        self.exports = Exports(loop.selector, folder, self._exports_changed, self.write_to_runs, self._send_message)
+        self.exports = Exports(loop, folder, self._exports_changed, self.write_to_runs, self._send_message)
         self._takes_over = bool(processes.noted_processes(folder)[0])
         """True if processes that joined an earlier agent are still alive."""
         self._connections = ConnectionWatch(
@@ -285,6 +285,9 @@ class Runs:
     def note_closed(self, connection: Connection) -> None:
         """Handle the end of a connection. If its process was waiting for the run's report, the agent prints the
         report."""
+        if connection is self.exports.connection:
+            self.exports.handle_end()
+            return
         process = self._members.pop(connection, None)
         if process is not None and process.connection is connection:
             process.connection, process.hears = None, False

@@ -216,11 +216,6 @@ class ConnectionWatch:
     _send: Callable[[Process, Mapping[str, Any]], None]
     _living: Callable[[], Iterable[Process]]
 
-    def __post_init__(self) -> None:
-        self._table: list[environment.TcpRow] = []
-        self._table_at = -FIRST_CHECK_S
-        self._table_users: set[int] = set()
-
     def begin(self, process: Process) -> None:
         if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
             self._loop.call_later(FIRST_CHECK_S, lambda: self._check_ports(process))
@@ -230,7 +225,7 @@ class ConnectionWatch:
             return
         began = time.thread_time()
         before = process.ports
-        self.note_ports(process, by_table_of_s=FIRST_CHECK_S)
+        self.note_ports(process)
         if process.ports != before:
             self._send(process, {"connections": sorted(process.ports)})
         age_s = (time.monotonic_ns() - process.joined_ns) / 1e9
@@ -239,17 +234,11 @@ class ConnectionWatch:
         )
         self._loop.call_later(wait_s, lambda: self._check_ports(process))
 
-    def note_ports(self, process: Process, by_table_of_s: float = 0.0) -> None:
-        """Store the ports at which a process has had connections, including ports that it has closed. A table of
-        connections up to `by_table_of_s` old may be reused."""
+    def note_ports(self, process: Process) -> None:
+        """Store the ports at which a process has had connections, including ports that it has closed."""
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or environment.is_same_network(folder)
-        is_old = process.pid in self._table_users or time.monotonic() - self._table_at >= by_table_of_s
-        if process.shares_network and is_old:
-            self._table, self._table_at = [*environment.read_tcp_rows(PROC / "self")], time.monotonic()
-            self._table_users.clear()
-        self._table_users.add(process.pid)
-        table = self._table if process.shares_network else None
+        table = environment.read_tcp_rows(PROC / "self") if process.shares_network else None
         connections = environment.connections_of(folder, process.listened, table, process.started)
         process.listened |= connections.listens
         process.ports |= connections.open
