@@ -299,15 +299,14 @@ def test_spans_of_a_window_are_sent_by_the_agent_or_counted(collector: Collector
     joined, _ = listener.accept()
     with joined:
         serve(2)
-        spans = session.trace().spans
-        assert session.exporting.select_unexported_spans(spans) == []
+        session.exporting.send_window(5, 9)
         while "window" not in (message := agent_socket.receive(joined)[0] or {}):
             pass
-        assert message == {"window": [spans[0].start_ns, spans[-1].end_ns]}
+        assert message == {"window": [5, 9]}
     session._membership.close()
-    with pytest.raises(ExportError, match="the agent of the run does not answer, so 2 spans of a window"):
-        session.exporting.select_unexported_spans(spans)
-    assert session.losses()["spans of windows that the agent of the run may not have kept"] == 2
+    with pytest.raises(ExportError, match="a window was not sent, because the agent of the run does not answer"):
+        session.exporting.send_window(5, 9)
+    assert session.losses()["windows of which only spans that `capture` keeps are sent"] == 1
 
 
 def test_read_and_unsent_rows_are_counted_if_the_agent_gives_up_the_export(

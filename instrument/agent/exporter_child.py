@@ -402,16 +402,11 @@ class ExporterChild:
                 actions: dict[str, Callable[[], object]] = {
                     "ended": partial(setattr, export, "has_ended", True),
                     "flush": partial(self._loop.send_now, export),
-                    "window": partial(self._send_window, message, export),
+                    "window": partial(
+                        self._loop.send_window, export, int(message.get("begin_ns", 0)), int(message.get("end_ns", 0))
+                    ),
                 }
                 self._loop.attempt(number, actions[name])
-
-    def _send_window(self, message: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
-        """Send all spans of a process in the message's interval. Requests that are still open follow once they end."""
-        spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
-        export.keep_open(spans)
-        self._loop.read_new(at_once=True)
-        export.send(export.select_unsent(spans))
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
         """Answer one scrape on a connection, or all scrapes at an address."""

@@ -35,6 +35,9 @@ BEHIND_NS = 5 * 10**9
 MOST_LOOKS = 20
 """The maximum number of times that all recordings are read before a scrape is answered, or spans are flushed."""
 
+UNREAD_LIMIT_S = 1.0
+"""Seconds for which the export of a window waits until all its rows are read. Then the export fails."""
+
 FULL_RETRY_S = 0.02
 """Seconds between two attempts to read more rows while the exporter has no space for more spans."""
 
@@ -206,6 +209,20 @@ class ExportLoop:
         has_more = self.read_new(at_once=True, metered=export)
         export.settle_remaining()
         return not (has_more or export.is_behind or export.reading is None)
+
+    def send_window(self, export: RecordingExport, begin_ns: int, end_ns: int) -> bool:
+        """Send all spans of a process in an interval. Requests that are still open follow once they end.
+
+        Return False if there was no space for earlier spans within `UNREAD_LIMIT_S`.
+        """
+        spans, until = export.spans_of(begin_ns, end_ns), time.monotonic() + UNREAD_LIMIT_S
+        export.keep_open(spans)
+        while self.read_new(at_once=True) or self.is_behind:
+            if time.monotonic() > until:
+                return False
+            time.sleep(FULL_RETRY_S)
+        export.send(export.select_unsent(spans))
+        return True
 
     def metered(self, exports: Sequence[RecordingExport]) -> dict[str, Metered]:
         """Return the current metrics of recordings for a scrape, by the recording's key."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from instrument.errors import ExportError
 from instrument.profile.model import Otlp
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.export_checkpoint import SENT, losses_by_name
-from instrument.recording.spans import Span
 from instrument.recording.trace_context import encode_remote
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, dataclass
@@ -39,9 +38,6 @@ else:
     recording_reader = LazyModule("instrument.otlp.recording_reader")
     export_loop = LazyModule("instrument.otlp.export_loop")
     metrics_queue = LazyModule("instrument.otlp.metrics_queue")
-
-UNREAD_LIMIT_S = 1.0
-"""Seconds for which the export of a window waits until all its rows are read. Then the export fails."""
 
 FLUSH_POLL_S = 0.01
 """Seconds between two checks by `flush` whether the agent has sent everything."""
@@ -233,44 +229,29 @@ class Exporting:
         if isinstance(ports := message.get("connections"), list):
             self._recorded.selection.note_connections(ports)
 
-    def sends_to(self, endpoint: str) -> bool:
-        """Return True if the session's own export sends the sampled spans to `endpoint`."""
-        settings = self._recorded.profile.export.otlp
-        return self._exporter is not None and settings is not None and settings.endpoint == endpoint
+    def sends_to(self, settings: Otlp) -> bool:
+        """Return True if the session's own export sends spans to the same endpoint with the same headers."""
+        own = self._recorded.profile.export.otlp
+        if self._exporter is None or own is None:
+            return False
+        return (own.endpoint, own.headers) == (settings.endpoint, settings.headers)
 
-    def select_unexported_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans of a window that the session's export will not send, so that the caller can send them.
+    def send_window(self, begin_ns: int, end_ns: int) -> None:
+        """Have the session's export send all spans of an interval, also those that `capture` does not keep.
 
-        An exporting agent sends all spans of the window, and the list is empty. Raises `ExportError` if the agent does
-        not answer.
+        Raises `ExportError` if the agent does not answer, or if the collector does not accept earlier spans.
         """
-        if not spans:
-            return []
         if not self.handover.is_here:
-            begin_ns, end_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
-            if self._membership.send({"window": [begin_ns, end_ns]}):
-                return []
-            self.count_loss("spans of windows that the agent of the run may not have kept", len(spans))
-            raise ExportError(
-                f"the agent of the run does not answer, so {len(spans)} spans of a window were not sent; the next "
-                "agent sends those that `capture` keeps"
-            )
-        with self.lock.acquire_within():
-            self._read_own(lambda loop, _: loop.read_new())
-            export = None if self.loop is None else self.loop.recordings.get(0)
-            return list(spans) if export is None else self._select_unsent(export, spans)
-
-    def _select_unsent(self, export: RecordingExport, spans: Sequence[Span]) -> list[Span]:
-        until, loop = time.monotonic() + UNREAD_LIMIT_S, self.loop
-        export.keep_open(spans)
-        while loop is not None and (loop.read_new(at_once=True) or loop.is_behind):
-            if time.monotonic() > until:
-                raise ExportError(
-                    f"{len(spans)} spans of a window were not sent, because the collector has not accepted earlier "
-                    "ones; those that `capture` keeps are sent later"
-                )
-            time.sleep(export_loop.FULL_RETRY_S)
-        return export.select_unsent(spans)
+            problem = "the agent of the run does not answer"
+            is_sent = self._membership.send({"window": [begin_ns, end_ns]})
+        else:
+            with self.lock.acquire_within():
+                problem = "the collector has not accepted earlier spans" if self.loop else "the export has ended"
+                is_sent = self._read_own(lambda loop, export: loop.send_window(export, begin_ns, end_ns))
+                is_sent = is_sent and self.loop is not None
+        if not is_sent:
+            self.count_loss("windows of which only spans that `capture` keeps are sent", 1)
+            raise ExportError(f"a window was not sent, because {problem}; spans that `capture` keeps are sent later")
 
     def count_loss(self, reason: str, count: int) -> None:
         with self.lock.acquire_within():

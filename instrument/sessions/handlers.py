@@ -103,10 +103,26 @@ class Window:
         return self.trace if self.torch_record is None else self._recorded_trace()
 
     def _recorded_trace(self) -> Trace:
-        trace = _trace_of(self.session, self.recorded, self.steps)
+        from instrument.sessions.step_columns import insert_step_spans
+
+        trace = insert_step_spans(self.session.trace_of(self.recorded), self.steps)
         read = {(sample.device, sample.name) for sample in trace.samples}
         edges = [sample for sample in self.samples if (sample.device, sample.name) not in read]
-        return replace(trace, samples=[*trace.samples, *edges]) if edges else trace
+        notes = list(trace.notes)
+        if trace.held_from_ns > trace.start_ns:
+            lost_ns = min(trace.held_from_ns, trace.end_ns) - trace.start_ns
+            notes.append(
+                f"window {self.index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and "
+                "are not counted; raise limits.ring or record fewer steps"
+            )
+        late = trace.columns.count_untimed()
+        timing = self.session.account.timing
+        if late and timing is not None and not timing.is_settled(trace.end_ns):
+            notes.append(
+                f"window {self.index}: {late} spans have no device time, which had not come when the window was looked "
+                "at, for no thread of the service waits for the device"
+            )
+        return replace(trace, samples=[*trace.samples, *edges], notes=notes)
 
     def tally(self) -> Tally:
         """Return the totals of the window's spans. A span that is still open counts with its time in the window."""
@@ -227,9 +243,9 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
     Settings that are not given come from `export.otlp` of the profile, else from the `OTEL_*` variables. The default
     collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
 
-    Every span is sent once. If the session already exports to the same endpoint, a window sends no steps, and only
-    those spans that the session's `capture` does not keep. If a request is open at the window's end, the session sends
-    it when it ends. Any other span that is open at a window's edge is sent with its first window, clipped and marked.
+    Every span is sent once. A span that is open at a window's edge is sent with its first window, clipped and marked.
+    If the session already exports to the same endpoint with the same headers, the session sends the window, without
+    steps. Of spans that were open at the window's edge it then sends requests alone, once these have ended.
 
     After a failure the rest of the window is not sent. Its spans count in the session's losses, the window in
     `Profiler.failures`. Raises `ProfileError` for an invalid endpoint or headers.
@@ -271,15 +287,14 @@ class _CollectorHandler:
             self._send(window)
 
     def _send(self, window: Window) -> None:
-        trace, session = window.own_trace(), window.session
+        session = window.session
         settings = self._settings_for(session)
-        is_shared = session.exporting.sends_to(settings.endpoint)
-        if is_shared:
-            trace = session.trace_of(window.recorded)  # the session knows nothing of steps: its trees begin below them
+        if session.exporting.sends_to(settings):
+            session.exporting.send_window(window.recorded.start_ns, window.recorded.end_ns)
+            return
+        trace = window.own_trace()
         spans = [span for span in trace.spans if not (span.clipped and span.span_id in self._sent_open)]
         self._sent_open = {span.span_id for span in trace.spans if span.clipped and span.end_ns == trace.end_ns}
-        if is_shared:
-            spans = session.exporting.select_unexported_spans(spans)
         if not spans:
             return
         exporter = self._exporter
@@ -348,13 +363,13 @@ class Backlog:
                 self._handle(window, handlers)
                 return
             self._thread = thread
-        given_up = []
         with self._lock:
             self._waiting.append((window, handlers))
-            rows = sum(waiting.recorded.snapshot.size for waiting, _ in self._waiting)
-            while len(self._waiting) > 1 and (len(self._waiting) > WINDOWS_LIMIT or rows > ROWS_LIMIT):
-                given_up.append(self._waiting.popleft()[0])
-                rows -= given_up[-1].recorded.snapshot.size
+            sizes = [waiting.recorded.snapshot.size for waiting, _ in self._waiting]
+            excess = max(len(sizes) - WINDOWS_LIMIT, 0)
+            while excess < len(sizes) - 1 and sum(sizes[excess:]) > ROWS_LIMIT:
+                excess += 1
+            given_up = [self._waiting.popleft()[0] for _ in range(excess)]
         self._news.put(None)
         self._give_up(given_up, "newer windows came faster than they can be written")
 
@@ -401,25 +416,3 @@ class Backlog:
                 handler(window)
             except Exception as error:
                 self._fail(f"on_trace_ready failed for {window}", error)
-
-
-def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trace:
-    from instrument.sessions.step_columns import insert_step_spans
-
-    index = stretch.window
-    trace = insert_step_spans(session.trace_of(stretch), steps)
-    notes = list(trace.notes)
-    if trace.held_from_ns > trace.start_ns:
-        lost_ns = min(trace.held_from_ns, trace.end_ns) - trace.start_ns
-        notes.append(
-            f"window {index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and are not "
-            "counted; raise limits.ring or record fewer steps"
-        )
-    late = trace.columns.count_untimed()
-    timing = session.account.timing
-    if late and timing is not None and not timing.is_settled(trace.end_ns):
-        notes.append(
-            f"window {index}: {late} spans have no device time, which had not come when the window was looked at, for "
-            "no thread of the service waits for the device"
-        )
-    return replace(trace, notes=notes)
