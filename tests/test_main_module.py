@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import subprocess
 import sys
@@ -117,36 +116,6 @@ def test_a_module_that_is_run_by_its_name_is_reached_by_that_name_too() -> None:
     plain = run(*WAYS["module"])
     done = run("-m", "instrument", "run", "--profile", "p.yaml", "--", *WAYS["module"])
     assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
-
-
-RUN_BY = {
-    "cProfile": ["-m", "cProfile", "-o", "out"],
-    "profile": ["-m", "profile", "-o", "out"],
-    "trace": ["-m", "trace", "--count", "-C", "out"],
-    "pdb": ["-m", "pdb", "-c", "continue", "-c", "quit"],
-    "coverage": ["-m", "coverage", "run"],
-    "debugpy": ["-m", "debugpy", "--listen", "0"],
-}
-"""Tools that run a script as the main module, in their own process."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tool", [pytest.param(tool, marks=[pytest.mark.slow] * (tool in ("profile", "pdb"))) for tool in RUN_BY]
-)
-def test_a_program_that_another_tool_runs_is_recorded(tool: str) -> None:
-    if importlib.util.find_spec(tool) is None:
-        pytest.skip(f"{tool} is not installed")
-    write("tool.py", "def work(n): return n + 1\nif __name__ == '__main__':\n    for n in range(5): work(n)\n")
-    calls, document = checked("functions: [{match: '__main__:work'}]", *RUN_BY[tool], "tool.py")
-    told = [(one["state"], one["why"]) for rule in document["rules"] for one in rule["targets"]]
-    if sys.version_info < (3, 12) and tool in ("trace", "pdb", "coverage", "debugpy"):
-        (state, why) = told[0]
-        assert state == "unreachable"
-        assert why.startswith(f"`-m {tool}` traces the program, which two can from Python 3.12 on")
-    else:
-        assert calls == {"__main__:work": 5}
-        assert [state for state, _ in told] == ["attached"]
 
 
 def test_a_function_of_the_program_that_is_not_there_is_named_next_to_those_that_are() -> None:

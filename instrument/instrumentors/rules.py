@@ -35,7 +35,7 @@ from instrument.recording.metrics import OPERATION, operation_of
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.main_module import MAINS, is_main, names_of, script_name, tracer_of_main
+from instrument.runtime.main_module import MAINS, is_main, names_of, script_name
 from instrument.runtime.unpatched import RLock
 
 if TYPE_CHECKING:
@@ -433,9 +433,6 @@ class Functions(Instrumentor):
             why = "__main__" if program == "__main__" else f"{program} runs as __main__, and"
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
             why += "@profiled, or put it into a module of its own"
-        elif set(names) <= set(MAINS) and (tracer := tracer_of_main()):
-            state, why = "unreachable", f"`-m {tracer}` traces the program, which two can from Python 3.12 on; "
-            why += "run it without, or use @profiled"
         else:
             hints = (suggest_nearest(text, targets.all_labels(modules)) for text in rule.match)
             state, why = "not found", "matched no function" + next(filter(None, hints), "")

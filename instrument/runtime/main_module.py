@@ -25,15 +25,6 @@ else:
 MAINS = ("__main__", "__mp_main__")
 """The values of `__name__` in a main module: of a program, and of a child that multiprocessing has spawned."""
 
-RUNNERS = frozenset(
-    ("coverage", "cProfile", "debugpy", "kernprof", "memray", "pdb", "profile", "pyinstrument", "scalene", "trace")
-)
-"""Programs that run a script as the main module of their own process, such as `python -m pdb script.py`."""
-
-TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
-"""The runners that trace the script. Before Python 3.12 there can be only one tracer, so these scripts are not
-watched."""
-
 _WATCHED = ("<module>", "_bootstrap")
 """The names of code whose start is watched: module bodies, and a spawned child's first function."""
 
@@ -61,22 +52,8 @@ def script_name() -> str:
     return PurePath(str(sys.argv[0])).stem if sys.argv else ""
 
 
-def _find_runner() -> str:
-    """Return the one of `RUNNERS` that runs this program, "" for none."""
-    words = sys.orig_argv
-    module_words = words[words.index("-m") + 1 :] if "-m" in words else []
-    package = module_words[0].partition(".")[0] if module_words else ""
-    return package if package in RUNNERS else ""
-
-
-def tracer_of_main() -> str:
-    """Return the runner whose trace function replaces that of the watch, "" for none."""
-    runner = _find_runner() if sys.version_info < (3, 12) else ""
-    return runner if runner in TRACERS else ""
-
-
 class MainNames(ModuleType):
-    """A module object for a namespace without one, such as that of a script below a runner or of a spawned child."""
+    """A module object for a namespace without one, such as that of the functions of a spawned child."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -215,8 +192,6 @@ class Watch:
         self._names: dict[str, Any] = {}
         self._seen: dict[str, int] = {}
         self._mains: tuple[str, ...] = MAINS
-        self._runner = ""
-        self._of_runner: MainNames | None = None
         self._is_next = False
         self._means: _Monitoring | _Tracing | None = None
 
@@ -239,7 +214,7 @@ class Watch:
         is_child = first_argument == "-c" and any("multiprocessing" in word for word in sys.orig_argv)
         is_starting = any(frame.f_globals.get("__name__") == "site" for frame in frames)
         if is_starting and self._wants(MAINS[0]) and (is_child or first_argument not in ("", "-", "-c")):
-            self._mains, self._runner = MAINS[1:] if is_child else MAINS, _find_runner()
+            self._mains = MAINS[1:] if is_child else MAINS
             self._wait()
 
     def await_body(self) -> None:
@@ -276,20 +251,8 @@ class Watch:
     def _is_main(self, code: CodeType, names: dict[str, Any]) -> bool:
         if code.co_name != "<module>" or names.get("__name__") not in self._mains:
             return False
-        spec_name = getattr(names.get("__spec__"), "name", None)
-        if self._runner and isinstance(spec_name, str) and spec_name.partition(".")[0] == self._runner:
-            return False  # whose script is still to come
-        module = self._module_of(names)
-        return module is not None and any(map(self._wants, names_of(module)))
-
-    def _module_of(self, names: dict[str, Any]) -> ModuleType | None:
-        """Return the module with a namespace, or a `MainNames` for a runner's script."""
         module = _module_of(names)
-        if module is not None or not self._runner:
-            return module
-        if self._of_runner is None or self._of_runner.__dict__ is not names:
-            self._of_runner = MainNames(names)
-        return self._of_runner
+        return module is not None and any(map(self._wants, names_of(module)))
 
     def is_body_to_watch(self, code: CodeType, names: dict[str, Any]) -> bool:
         """Return True if code that begins is the body to watch. End the watch if its source is not readable."""
@@ -298,8 +261,7 @@ class Watch:
         if self._is_main(code, names):
             plan = _plan_for(code, names)
             if plan is None:
-                if not self._runner:  # else the body may be within this one, as pdb's is
-                    self.end()
+                self.end()
                 return False
             self._plan, self._names = plan, names
             return True
@@ -320,7 +282,7 @@ class Watch:
 
     def report_names(self) -> None:
         """Report the module if its names have changed since the last report."""
-        module = self._module_of(self._names)
+        module = _module_of(self._names)
         if module is None or _identities_by_name(self._names) == self._seen:
             return
         FAULTS.attempt("watch of __main__", lambda: self._defined(module))
