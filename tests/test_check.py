@@ -181,7 +181,6 @@ def test_the_document_has_this_shape() -> None:
         "python": {"version": "str", "implementation": "str"},
         "device": {"driver": "str", "bindings": "str", "rocm": "str", "problem": "str"},
         "nvml": {"why_not_read": "str"},
-        "files": {"why_not_written": "str"},
         "dataset": {"why_not_written": "str"},
         "rules": [{"family": "str", "rule": "str", "line": "int", "targets": [target]}],
         "command": {"words": ["str"], "exit_code": "int", "processes": [{"pid": "int", "calls": "int"}]},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,16 +27,6 @@ BOTH = (
     "chrome: {path: 'traces/{service}-{run}-{window}.json'}}"
 )
 ALONE = "service: shop\nexport: {recording: {path: 'traces/{window}.npz'}}"
-
-HIDES_NUMPY = """
-import sys
-class Hidden:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] == "numpy":
-            raise ModuleNotFoundError("No module named 'numpy'", name=name)
-sys.meta_path.insert(0, Hidden)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -187,28 +175,6 @@ def test_a_service_is_given_numpy_only_where_its_profile_asks_for_files() -> Non
     assert (done.stdout.split(), done.stderr) == (["True"], "")
     with np.load("traces/0.npz") as arrays:
         assert len(arrays["span_id_steps"]) == 1
-
-
-@pytest.mark.parametrize("text", [pytest.param(ALONE, marks=pytest.mark.slow), BOTH, "export: {summary: {to: stderr}}"])
-def test_without_numpy_a_service_runs_and_the_notes_say_that_nothing_is_written(text: str) -> None:
-    done = python(HIDES_NUMPY + PROGRAM, text)
-    assert (done.returncode, done.stdout.count(files.WITHOUT_NUMPY)) == (0, 1), done.stderr
-    assert not Path("traces").exists()
-
-
-@pytest.mark.parametrize("as_json", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_check_says_that_no_file_can_be_written(as_json: bool, tmp_path: Path) -> None:
-    Path("profile.yaml").write_text(ALONE)
-    words = ["check", "profile.yaml", *["--json"] * as_json]
-    code = f"from instrument.cli import main\nsys.exit(main({words}))"
-    with_numpy, without = python("import sys\n" + code), python(HIDES_NUMPY + code)
-    assert (with_numpy.returncode, without.returncode) == (0, 0), without.stderr
-    if as_json:
-        facts: list[Any] = [json.loads(done.stdout)["files"] for done in (with_numpy, without)]
-        assert facts == [{"why_not_written": ""}, {"why_not_written": files.WITHOUT_NUMPY}]
-    else:
-        assert files.WITHOUT_NUMPY not in with_numpy.stdout
-        assert f"export: {files.WITHOUT_NUMPY}" in without.stdout
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,6 @@ def _make_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
         "device": cuda.versions() if _asks_for_device_time(profile) else None,
         "nvml": {"why_not_read": _why_no_gpu(profile)},
-        "files": {"why_not_written": _why_no_files(profile)},
         "dataset": {"why_not_written": _why_no_dataset(profile)},
         "rules": [
             {"family": family, "rule": rule.text, "line": rule.line, "targets": targets.get(rule.text, [])}
@@ -167,8 +166,6 @@ def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, A
         print(f"device: {_describe_device(cuda.versions())}")
     why = _why_no_gpu(profile)
     print(f"gauges of GPUs: {f'not read ({why})' if why else 'read'}")
-    if why := _why_no_files(profile):
-        print(f"export: {why}")
     if why := _why_no_dataset(profile):
         print(f"export.parquet: {why}")
     if command is not None:
@@ -204,13 +201,6 @@ def _why_no_gpu(profile: Profile) -> str:
     from instrument.device import nvml
 
     return "device.nvml is off" if profile.device.nvml_ns is None else nvml.why_unreadable()
-
-
-def _why_no_files(profile: Profile) -> str:
-    """Return the reason why traces cannot be written here, "" if they can be or are not wanted."""
-    from instrument.sessions import files
-
-    return files.why_no_files() if files.asks_for_files(profile.export) else ""
 
 
 def _why_no_dataset(profile: Profile) -> str:

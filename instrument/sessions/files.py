@@ -12,7 +12,7 @@ import select
 import sys
 import time
 from collections.abc import Collection, Iterable
-from importlib.util import find_spec
+from itertools import chain, zip_longest
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -22,18 +22,15 @@ from instrument.errors import TraceError
 from instrument.profile.model import Export, Summary
 from instrument.recording.spans import Origin
 from instrument.runtime import environment, file_writing
-from instrument.runtime.cheap_start import LazyModule, dataclass, late_pattern, replace
+from instrument.runtime.cheap_start import dataclass, late_pattern, replace
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import count_library_threads
 from instrument.runtime.unpatched import poll
 from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
-    from instrument import chrome
     from instrument.recording.tally import Tally
     from instrument.trace.trace import Trace
-else:
-    chrome = LazyModule("instrument.chrome")
 
 _NUMBERED = late_pattern(r"(\{(?:run|pid|window)\})")
 STREAMS = ("stderr", "stdout")
@@ -62,12 +59,7 @@ def fill_template(template: str, *, service: str, pid: int, window: int, run: st
             raise TraceError(f"the path {template!r} has the unknown field {{{name}}}; allowed: {names}")
         return values[name]
 
-    name = re.sub(r"\{(.*?)\}", fill_field, template)
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError:  # by an ASCII locale; the file has the name that it has by others
-        name = os.fsdecode(name.encode("utf-8", "surrogateescape"))
-    return name
+    return re.sub(r"\{(.*?)\}", fill_field, template)
 
 
 def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
@@ -76,29 +68,20 @@ def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
 
     pid_by_name: dict[str, int] = {}
     for form in {add_pid_to_template(template, is_first=first) for first in (True, False)}:
-        pattern, numbered = "", ""
-        for part in _NUMBERED.split(form):
-            if _NUMBERED.fullmatch(part):
-                pattern += "*"
-                of_process = r"(?P=pid)" if "(?P<pid>" in numbered else r"(?P<pid>\d+)"
-                of_run = r"(?P=run)" if "(?P<run>" in numbered else r"(?P<run>\d{8}T\d{6}-\d+)"
-                numbered += {"{pid}": of_process, "{run}": of_run}.get(part, r"\d+")
-                continue
-            text = fill_template(part, service=service, run="", pid=0, window=0)
-            text = text if pattern else os.path.join(folder, text)  # noqa: PTH118 - keeps the slash where nothing follows
-            pattern += glob.escape(text)
-            numbered += re.escape(text)
-        for name in glob.glob(pattern):  # noqa: PTH207 - absolute
-            match = re.fullmatch(numbered, name)
-            if match is not None:
+        parts = _NUMBERED.split(form)
+        texts = [fill_template(text, service=service, run="", pid=0, window=0) for text in parts[::2]]
+        texts[0] = os.path.join(folder, texts[0])  # noqa: PTH118 - keeps the slash where nothing follows
+        fields = parts[1::2]
+        numbers = (r"(\d{8}T\d{6}-\d+)" if field == "{run}" else r"(\d+)" for field in fields)
+        pattern = "".join(chain.from_iterable(zip_longest(map(re.escape, texts), numbers, fillvalue="")))
+        for name in glob.glob("*".join(map(glob.escape, texts))):  # noqa: PTH207 - absolute
+            match = re.fullmatch(pattern, name)
+            values = set(zip(fields, match.groups(), strict=True)) if match is not None else set()
+            of = dict(values)
+            if match is not None and len(of) == len(values):  # a field has the same value wherever it is
                 # Where no number of a process is in it, it is that of the run's first one.
-                of = {"run": "0", **match.groupdict()}
-                pid_by_name.setdefault(name, int(of.get("pid", of["run"].rpartition("-")[2])))
+                pid_by_name.setdefault(name, int(of.get("{pid}", of.get("{run}", "0").rpartition("-")[2])))
     return pid_by_name
-
-
-def _is_alive(pid: int) -> bool:
-    return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
 def save_trace(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
@@ -170,7 +153,7 @@ class Destination:
                 if Path(name) in keep:
                     continue
                 rank_by_name[name] = False, facts.st_mtime_ns, facts.st_size
-                if _is_alive(pid):
+                if pid > 0 and Path(f"/proc/{pid}").exists():
                     newest[pid] = max(newest.get(pid, (0, "")), (facts.st_mtime_ns, name))
             for at_ns, name in newest.values():
                 rank_by_name[name] = True, at_ns, rank_by_name[name][2]
@@ -198,33 +181,9 @@ class Destination:
 RECORDING = ".npz"
 """The file suffix of a saved recording."""
 
-WITHOUT_NUMPY = (
-    "numpy is not installed, so no recordings, no Chrome traces and no reports are written; install it "
-    "(pip install numpy)"
-)
-
 
 def asks_for_files(export: Export) -> bool:
     return export.chrome is not None or export.recording is not None
-
-
-def why_no_files() -> str:
-    """Return why this process cannot write files, "" if it can. Does not import numpy."""
-    try:
-        return "" if find_spec("numpy") is not None else WITHOUT_NUMPY
-    except (ImportError, ValueError):  # somebody put None, or something without a spec, into sys.modules
-        return WITHOUT_NUMPY
-
-
-def import_writers() -> None:
-    """Import all modules that writing needs. A child that is forked during a later import would inherit it half
-    done."""
-    try:
-        from instrument.chrome import writing  # noqa: F401
-        from instrument.sessions import step_columns  # noqa: F401
-        from instrument.trace import call_tree, file, of_recording, trace  # noqa: F401
-    except ImportError:
-        pass  # `why_no_files` reports it, or what is written
 
 
 def path_templates(export: Export) -> tuple[str, ...]:
@@ -252,16 +211,17 @@ class Saving:
         window's end."""
         session, place = self._session, self.destination()
         export = session.profile.export
-        if not asks_for_files(export) or why_no_files():  # which has been reported
+        if not asks_for_files(export):
             return
+        from instrument.report.view import Recording
         from instrument.trace import file
 
         trace = session.trace(start_ns, end_ns, index, origin)
         if start_ns <= session.start_ns and session.end_ns is not None and end_ns >= session.end_ns:
             trace = replace(trace, cost=session.cost())
-            tally: Tally | None = session.tally()
+            tally = session.tally()
         else:
-            tally = self._count_totals(trace)
+            tally = session.charge_probes(Recording.of_trace(trace).tally)
         paths = []
         for settings, dump in ((export.chrome, chrome.dump), (export.recording, file.dump)):
             try:
@@ -274,15 +234,6 @@ class Saving:
         if paths:
             self.newest = tuple(paths)
             self._make_room()
-
-    def _count_totals(self, trace: Trace) -> Tally | None:
-        """Return the totals of a window, None without numpy, as readers of the file can count the spans."""
-        try:
-            from instrument.report.view import Recording
-
-            return self._session.charge_probes(Recording.of_trace(trace).tally)
-        except ImportError:
-            return None
 
     def _make_room(self) -> None:
         profile, export = self._session.profile, self._session.profile.export
@@ -299,8 +250,6 @@ class Saving:
         return Destination(self.folder, self._session.profile.service, self.run, is_first=is_first)
 
     def print_summary(self, settings: Summary, limit_ns: int) -> None:
-        if why_no_files():  # which has been reported
-            return
         # Workers of one service write to one stream: each text names its process.
         text = self._session.summary() + f"\nProcess: {os.getpid()}\n"
         for path in self.newest:
@@ -318,15 +267,15 @@ class Saving:
             FAULTS.attempt("room for the summary", self._make_room)
 
     def prepare_files(self) -> None:
-        """Import the modules that the session's threads need to write windows. Complain if files cannot be written."""
-        export = self._session.profile.export
-        is_wanted = export.summary is not None or asks_for_files(export)
-        if asks_for_files(export) and self._session.profile.schedule is not None:
+        """Import the modules that the session's threads need to write windows.
+
+        A child that is forked during a later import would inherit it half done.
+        """
+        if asks_for_files(self._session.profile.export) and self._session.profile.schedule is not None:
             with count_library_threads():
-                import_writers()
-        problem = why_no_files() if is_wanted else ""
-        if problem:
-            self._session.account.complain(f"export: {problem}")
+                from instrument.chrome import writing  # noqa: F401
+                from instrument.sessions import step_columns  # noqa: F401
+                from instrument.trace import call_tree, file, of_recording, trace  # noqa: F401
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
         """Write the current spans and totals to a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
