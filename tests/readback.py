@@ -17,6 +17,7 @@ from instrument.recording.mapped_facts import detail_of, facts_in
 from instrument.recording.memory import IntervalRing
 from instrument.recording.memory_layout import Row, unpacked_rows
 from instrument.recording.spans import DeviceInterval, Span
+from instrument.runtime.faults import FAULTS
 from instrument.trace.columns import Columns, DeviceIntervals, device_intervals
 from instrument.trace.of_recording import RowSnapshot
 from instrument.trace.trace import spans_of
@@ -134,3 +135,8 @@ def preset_totals(recorder: Any, thread_id: int, node: int, calls: int, summed_n
         if not chunks["high"][chunk]:
             chunks["high"][chunk] = first_high + take_slot(recorder, "highs") * highs.itemsize
         highs["high"][(int(chunks["high"][chunk]) - first_high) // highs.itemsize][bucket] = times >> 16
+
+
+def unreadable_counts() -> dict[str, int]:
+    """The number of values that could not be read, by the place of their rule in the profile."""
+    return {place: sum(kinds.values()) for place, (_, kinds) in FAULTS._of_rules.items()}

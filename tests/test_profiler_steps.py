@@ -43,7 +43,7 @@ from instrument.profile.model import Schedule
 from instrument.recorder.recorder import RECORDER
 from instrument.sessions import torch_profiler
 from instrument.sessions.handlers import Window
-from instrument.sessions.window import RECORDING_STATES, Loop, State, Step, Windows
+from instrument.sessions.window import RECORDING_STATES, Loop, State, Step, Windows, state_at
 
 GOLDEN = Path(__file__).parent / "golden"
 LETTERS = {State.CLOSED: "-", State.READY: "w", State.RECORD: "R", State.RECORD_AND_RETURN: "S"}
@@ -679,9 +679,9 @@ def test_a_summary_that_cannot_be_made_is_refused_before_the_first_window(option
     assert print_summary(views=["events"], rows=None, torch_trace=None)
 
 
-def test_a_schedule_runs_as_fast_as_a_pair() -> None:
-    found = [Profiler(schedule=wanted)._schedule for wanted in (schedule(record=3, skip_first=2, repeat=1), (2, 5))]
-    assert found == [Schedule(record=3, skip_first=2, repeat=1)] * 2
+def test_a_pair_is_the_schedule_that_says_the_same() -> None:
+    found: list[Any] = [Profiler(schedule=wanted)._schedule for wanted in (schedule(record=3, repeat=1), (0, 3))]
+    assert [(one.func, one.args) for one in found] == [(state_at, (Schedule(record=3, repeat=1),))] * 2
 
 
 def test_bad_schedules_are_reported_all_at_once() -> None:

@@ -26,7 +26,7 @@ from uuid import UUID
 
 import numpy as np
 import pytest
-from readback import rows_in
+from readback import rows_in, unreadable_counts
 
 import instrument
 from instrument.instrumentors import request_keys
@@ -161,7 +161,7 @@ def test_a_key_is_read_of_an_argument_or_a_result(
 ) -> None:
     (span,) = recorded(f"{{{rule}, kind: {kind}}}", call)
     assert span.attributes[KEY] == of_asked(key)
-    assert FAULTS.unreadable_counts() == {}
+    assert unreadable_counts() == {}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_keys_of_a_batch_are_read_with_their_weights(
     if BATCH_KEYS in told:
         told = {**told, BATCH_KEYS: tuple(map(of_asked, told[BATCH_KEYS]))}  # type: ignore[call-overload]
     assert dict(span.attributes) == told
-    assert FAULTS.unreadable_counts() == {}
+    assert unreadable_counts() == {}
 
 
 class Hostile:
@@ -221,7 +221,7 @@ def test_an_unreadable_value_is_left_out_and_the_call_goes_on(
     assert BATCH_KEYS not in span.attributes
     assert "secret" not in caplog.text
     is_nothing = isinstance(given, dict) and rule == "batch: output.ids"  # None: there are no requests
-    assert list(FAULTS.unreadable_counts().values()) == ([] if is_nothing else [1])
+    assert list(unreadable_counts().values()) == ([] if is_nothing else [1])
 
 
 @pytest.mark.parametrize("keys", [["a", "b"], [7, 9], ("b", "a")])
@@ -233,7 +233,7 @@ def test_weights_lie_in_another_parameter_than_the_keys(
     held = {"tokens": {keys[1]: 3, keys[0]: 2, "nobody": 9}, "of": [of(n=2), of(n=3)]}
     (span,) = recorded(f"{{match: 'keyed_engine:serve', {rule}}}", ("serve", (keys, [2, 3], held)))
     assert dict(span.attributes) == {BATCH_KEYS: tuple(map(str, keys)), BATCH_WEIGHTS: (2, 3)}
-    assert FAULTS.unreadable_counts() == {}
+    assert unreadable_counts() == {}
 
 
 @pytest.mark.parametrize("keys", [["a", "b"], [7, 9]])
@@ -269,7 +269,7 @@ def test_weights_that_are_none_for_each_key_are_named_and_all_count_alike(
     rule = "batch: {argument: output.ids, weights: output.tokens}"
     (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (of(ids=["a", "b"], tokens=tokens),)))
     assert dict(span.attributes) == {BATCH_KEYS: ("a", "b")}
-    assert FAULTS.unreadable_counts() == {f"{RULE_PLACE}: output.ids: output.tokens": 1}
+    assert unreadable_counts() == {f"{RULE_PLACE}: output.ids: output.tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_iterators_are_left_to_the_service(rule: str, recorded: Callable[..., li
     (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
     assert [one.id for one in given] == ["a", "b"]
     assert BATCH_KEYS not in span.attributes
-    assert list(FAULTS.unreadable_counts().values()) == [1]
+    assert list(unreadable_counts().values()) == [1]
 
 
 def test_keys_are_cut_the_same_however_many_there_are(
@@ -297,7 +297,7 @@ def test_keys_are_cut_the_same_however_many_there_are(
 def test_a_batch_is_bounded_and_says_that_it_was(recorded: Callable[..., list[Span]]) -> None:
     (span,) = recorded("{match: 'keyed_engine:step', batch: output}", ("step", (Endless(),)))
     assert len(span.attributes[BATCH_KEYS]) == BATCH_LIMIT  # type: ignore[arg-type]
-    assert FAULTS.unreadable_counts() == {f"{RULE_PLACE}: output: keys": 1}
+    assert unreadable_counts() == {f"{RULE_PLACE}: output: keys": 1}
 
 
 ANY_WEIGHTS = [
@@ -315,14 +315,14 @@ def test_numbers_that_are_no_amounts_are_named_and_all_requests_of_the_batch_cou
     (span,) = recorded(f"{{match: 'keyed_engine:step', {rule}}}", ("step", (given,)))
     assert dict(span.attributes) == {BATCH_KEYS: ("a", "b")}
     where = "output: weights" if rule == "batch: output" else "output.ids: output.tokens"
-    assert FAULTS.unreadable_counts() == {f"{RULE_PLACE}: {where}": 1}
+    assert unreadable_counts() == {f"{RULE_PLACE}: {where}": 1}
 
 
 @pytest.mark.parametrize("weight", [Decimal(3), Fraction(6, 2), 3, 3.0, np.float16(3)], ids=repr)
 def test_numbers_of_any_class_are_weights(weight: object, recorded: Callable[..., list[Span]]) -> None:
     (span,) = recorded("{match: 'keyed_engine:step', batch: output}", ("step", ({"a": weight, "b": 0},)))
     assert dict(span.attributes) == {BATCH_KEYS: ("a", "b"), BATCH_WEIGHTS: (3, 0)}
-    assert FAULTS.unreadable_counts() == {}
+    assert unreadable_counts() == {}
 
 
 @dataclass
@@ -376,11 +376,11 @@ def test_numbers_in_tensors_of_the_host_are_keys_and_weights(recorded: Callable[
         ("step", (of(ids=torch.tensor([7, 8]), held=torch.tensor([1.5, 2])),)),
     )
     assert dict(span.attributes) == {BATCH_KEYS: ("7", "8"), BATCH_WEIGHTS: (1.5, 2.0)}
-    assert FAULTS.unreadable_counts() == {}
+    assert unreadable_counts() == {}
     for refused in (torch.tensor(7.5), torch.tensor([7]), torch.empty(1, device="meta")[0]):
         FAULTS.clear()
         assert KEY not in recorded(keyed, ("add", (refused,)))[0].attributes
-        assert list(FAULTS.unreadable_counts().values()) == [1]
+        assert list(unreadable_counts().values()) == [1]
 
 
 @pytest.mark.parametrize("path", ["output", "return"])
@@ -642,7 +642,7 @@ def read_by(rule: str, values: Sequence[Any]) -> list[Any]:
                 if keys.of_result is not None:
                     told.append(keys.of_result(holder))
         pairs = [list(one.items()) for one in told if one is not None]
-        found.append([pairs, [[*map(type, value)] for one in pairs for _, value in one], FAULTS.unreadable_counts()])
+        found.append([pairs, [[*map(type, value)] for one in pairs for _, value in one], unreadable_counts()])
     FAULTS.clear()
     return found
 

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from readback import spans_in
+from readback import spans_in, unreadable_counts
 from trees import tree
 
 from instrument import TargetError, profiled, scope
@@ -637,7 +637,7 @@ def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and
         assert shapes.served(hostile, {"secret": 1}) == (hostile, 0.5)
     place = "<profile>:1:13: attribute"
     assert FAULTS.counts() == {}
-    assert FAULTS.unreadable_counts() == {f"{place} prompt": 2, f"{place} request.user": 2}
+    assert unreadable_counts() == {f"{place} prompt": 2, f"{place} request.user": 2}
     FAULTS.clear()
     first, second = caplog.records
     assert first.getMessage().startswith(f"{place} prompt: reading that of a Hostile raised ")

@@ -76,11 +76,6 @@ class Faults:
         with self._lock:
             return dict(self._counts)
 
-    def unreadable_counts(self) -> Mapping[str, int]:
-        """Return the number of unreadable values by the rule's place in the profile."""
-        with self._lock:
-            return {place: sum(kinds.values()) for place, (_, kinds) in self._of_rules.items()}
-
     def describe_unreadable_values(self) -> list[str]:
         """Return a sentence for each rule with unreadable values, on the first of them."""
         with self._lock:

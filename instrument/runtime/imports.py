@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrument.runtime.faults import FAULTS
@@ -40,8 +40,9 @@ class _Loader:
             # The caller runs the code without us, and the spec may become that of `__main__`.
             if self._spec.loader is self:
                 self._spec.loader = self._loader
-            if self._is_wanted:
-                self._finder.report_request_for_code(sys._getframe(1))
+            asker, finder = sys._getframe(1), self._finder  # `runpy` asks, as for `python -m`
+            if self._is_wanted and finder.listens and asker.f_globals.get("__name__") == "runpy":
+                finder.asked_for_code()
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -55,19 +56,20 @@ class _Loader:
             spec.loader = self._loader
         if getattr(module, "__loader__", None) is self:
             module.__loader__ = self._loader
-        if self._is_wanted:
-            self._finder.begin(module.__name__)
-        resume = self._finder.pause_trace()
+        finder = self._finder
+        if self._is_wanted and finder.listens:
+            FAULTS.attempt("import hook", lambda: finder.begins(module.__name__))
+        resume = bool if finder.watch is None else finder.watch.pause()
         try:
             self._loader.exec_module(module)
         finally:
             resume()
-        if not self._is_wanted:
+        if not (self._is_wanted and finder.listens):
             return
         try:
             # A module's code may have put another module into its place.
             now = sys.modules.get(spec.name if spec is not None else module.__name__)
-            self._finder.report_module(now if issubclass(type(now), ModuleType) else module)  # type: ignore[arg-type]
+            finder.imported(now if issubclass(type(now), ModuleType) else module)  # type: ignore[arg-type]
         except Exception as fault:
             FAULTS.note("import hook", fault)
 
@@ -88,28 +90,11 @@ class Finder:
         begins: Callable[[str], object],
         watch: Watch | None,
     ) -> None:
-        self._wants, self._imported, self._asked_for_code, self._begins = wants, imported, asked_for_code, begins
-        self._watch_of_main = watch
+        self._wants, self.imported, self.asked_for_code, self.begins = wants, imported, asked_for_code, begins
+        self.watch = watch
         self._busy = threading.local()
         self.listens = True
-
-    def begin(self, name: str) -> None:
-        if self.listens:
-            FAULTS.attempt("import hook", lambda: self._begins(name))
-
-    def report_module(self, module: ModuleType) -> None:
-        """Report that a module's code has run, unless the hook was undone."""
-        if self.listens:
-            self._imported(module)
-
-    def report_request_for_code(self, asker: FrameType) -> None:
-        """Report that `runpy` has asked for a module's code, as for `python -m`."""
-        if self.listens and asker.f_globals.get("__name__") == "runpy":
-            self._asked_for_code()
-
-    def pause_trace(self) -> Callable[[], object]:
-        """Pause the trace function of the main module's watch on this thread. Return the function that resumes it."""
-        return self._watch_of_main.pause() if self._watch_of_main is not None else bool
+        """False once the hook was undone. Then nothing is reported."""
 
     def wrap_loader(self, spec: Any, is_wanted: bool = True) -> None:
         """Replace a spec's loader, so that the module is reported after its code has run."""
@@ -123,12 +108,14 @@ class Finder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if not sys.meta_path or sys.meta_path[0] is not self:
-            self._move_to_front()
+            order = [finder for finder in sys.meta_path if finder is not self]
+            if len(order) < len(sys.meta_path):  # before a finder such as pytest's, and at once: others may be reading
+                sys.meta_path[:] = [self, *order]
         # Another finder may ask the whole path again, but must not meet us twice for one name.
         before = getattr(self._busy, "name", None)
         try:
             is_wanted = before != fullname and self._wants(fullname)
-            is_traced = self._watch_of_main is not None and self._watch_of_main.is_traced()
+            is_traced = self.watch is not None and self.watch.is_traced()
             if before == fullname or not (is_wanted or is_traced):
                 return None
         except Exception as fault:  # such as a module of ours that cannot be loaded any more
@@ -145,13 +132,6 @@ class Finder:
             return None
         finally:
             self._busy.name = before
-
-    def _move_to_front(self) -> None:
-        """Move this finder to the front of `sys.meta_path` again, before a finder such as pytest's."""
-        order = list(sys.meta_path)
-        if self in order:
-            order.remove(self)
-            sys.meta_path[:] = [self, *order]  # at once: another thread may be reading
 
 
 def install(

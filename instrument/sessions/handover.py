@@ -222,7 +222,9 @@ class GaugeWatch:
         if not self._has_begun or self._has_stopped or not self._gauges.has_readable_gauges or RECORDER.memory_fd < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
-            self._send_changes()
+            before = self._sent_settings
+            if self.facts() != before:
+                self._membership.send({"gauges": self._sent_settings})
             self._send_torch_memory()
 
     def handle_message(self, message: Any) -> None:
@@ -240,11 +242,6 @@ class GaugeWatch:
             self._changed()
 
     # ---------------------------------------------------------------- what the agent does not know
-
-    def _send_changes(self) -> None:
-        before = self._sent_settings
-        if self.facts() != before:
-            self._membership.send({"gauges": self._sent_settings})
 
     def _send_torch_memory(self, *, is_last: bool = False) -> None:
         """Send readings of torch's allocator to the agent. Only this process can take them."""

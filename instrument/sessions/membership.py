@@ -19,7 +19,7 @@ from typing import Any
 
 from instrument import clock
 from instrument.clock import LEAST_S, Deadline
-from instrument.recording.memory_layout import OwnDescriptor, duplicate, identity_of
+from instrument.recording.memory_layout import OwnDescriptor, duplicate
 from instrument.runtime import agent_socket, environment
 from instrument.runtime.unpatched import poll
 
@@ -53,7 +53,7 @@ class Membership:
         self._while_no_fork = while_no_fork
         self._has_begun_agent = False
         self._descriptor = OwnDescriptor()
-        self._memory_identity: tuple[int, int] | None = None
+        self._recording: OwnDescriptor | None = None
         self._put_aside: list[Mapping[str, Any]] = []
         self.joins = 0
         """The count of attempts to join, each with a new connection."""
@@ -86,12 +86,15 @@ class Membership:
             "stderr": file_of_descriptor(2),
             "image": environment.read_auxiliary_vector().hex(),
         }
+        if self._recording is None and self._memory() >= 0:
+            self._recording = OwnDescriptor(self._memory())
+        memory = -1 if self._recording is None else self._recording.fileno()
         try:
             connection = _socket.socket(agent_socket.FAMILY, agent_socket.KIND | _socket.SOCK_CLOEXEC)
             try:
                 connection.setblocking(False)
                 connection.connect(self.path)
-                agent_socket.send(connection, {"join": facts}, self._recording_descriptors())
+                agent_socket.send(connection, {"join": facts}, [memory] if memory >= 0 else [])
                 self._descriptor = OwnDescriptor(duplicate(connection.fileno()))
             finally:
                 connection.close()
@@ -100,16 +103,6 @@ class Membership:
             is_gone = isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)
             return f"agent: cannot join the run at {self.path}: {NOBODY if is_gone else error}"
         return ""
-
-    def _recording_descriptors(self) -> list[int]:
-        """Return the recording's descriptor in a list, which is empty if the service has closed or reused it."""
-        memory = self._memory()
-        if memory < 0:
-            return []
-        identity = identity_of(memory)
-        if self._memory_identity is None:
-            self._memory_identity = identity
-        return [memory] if identity == self._memory_identity else []
 
     def is_agent_listening(self) -> bool:
         return bool(self.path) and agent_socket.has_listener(Path(self.path))
@@ -209,13 +202,8 @@ class Membership:
                 agent_socket.process_note_path(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
             unsent = agent_socket.read_unsent(folder)
             return {"unheard": True, "unreported": agent_socket.find_unreported(folder), "unsent": unsent}
-        answer = (
-            {}
-            if save is None
-            else self._await_answer(
-                max(ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S) if self._has_begun_agent else ANSWER_LIMIT_S
-            )
-        )
+        wait_s = max(ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S) if self._has_begun_agent else ANSWER_LIMIT_S
+        answer = {} if save is None else self._await_answer(wait_s)
         if answer is None:
             answer = {"unheard": True}
         try:
@@ -251,7 +239,7 @@ class Membership:
         return None
 
     def after_fork_in_child(self) -> None:
-        self._memory_identity = None
+        self._recording = None
         self._put_aside.clear()
         self.joins = 0
         self._has_begun_agent = False

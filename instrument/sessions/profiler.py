@@ -27,7 +27,7 @@ from instrument.errors import ProfileError, StateError, TargetError
 from instrument.instrumentors.loaders import Waiting, listen_to_waits, loader
 from instrument.native import OFF
 from instrument.profile.keys import load
-from instrument.profile.model import EVERYTHING, STATES, TRACER_OPTIONS, Profile, Schedule
+from instrument.profile.model import EVERYTHING, STATES, TRACER_OPTIONS, Profile
 from instrument.recording.spans import HOST, Sample
 from instrument.report.benchmark_view import Benchmark, LoopTimes, benchmark_line, running_steps, show_benchmark
 from instrument.report.section import summary
@@ -40,7 +40,7 @@ from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBack
 from instrument.sessions.leaving import EXIT_LIMIT_NS
 from instrument.sessions.session import Session
 from instrument.sessions.torch_profiler import WINDOW_LIMIT_S, TorchOptions, TorchProfiler
-from instrument.sessions.window import MOST_STEPS, RECORDING_STATES, State, States, Step, Windows, state_at
+from instrument.sessions.window import MOST_STEPS, RECORDING_STATES, State, States, Step, Windows
 from instrument.sessions.window import schedule as make_states
 
 STEP_LIMIT_S = 1.0
@@ -103,19 +103,17 @@ class Profiler:
         )
         self._at_once: tuple[Handler, ...] = tuple(call for call in all_handlers if not isinstance(call, InBackground))
         self._later: tuple[Handler, ...] = tuple(call for call in all_handlers if isinstance(call, InBackground))
-        self._schedule: Schedule | States | None = None
+        self._schedule: States | None = None
         argument: object = schedule
         if argument is make_states:
             raise ProfileError(["Profiler: schedule: found the function schedule itself; call it: schedule(record=3)"])
-        if isinstance(schedule, partial) and schedule.func is state_at:
-            (self._schedule,) = schedule.args  # what `schedule(...)` returns cannot fail and needs no guard
-        elif callable(schedule):
+        if callable(schedule):
             self._schedule = schedule
         elif schedule is not None:
             pair = schedule if isinstance(schedule, (list, tuple)) else ()
             whole = len(pair) == 2 and all(isinstance(step, int) and not isinstance(step, bool) for step in pair)
             if whole and 0 <= pair[0] < pair[1]:
-                self._schedule = Schedule(record=pair[1] - pair[0], skip_first=pair[0], repeat=1)
+                self._schedule = make_states(record=pair[1] - pair[0], skip_first=pair[0], repeat=1)
             else:
                 problems.append(
                     f"Profiler: schedule: found {schedule!r}; allowed: (first, end) with 0 <= first < end, "
@@ -164,7 +162,8 @@ class Profiler:
             if not self._timer_only:
                 session = join_or_begin_session(self._profile, state=self._state, tracer_option=self._tracer_option)
                 try:
-                    self._windows = Windows(self._guard_schedule(self._schedule)) if session else None
+                    guarded = None if self._schedule is None else partial(self._state_of, self._schedule)
+                    self._windows = Windows(guarded) if session else None
                 except BaseException:
                     if session is not None:
                         leave_session(session)
@@ -208,28 +207,22 @@ class Profiler:
             self._samples = []
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
-    def _guard_schedule(self, schedule: Schedule | States | None) -> Schedule | States | None:
-        """Wrap a user's schedule function. An error at step 0 is raised; one at a later step is noted and makes the
-        step CLOSED."""
-        if schedule is None or isinstance(schedule, Schedule):
-            return schedule
-
-        def state_of(step: int) -> State:
-            try:
-                value = schedule(step)
-                problem: Exception = ProfileError(
-                    [f"Profiler: schedule: found {value!r} for step {step}; allowed: {', '.join(State.__members__)}"]
-                )
-                if value in list(State):
-                    return State(value)
-            except Exception as error:
-                problem = error
-            if step == 0:
-                raise problem
-            self._count_failure(f"the schedule of a Profiler failed at step {step}, which is closed", problem)
-            return State.CLOSED
-
-        return state_of
+    def _state_of(self, schedule: States, step: int) -> State:
+        """Return the state of a step by a user's schedule. An error at step 0 is raised. One at a later step is noted,
+        and makes the step CLOSED."""
+        try:
+            value = schedule(step)
+            problem: Exception = ProfileError(
+                [f"Profiler: schedule: found {value!r} for step {step}; allowed: {', '.join(State.__members__)}"]
+            )
+            if value in list(State):
+                return State(value)
+        except Exception as error:
+            problem = error
+        if step == 0:
+            raise problem
+        self._count_failure(f"the schedule of a Profiler failed at step {step}, which is closed", problem)
+        return State.CLOSED
 
     def __enter__(self) -> Profiler:
         self.start()
@@ -345,8 +338,14 @@ class Profiler:
             self._end(session, limit_ns)
 
     def _end(self, session: Session, limit_ns: int) -> None:
+        def end_windows() -> None:
+            self._backlog.stop(limit_ns)
+            for reference in self._delivered:  # windows that the user still has: their facts end with the session
+                if (window := reference()) is not None:
+                    window.trace  # noqa: B018 - is made now
+
         try:
-            FAULTS.attempt("windows of a Profiler", lambda: self._end_windows(limit_ns))
+            FAULTS.attempt("windows of a Profiler", end_windows)
         finally:
             atexit.unregister(self.stop)
             session.recorded.loop.leave(self)
@@ -355,12 +354,6 @@ class Profiler:
             if self.failures > 1:
                 session.account.complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
             leave_session(session)
-
-    def _end_windows(self, limit_ns: int) -> None:
-        self._backlog.stop(limit_ns)
-        for reference in self._delivered:  # windows that the user still has: their facts end with the session
-            if (window := reference()) is not None:
-                window.trace  # noqa: B018 - is made now
 
     def _make_window(
         self, session: Session, windows: Windows, bounds: tuple[int, int, int], last_step: int, *, partial: bool = False

@@ -255,6 +255,9 @@ class PublishedFacts:
         session, saving = self._recorded, self._saving
         recording = session.profile.export.recording or Recordings()
         costs_ns = session.account.costs.median_ns_by_shape()
+        summary, report = session.profile.export.summary, None
+        if summary is not None and summary.to in files.STREAMS:
+            report = {"views": list(summary.views), "options": session.options_of_profile()}
         return {
             "run": saving.run,
             "parent": os.getppid(),
@@ -274,7 +277,7 @@ class PublishedFacts:
                 str(saving.folder / saving.destination().path(path)) for path in path_templates(session.profile.export)
             ],
             "disk_bytes": session.profile.limits.disk_bytes,
-            "report": self._choose_run_report(),
+            "report": report,
             "asks_for_requests": bool(session.profile.requests),
             "export": self.export_settings(),
             "gauges": self._gauges(),
@@ -295,10 +298,3 @@ class PublishedFacts:
 
     def save(self, path: str) -> None:
         files.save_trace(path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally())
-
-    def _choose_run_report(self) -> dict[str, Any] | None:
-        """Return the views and options of the run's report, None if the profile prints no summary to a stream."""
-        settings = self._recorded.profile.export.summary
-        if settings is None or settings.to not in files.STREAMS:
-            return None
-        return {"views": list(settings.views), "options": self._recorded.options_of_profile()}

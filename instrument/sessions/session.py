@@ -24,7 +24,7 @@ from instrument.recording import board
 from instrument.runtime import environment, process_context
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, will_server_fork
-from instrument.runtime.unpatched import Event
+from instrument.runtime.unpatched import Event, RLock
 from instrument.sessions.exporting import Exporting, SessionLock, rows_recorded
 from instrument.sessions.files import Saving
 from instrument.sessions.handover import UNREAD, GaugeWatch
@@ -56,27 +56,21 @@ class SessionThreads:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._begin()
-
-    def _begin(self) -> None:
-        self.stopping = Event()
-        self.own: Thread | None = None
-        self._begun: Event | None = None
-        self.have_begun = self._is_over = False
+        self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        self._begin()
-
-    @property
-    def has_met_span(self) -> bool:
-        return self._begun is not None
+        self.stopping = Event()
+        self.own: Thread | None = None
+        self.begun: Event | None = None
+        """The event that is set once the threads have started because of a first span, None before that span."""
+        self.have_begun = self._is_over = False
 
     def stop(self, deadline: Deadline) -> None:
         """Start no more threads, and wait for the end of the session's own thread."""
         await_first_span(None)
         self.stopping.set()
-        if self._begun is not None:
-            self._begun.wait(deadline.seconds_left(START_WAIT_S))  # what has just begun to record is sent, too
+        if self.begun is not None:
+            self.begun.wait(deadline.seconds_left(START_WAIT_S))  # what has just begun to record is sent, too
         self._is_over = True
         if self.own is not None:
             self.own.join(deadline.seconds_left())
@@ -93,7 +87,7 @@ class SessionThreads:
         """Start the threads because a first span begins. This delays the service's thread by some 0.1 ms."""
         if will_server_fork():
             return  # those of the workers begin there
-        has_begun = self._begun = Event()
+        has_begun = self.begun = Event()
         rests = Event()
 
         def start() -> None:
@@ -289,7 +283,7 @@ class Session:
     def publish_used_rules(self) -> None:
         """Report to the other processes of the run which rules have targets and calls in this process."""
         if self.is_of_run or self._forked:
-            marks = [board.RECORDED] if RECORDER.calls or self.threads.has_met_span else []
+            marks = [board.RECORDED] if RECORDER.calls or self.threads.begun is not None else []
             board.add_marks([*make_rule_marks(self.verdicts(of_all=False)), *marks])
 
     def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
@@ -338,7 +332,7 @@ class Session:
         self._is_of_thread = self._is_of_thread or not by_main_thread
         self._forked = True
         self._membership.after_fork_in_child()
-        self.generations.after_fork_in_child()
+        self.generations.lock = RLock()  # a thread of the parent may have locked it
         self.control.after_fork_in_child()
         self.exporting.lock = SessionLock()
         self.selection.after_fork_in_child()

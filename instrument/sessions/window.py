@@ -90,13 +90,11 @@ class Loop:
         for _, step in reversed(self._steps.copy()):
             if step.end_ns <= start_ns:
                 break
-            if step.start_ns < start_ns or step.end_ns > end_ns:
-                if step.start_ns >= end_ns:
-                    continue
-                start, end = max(step.start_ns, start_ns), min(step.end_ns, end_ns)
-                steps.append(step._replace(start_ns=start, end_ns=end, clipped=True))
-            else:
+            start, end = max(step.start_ns, start_ns), min(step.end_ns, end_ns)
+            if (start, end) == (step.start_ns, step.end_ns):
                 steps.append(step)
+            elif start < end:
+                steps.append(step._replace(start_ns=start, end_ns=end, clipped=True))
         steps.reverse()
         return steps
 
@@ -151,25 +149,22 @@ def schedule(
 class Windows:
     """A counter of steps that begins and ends windows by a schedule. Without a schedule, all steps are one window.
 
-    The first window begins at `start_ns` or, if that is None, in `begin_window`. `steps` is the number of the current
-    step, `state` its state, `first_step` the first step of the newest window.
+    The first window begins at `start_ns` or, if that is None, in `begin_window`. `count` is the number of windows that
+    have ended, `steps` the number of the current step, `state` its state, `first_step` the first step of the newest
+    window.
     """
 
-    def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None) -> None:
-        self._index = 0
+    def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None, count: int = 0) -> None:
+        self.count = count
         self._opened_ns: int | None = None
-        self.first_step = 0
-        self._adopt_schedule(schedule)
-        if start_ns is not None:
-            self.begin_window(start_ns)
-
-    def _adopt_schedule(self, schedule: Schedule | States | None) -> None:
+        self.first_step = self.steps = 0
         if schedule is None:
             self._states: States = lambda step: State.RECORD
         else:
             self._states = partial(state_at, schedule) if isinstance(schedule, Schedule) else schedule
-        self.steps = 0
         self.state = State(self._states(0))
+        if start_ns is not None:
+            self.begin_window(start_ns)
 
     @property
     def is_due(self) -> bool:
@@ -192,33 +187,20 @@ class Windows:
         before, self.steps = self.state, self.steps + 1
         self.state = State(self._states(self.steps))
         if before is State.RECORD_AND_RETURN or self.state not in RECORDING_STATES:
-            return self._close(end_ns)
+            return self.stop(end_ns)
         return None
 
     def begin_window(self, now_ns: int) -> None:
         if self.is_due:
             self._opened_ns, self.first_step = now_ns, self.steps
 
-    def change(self, schedule: Schedule | None, now_ns: int) -> tuple[int, int, int] | None:
-        """Change to another schedule, and count steps from 0. Return the window that the change ends, None if it ends
-        no window."""
-        window = self.stop(now_ns)
-        self._opened_ns = None
-        self._adopt_schedule(schedule)
-        self.begin_window(now_ns)
-        return window
-
     def stop(self, end_ns: int) -> tuple[int, int, int] | None:
-        if self._opened_ns is None or end_ns <= self._opened_ns:
+        """End the open window. Return it, None if it is empty or none is open."""
+        begin_ns, self._opened_ns = self._opened_ns, None
+        if begin_ns is None or end_ns <= begin_ns:
             return None
-        return self._close(end_ns)
-
-    def _close(self, end_ns: int) -> tuple[int, int, int] | None:
-        if self._opened_ns is None:
-            return None
-        window, self._opened_ns = (self._index, self._opened_ns, end_ns), None
-        self._index += 1
-        return window
+        self.count += 1
+        return self.count - 1, begin_ns, end_ns
 
 
 Cut = tuple[int, int, int]
@@ -264,10 +246,13 @@ class WindowReader:
 
     def begin(self, profile: Profile, start_ns: int) -> None:
         self.cut: deque[tuple[Cut, Origin]] = deque()
-        self._schedule = profile.schedule
-        self._windows = Windows(profile.schedule, start_ns)
         self._lost_before = 0
-        self._cursor = None if profile.schedule is None else self._recorder.cursor()
+        self._follow(profile.schedule, start_ns)
+
+    def _follow(self, schedule: Schedule | None, start_ns: int, count: int = 0) -> None:
+        self._schedule = schedule
+        self._windows = Windows(schedule, start_ns, count)
+        self._cursor = None if schedule is None else self._recorder.cursor()
 
     def read_new_rows(self) -> None:
         for end_ns in sorted(self._window_ends()):
@@ -278,9 +263,9 @@ class WindowReader:
         if schedule is None or cursor is None:
             return
         rings = cursor.read()
-        nodes = (
-            set() if schedule.step is None else self._recorder.paths().nodes_of(self._selection.sites_of(schedule.step))
-        )
+        nodes = set[int]()
+        if schedule.step is not None:
+            nodes = self._recorder.paths().nodes_of(self._selection.sites_of(schedule.step))
         for rows in (ring.rows for ring in rings):
             if schedule.step is None:
                 is_step = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & REQUEST_BIT != 0)
@@ -297,10 +282,9 @@ class WindowReader:
         """Change to the schedule of another profile. If the schedules differ, end the open window."""
         if profile.schedule != self._schedule:
             self.read_new_rows()
-            self._schedule = profile.schedule
-            self._queue_window(self._windows.change(profile.schedule, now_ns))
+            self._queue_window(self._windows.stop(now_ns))
             self._lost_before = self.lost_rows
-            self._cursor = None if profile.schedule is None else self._recorder.cursor()
+            self._follow(profile.schedule, now_ns, self._windows.count)
 
     def stop(self, end_ns: int) -> Cut | None:
         """Return the window that is open at the end, perhaps incomplete, None if it is empty or there is none."""
