@@ -9,23 +9,19 @@ import importlib
 import inspect
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 import instrument
 from instrument import native
-from instrument.agent import unseen
 from instrument.instrumentors import selection
 from instrument.instrumentors.known_packages import FAMILIES, packages_to_await, selectable_packages
 from instrument.profile import shared_profile
@@ -447,28 +443,6 @@ def test_processes_that_python_isolates_are_counted_and_named() -> None:
             break
     _, errors = service.communicate("\n", timeout=240)
     assert told in " ".join(errors.split())
-
-
-def test_an_isolated_process_is_counted_that_ends_between_two_whole_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unseen, "LOOK_S", 3600)
-    later: list[Callable[[], object]] = []
-    selector = selectors.DefaultSelector()
-    loop: Any = SimpleNamespace(selector=selector, call_later=lambda _, look: later.append(look))
-    looks = unseen.Unseen(loop, tmp_path / "socket", os.getpid(), set)
-    later.clear()
-    with subprocess.Popen([sys.executable, "-I", "-c", "print(flush=True); input()"], stdin=-1, stdout=-1) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        ((key, _),) = selector.select(60)
-        key.data(key.fd)
-        later.pop()()
-        child.communicate(b"\n")
-    looks.close()
-    assert "not seen: -I" in looks.describe_unseen()
-    assert not selector.get_map()
-    selector.close()
 
 
 def test_the_names_of_the_package_are_loaded_as_they_are_asked_for() -> None:

@@ -134,7 +134,6 @@ class Runs:
         """Stop all work and close all descriptors. The next agent finds the report files of `kept_runs`."""
         self._jobs.stop()
         self.exports.stop()
-        self.unseen.close()
         if self._another_fd >= 0:
             os.close(self._another_fd)
         for run in self:

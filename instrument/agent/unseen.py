@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import selectors
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -25,15 +23,7 @@ from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.environment import PROC
 
 LOOK_S = 1.0
-"""Seconds between two searches for processes without a session."""
-
-NEW_PROCESS_SEARCHES_S = (0.005, 0.03)
-"""Seconds from the start of an interpreter to each search for its process. A process that ends earlier is missed."""
-
-_IN_OPEN = 0x20
-"""The inotify(7) event for an opened file. The system sends it when a process executes the file."""
-_MOST_NEW_IDS = 500
-"""The maximum number of new process ids to examine at once. More processes are left to the next regular search."""
+"""Seconds between two searches for processes without a session. A process that ends earlier may be missed."""
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
@@ -63,50 +53,18 @@ class Unseen:
         self._family: dict[int, tuple[bytes, str]] = {self._first: (b"", "")}
         """The last known command of each living process of the run, and the reason why it has no session."""
         self._gone: Counter[str] = Counter()
-        self._young: set[int] = set()
-        """The processes found since the last search. They may not have begun their command yet."""
-        self._newest = _newest_id()
-        self._begun_fd = -1
         if self._first:
             with suppress(OSError):
                 self._notes.touch(0o600)
             self._search_repeatedly()
-            self._begun_fd = _watch_opens(sys.executable)
-            if self._begun_fd >= 0:
-                self._loop.selector.register(self._begun_fd, selectors.EVENT_READ, self._schedule_searches)
-
-    def close(self) -> None:
-        if self._begun_fd >= 0:
-            self._loop.selector.unregister(self._begun_fd)
-            os.close(self._begun_fd)
-            self._begun_fd = -1
 
     def _search_repeatedly(self) -> None:
         if not self._is_reported:
             self._loop.call_later(LOOK_S, self._search_repeatedly)
             self._search_all()
 
-    def _schedule_searches(self, descriptor: int) -> None:
-        with suppress(BlockingIOError):
-            os.read(descriptor, 1 << 16)
-        if not self._is_reported:
-            for wait_s in NEW_PROCESS_SEARCHES_S:
-                self._loop.call_later(wait_s, self._search_new)
-
-    def _search_new(self) -> None:
-        before, self._newest = self._newest, _newest_id()
-        if before < self._newest <= before + _MOST_NEW_IDS:
-            for pid in range(before + 1, self._newest + 1):
-                if pid not in self._family and environment.parent_of(pid) in self._family and _is_process(pid):
-                    self._family[pid] = b"", ""
-                    self._known.add(pid)
-                    self._young.add(pid)
-        if self._young:
-            self._note_reasons(self._young & self._family.keys())
-
     def _search_all(self) -> None:
-        """Examine all processes that are new, or whose command has changed since the last search."""
-        self._young.clear()
+        """Note why a process has no session, for each process of the run that is new or whose command has changed."""
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:
@@ -117,13 +75,8 @@ class Unseen:
                 self._family.update(dict.fromkeys(below, (b"", "")))
                 for pid in below:
                     del parent_by_pid[pid]
-        self._note_reasons(self._family)
-
-    def _note_reasons(self, pids: Iterable[int]) -> None:
-        """Note why a process has no session, for each process whose command has changed since the last search."""
         joined = self._joined()
-        for pid in pids:
-            command, _ = self._family[pid]
+        for pid, (command, _) in list(self._family.items()):
             with suppress(OSError):
                 now = (PROC / str(pid) / "cmdline").read_bytes()
                 if now and now != command:
@@ -170,33 +123,6 @@ class Unseen:
         reasons = "; ".join(f"{why} ({count})" if count > 1 else why for why, count in sorted(counts.items()))
         many = f"{counts.total()} Python processes of this run were" if counts.total() > 1 else "1 Python process was"
         return f"{many} not seen: {reasons}"
-
-
-def _watch_opens(path: str) -> int:
-    """Return a descriptor that becomes readable when a file is opened, -1 if it cannot be made."""
-    import ctypes  # the agent alone
-
-    system = ctypes.CDLL(None)
-    descriptor = int(system.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK))
-    if descriptor >= 0 and system.inotify_add_watch(descriptor, os.fsencode(path), _IN_OPEN) < 0:
-        os.close(descriptor)
-        return -1
-    return descriptor
-
-
-def _newest_id() -> int:
-    """Return the id of the newest process or thread in this process namespace, 0 if unknown."""
-    try:
-        return int((PROC / "loadavg").read_bytes().split()[4])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _is_process(pid: int) -> bool:
-    """Return True for the id of a process, False for a thread's."""
-    with suppress(OSError):
-        return f"\nTgid:\t{pid}\n".encode() in (PROC / str(pid) / "status").read_bytes()
-    return False
 
 
 FIRST_CHECK_S, LONGEST_PAUSE_S = 0.5, 60.0
