@@ -162,35 +162,6 @@ def test_processes_whose_agent_was_killed_are_one_report_and_a_mere_parent_is_no
     assert f"Process: {service.pid}" not in told
 
 
-WORKERS_ONE_BY_ONE = """
-import os, sys
-from engine import serve
-from instrument.sessions import leaving
-
-for x in range(2):
-    if os.fork() == 0:
-        serve(x)
-        leaving.EXIT_LIMIT_NS = (2 if x == 0 else 600) * 10**9
-        sys.exit()
-    os.wait()
-serve(2)
-leaving.EXIT_LIMIT_NS = 600 * 10**9
-"""
-
-
-@pytest.mark.slow
-def test_a_process_waits_only_briefly_after_another_waited_for_the_collector_in_vain() -> None:
-    Path("main.py").write_text(WORKERS_ONE_BY_ONE)
-    Path("engine.py").write_text(ENGINE)
-    with swallowing() as port:
-        Path("profile.yaml").write_text(PROFILE % (port, ", timeout: 600s", "  summary: {to: stderr}\nagent: off"))
-        command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    lost = [line for line in done.stderr.splitlines() if line.startswith("Not kept: ")]
-    assert len(lost) == 3
-    assert all(line.endswith("(spans failed by the OTLP export)") for line in lost), lost
-
-
 ALONE = """
 import os, time
 import engine

@@ -20,9 +20,6 @@ _NAME = "instrument-run"
 _BYTES = 1 << 20
 """The maximum size of a board in bytes. Further marks, of some 20 bytes each, are not written."""
 
-_WAIT_LINE = "%020d\n"
-"""The format of a board's first line: the monotonic time in ns of the last wait for a collector that did not answer."""
-
 RECORDED = "recorded"
 """The mark on the board if a process of the run has recorded calls. That process reports the calls itself."""
 
@@ -34,7 +31,6 @@ def make_board() -> Callable[[], None]:
     try:
         low_fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            os.write(low_fd, (_WAIT_LINE % 0).encode())
             board = OwnDescriptor(duplicate(low_fd))
         finally:
             os.close(low_fd)
@@ -67,18 +63,9 @@ def _digest(rule: str) -> str:
 
 
 def read_marks() -> set[str]:
-    return set(_read(_BYTES).decode("ascii", "replace").splitlines()[1:])
-
-
-def waited_in_vain_ns() -> int:
-    """Return the last time in ns at which an ending process waited for a collector in vain, 0 for none."""
-    line = _read(len(_WAIT_LINE % 0)).strip()
-    return int(line) if line.isdigit() else 0
-
-
-def note_wait_in_vain(at_ns: int) -> None:
-    with suppress(OSError), _find_board().open("r+b", buffering=0) as file:
-        file.write((_WAIT_LINE % at_ns).encode())
+    with suppress(OSError), _find_board().open("rb") as file:
+        return set(file.read(_BYTES).decode("ascii", "replace").splitlines())
+    return set()
 
 
 def add_marks(rule_marks: Iterable[str]) -> None:
@@ -86,12 +73,6 @@ def add_marks(rule_marks: Iterable[str]) -> None:
         with suppress(OSError), _find_board().open("ab", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < _BYTES:
                 file.write("".join(f"{mark}\n" for mark in missing).encode())
-
-
-def _read(most_bytes: int) -> bytes:
-    with suppress(OSError), _find_board().open("rb") as file:
-        return file.read(most_bytes)
-    return b""
 
 
 def _find_board() -> Path:

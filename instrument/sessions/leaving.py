@@ -14,12 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from instrument.clock import LEAST_S, Deadline
-from instrument.instrumentors.verdict import make_rule_marks, write_check_report
-from instrument.recorder.core import calls_by_site
+from instrument.clock import Deadline
+from instrument.instrumentors.verdict import write_check_report
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
-from instrument.recording.spans import COLLECTION
 from instrument.runtime import agent_socket, environment
 from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.environment import CHECK_FOLDER
@@ -178,7 +176,7 @@ class Leaving:
                 if not exporting.handover.left:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, STALLED_AGENT_S)[1]
                     exporting.handover.note_undelivered(count, is_reported=_can_agent_report())
-            self._wait_for_collector(deadline)
+            exporter.stop(round(deadline.seconds_left() * 1e9))
         elif exporting.handover.writes_dataset:
             exporting.read_remaining(time.monotonic() + deadline.seconds_left())
         if window is not None:
@@ -188,22 +186,6 @@ class Leaving:
         is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         first_pid = agent_socket.first_process(environment.run_of_environment())
         return environment.is_first_of_run() and (is_of_run or first_pid == os.getpid())
-
-    def _wait_for_collector(self, deadline: Deadline) -> None:
-        """Wait for the collector, but only briefly if another process of the run has just waited for it in vain.
-
-        Otherwise a parent that ends its workers one by one would wait for each of them.
-        """
-        exporter = self._recorded.exporter
-        if exporter is None:
-            return
-        others_ns = board.waited_in_vain_ns()
-        has_just_been = bool(others_ns) and time.monotonic_ns() - others_ns < EXIT_LIMIT_NS
-        before = exporter.counts()
-        after = exporter.stop(round(deadline.seconds_left(LEAST_S if has_just_been else math.inf) * 1e9))
-        has_lost = after.failed + after.dropped > before["failed"] + before["dropped"]
-        if not has_just_been and (has_lost or not after.settled):
-            board.note_wait_in_vain(time.monotonic_ns())
 
     def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
         """Say goodbye to the agent, and print the summary.
@@ -227,7 +209,7 @@ class Leaving:
             logger.warning("the report of the run was not ready in time; the agent prints it later")
         elif answer.get("report"):
             self._saving.write_report(settings, str(answer["report"]), round(deadline.seconds_for_last_wait() * 1e9))
-        elif is_due and not self._has_little_to_report():
+        elif is_due:
             if answer.get("unheard") and profile.agent != "off":
                 account.complain(UNHEARD, log=False)
                 if unreported := answer.get("unreported"):
@@ -245,12 +227,3 @@ class Leaving:
         if lost and not is_for_agent:
             text = ", ".join(f"{count} {reason}" for reason, count in lost.items())
             logger.warning("some spans of this process had not reached the collector at its end: %s", text)
-
-    def _has_little_to_report(self) -> bool:
-        """Return True if this process recorded only garbage collections while rules are active in other processes, as a
-        parent of workers does."""
-        called = calls_by_site(RECORDER)
-        other_marks = (
-            board.read_marks() - make_rule_marks(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
-        )
-        return bool(called and other_marks) and all(site == COLLECTION for site in called)
