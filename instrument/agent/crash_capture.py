@@ -62,7 +62,7 @@ def save_recording(
         saved = read_saved(mapped, end_ns=end_ns)
         facts, died, least = saved.trace, "", "at least " if end_ns is None else ""
         if end_kind:
-            died = describe_death(mapped.open_spans(), saved.trace.end_ns, end_kind, newest_errors(saved.trace), least)
+            died = describe_death(mapped.open_spans(), saved.trace.end_ns, end_kind, least)
             gauges = last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
         facts = _with_goodbye(facts, goodbye or {})
@@ -117,15 +117,6 @@ def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
         raise TraceError(f"a process ended with a message of another version: {problem}") from problem
 
 
-def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
-    """Return the error and the name of each tree's newest failed span, by the id of the tree's root."""
-    columns, failed = trace.columns, (trace.columns.error >= 0).nonzero()[0]
-    failed = failed[columns.end_ns[failed].argsort(kind="stable")]
-    roots, errors, sites = (column[failed].tolist() for column in (columns.root_id, columns.error, columns.site))
-    failures = zip(roots, errors, sites, strict=True)
-    return {root: (columns.errors[error], columns.sites[site].name) for root, error, site in failures}
-
-
 def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
     """Return a sentence with the newest readings of `NAMED_GAUGES`, "" if there are none."""
     newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
@@ -143,17 +134,10 @@ def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
     return f"{LAST_GAUGES}{_format_duration(age_ns)} before: {text}."
 
 
-def describe_death(
-    open_spans: Sequence[OpenSpan],
-    end_ns: int,
-    end_kind: str,
-    errors: Mapping[int, tuple[str, str]] | None = None,
-    least: str = "",
-) -> str:
+def describe_death(open_spans: Sequence[OpenSpan], end_ns: int, end_kind: str, least: str = "") -> str:
     """Return a sentence that says how a process died, and which requests and spans were open, the newest first.
 
-    `errors` has the newest failed span of each tree. `least` is put before each age, such as "at least " for a process
-    that may have ended long after `end_ns`.
+    `least` is put before each age, such as "at least " for a process that may have ended long after `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
@@ -165,9 +149,7 @@ def describe_death(
     more = len(requests) - MOST_OPEN_REQUESTS
     names += [f"{more} more"] if more > 0 else []
     also = f"; {len(requests)} more {'was' if len(requests) == 1 else 'were'} open: {', '.join(names)}" if names else ""
-    error, site = (errors or {}).get(first[0].root_id, ("", ""))
-    failed = f"; `{site}` in it had failed with `{error}`" if error else ""
-    return f"{end_kind}: it died in {_describe_tree(first, end_ns, least)}{failed}{also}"
+    return f"{end_kind}: it died in {_describe_tree(first, end_ns, least)}{also}"
 
 
 def _find_outermost_and_innermost(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
