@@ -43,7 +43,7 @@ from instrument.profile.model import Schedule
 from instrument.recorder.recorder import RECORDER
 from instrument.sessions import torch_profiler
 from instrument.sessions.handlers import Window
-from instrument.sessions.window import RECORDING_STATES, Loop, State, Step, Windows, state_at
+from instrument.sessions.window import RECORDING_STATES, State, Step, Windows, state_at, steps_within
 
 GOLDEN = Path(__file__).parent / "golden"
 LETTERS = {State.CLOSED: "-", State.READY: "w", State.RECORD: "R", State.RECORD_AND_RETURN: "S"}
@@ -555,43 +555,27 @@ def test_a_profiler_that_never_steps_hides_no_steps_of_another() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=30))
-def test_the_steps_of_a_session_are_those_of_the_first_loop_and_what_of_others_overlaps_none(
-    ends: list[tuple[int, int]],
-) -> None:
-    loop, own = Loop(), [object() for _ in range(3)]
-    for whose in own:
-        loop.join(whose)
-    now, begun, added = 0, [0] * 3, []
+def test_of_steps_that_overlap_on_a_thread_the_one_that_ends_last_is_in_the_trace(ends: list[tuple[int, int]]) -> None:
+    now, begun, added = 0, [0] * 3, list[Step]()
     for number, (which, lasts) in enumerate(ends):
         now += lasts
-        step = Step(number, begun[which], now, 1)
+        added.append(Step(number, begun[which], now, which // 2))  # two loops are on one thread, and the third is not
         begun[which] = now
-        added.append((which, step))
-        loop.add(step, own[which])
-    found = loop.steps_within(0, now)
-    assert all(one.end_ns <= after.start_ns for one, after in pairwise(found))
-    assert [step for which, step in added if which == 0] == [step for step in found if (0, step) in added]
-    for which, step in added:
-        over = [(of, one) for of, one in added if one.start_ns < step.end_ns and step.start_ns < one.end_ns]
-        if all(of >= which for of, _ in over):
-            assert step in found
+    found = steps_within(added, 0, now)
+    for thread_id in range(2):
+        kept = [step for step in found if step.thread_id == thread_id]
+        assert all(one.end_ns <= after.start_ns for one, after in pairwise(kept))
+        for step in added:
+            is_over = any(one.start_ns < step.end_ns <= one.end_ns for one in kept)
+            assert is_over or step.thread_id != thread_id
 
 
 def test_a_step_that_reaches_over_the_edge_of_a_trace_is_clipped_and_an_older_one_is_not_there() -> None:
-    loop, own, another = Loop(), object(), object()
-    loop.join(own)
-    loop.join(another)
-    loop.add(Step(0, 0, 10, 1), own)
-    loop.add(Step(0, 2, 4, 1), another)
-    loop.add(Step(1, 10, 20, 1), own)
-    loop.leave(own)
-    loop.add(Step(7, 15, 25, 1), another)  # it had begun when the other loop still had steps
-    loop.add(Step(8, 25, 30, 1), another)
-    whole = [Step(0, 0, 10, 1), Step(1, 10, 20, 1), Step(8, 25, 30, 1)]
-    assert loop.steps_within(0, 30) == whole
-    assert loop.steps_within(10, 26) == [whole[1], Step(8, 25, 26, 1, clipped=True)]
-    assert loop.steps_within(12, 22) == [Step(1, 12, 20, 1, clipped=True)]
-    assert loop.steps_within(20, 25) == []
+    steps = [Step(0, 2, 4, 1), Step(0, 0, 10, 1), Step(1, 10, 20, 1), Step(7, 15, 25, 2), Step(8, 25, 30, 1)]
+    assert steps_within(steps, 0, 30) == steps[1:]
+    assert steps_within(steps, 10, 26) == [steps[2], steps[3], Step(8, 25, 26, 1, clipped=True)]
+    assert steps_within(steps, 12, 14) == [Step(1, 12, 14, 1, clipped=True)]
+    assert steps_within(steps, 40, 50) == []
 
 
 def test_a_session_that_ends_under_a_profiler_does_not_stop_the_loop() -> None:

@@ -170,7 +170,6 @@ class Profiler:
                     raise
                 self._session = session
                 if session is not None:
-                    session.recorded.loop.join(self)
                     session.onlookers.append(self._end_with_session)
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self._begin()
@@ -265,7 +264,7 @@ class Profiler:
                 step = Step(last, began_ns, now_ns, thread_id, num_samples)
                 if windows.state in RECORDING_STATES:
                     self._steps.append(step)
-                session.recorded.loop.add(step, self)
+                session.recorded.steps.append(step)
                 bounds = windows.advance(now_ns)
                 try:
                     if bounds is not None:
@@ -348,7 +347,6 @@ class Profiler:
             FAULTS.attempt("windows of a Profiler", end_windows)
         finally:
             atexit.unregister(self.stop)
-            session.recorded.loop.leave(self)
             if self._end_with_session in session.onlookers:
                 session.onlookers.remove(self._end_with_session)
             if self.failures > 1:

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
 from instrument.sessions.account import SessionDiagnostics
 from instrument.sessions.handover import Handover
-from instrument.sessions.window import WINDOWS_THREAD, Loop, Stretch, WindowReader
+from instrument.sessions.window import MOST_STEPS, WINDOWS_THREAD, Step, Stretch, WindowReader, steps_within
 
 if TYPE_CHECKING:
     from instrument.otlp import export_facts, metrics_queue, service_sdk
@@ -131,7 +132,8 @@ class Recorded:
         """Begin anew, with nothing recorded, for a new session or a forked child."""
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
-        self.loop = Loop()
+        self.steps: deque[Step] = deque(maxlen=MOST_STEPS)
+        """The newest steps of all loops, in order of their ends."""
         self.windows.begin(self.profile, self.start_ns)
 
     def after_fork_in_child(self) -> None:
@@ -210,10 +212,6 @@ class Recorded:
         run = self.ids().run if key and span.remote is None else ""
         return trace_id_of(run, key) if run else trace_id, span_id
 
-    @property
-    def times_devices(self) -> bool:
-        return self.timing is not None and self.timing.timer is not None
-
     def origin(self) -> Origin:
         """Return the identity of this process, with a new pair of readings of the monotonic and the wall clock."""
         monotonic_ns, realtime_ns = clock.read_clocks()
@@ -267,10 +265,11 @@ class Recorded:
         trace = self.trace_of(self.take(first, last, window, origin))
         profile = self.profile
         are_steps_found = profile.phases == profile.loaders == "auto" and profile.schedule is None
-        if are_steps_found and self.loop.is_unused:
+        if are_steps_found and not self.steps:
             trace = insert_step_spans(trace, derive_training_steps(trace.columns))
         else:
-            trace = insert_step_spans(trace, self.loop.steps_within(max(first, trace.held_from_ns), last))
+            steps = steps_within(self.steps.copy(), max(first, trace.held_from_ns), last)
+            trace = insert_step_spans(trace, steps)
         if start_ns is None and end_ns is None:
             trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
         return trace

@@ -5,9 +5,8 @@ In the schedule of a profile, a step is a request. In a `Profiler`, a step is an
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ from instrument.profile.model import Profile, Schedule
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import Origin, Site
 from instrument.runtime.cheap_start import NamedTuple
-from instrument.runtime.unpatched import RLock
 
 if TYPE_CHECKING:
     from instrument.instrumentors.selection import Selection
@@ -42,61 +40,21 @@ class Step(NamedTuple):
     clipped: bool = False
 
 
-class Loop:
-    """The newest steps of all loops of a process, without overlaps. All methods may be called from any thread.
+def steps_within(steps: Sequence[Step], start_ns: int, end_ns: int) -> list[Step]:
+    """Return the steps that overlap an interval, cut to the interval. `steps` are in order of their ends.
 
-    If the steps of two loops overlap, as in nested loops, only the steps of the loop that joined first are kept.
+    Cut steps are `clipped`. If steps overlap on a thread, as those of nested loops, only the one that ends last is
+    returned.
     """
-
-    def __init__(self) -> None:
-        self._lock = RLock()  # a signal's handler may add one, too
-        self._joined = itertools.count()
-        self._orders: dict[object, int] = {}
-        self._steps: deque[tuple[int, Step]] = deque(maxlen=MOST_STEPS)
-
-    def join(self, loop: object) -> None:
-        """Register a loop. If steps overlap, those of loops registered earlier take precedence."""
-        self._orders.setdefault(loop, next(self._joined))
-
-    def add(self, step: Step, loop: object) -> None:
-        if loop not in self._orders:
-            self.join(loop)
-        order, steps = self._orders[loop], self._steps
-        with self._lock:
-            if not steps or steps[-1][1].end_ns <= step.start_ns or self._drop_overlapping(order, step.start_ns):
-                steps.append((order, step))
-
-    def _drop_overlapping(self, order: int, start_ns: int) -> bool:
-        """Drop the steps that end after `start_ns`. If such a step belongs to a loop that joined earlier, drop no step
-        and return False."""
-        over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
-        if any(step_order <= order for step_order, _ in over):
-            return False
-        for _ in over:
-            self._steps.pop()
-        return True
-
-    @property
-    def is_unused(self) -> bool:
-        return not self._orders and not self._steps
-
-    def leave(self, loop: object) -> None:
-        """Remove a loop that has ended, but keep its steps."""
-        self._orders.pop(loop, None)
-
-    def steps_within(self, start_ns: int, end_ns: int) -> list[Step]:
-        """Return the steps that overlap an interval, cut to the interval. Cut steps are `clipped`."""
-        steps: list[Step] = []
-        for _, step in reversed(self._steps.copy()):
-            if step.end_ns <= start_ns:
-                break
-            start, end = max(step.start_ns, start_ns), min(step.end_ns, end_ns)
-            if (start, end) == (step.start_ns, step.end_ns):
-                steps.append(step)
-            elif start < end:
-                steps.append(step._replace(start_ns=start, end_ns=end, clipped=True))
-        steps.reverse()
-        return steps
+    kept_steps: list[Step] = []
+    starts: dict[int, int] = {}
+    for step in reversed(steps):
+        start, end = max(step.start_ns, start_ns), min(step.end_ns, end_ns)
+        if start < end and step.end_ns <= starts.get(step.thread_id, step.end_ns):
+            starts[step.thread_id] = step.start_ns
+            is_whole = (start, end) == (step.start_ns, step.end_ns)
+            kept_steps.append(step if is_whole else step._replace(start_ns=start, end_ns=end, clipped=True))
+    return kept_steps[::-1]
 
 
 class State(str, Enum):
