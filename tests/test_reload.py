@@ -600,7 +600,7 @@ def test_stop_waits_for_the_reload_that_has_begun() -> None:
         return {}
 
     file = write("watched.yaml", "")
-    membership = Membership(dict, lambda: -1, lambda prepare: prepare())
+    membership = Membership(dict, lambda prepare: prepare())
     generations: Any = SimpleNamespace(
         prepare_to_watch=lambda: True, watched=file, answer=slow, settle=lambda: False, has_ended=lambda: False
     )

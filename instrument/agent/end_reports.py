@@ -367,13 +367,6 @@ def export_loss_line(lost: Mapping[str, int]) -> str:
     return f"instrument: some data of this run has not arrived at its destination: {counts}"
 
 
-def unrecorded_text(process: Process) -> str:
-    """Return a sentence that names the ports at which a process got connections without recording a request, else
-    ""."""
-    ports = ", ".join(map(str, sorted(process.ports)))
-    return f"connections came to its port {ports}, and it has recorded no request" if ports else ""
-
-
 def none_joined_text(pid: int, after_s: float) -> str:
     """Return the message on a run in which no process records. The environment of process `pid` shows the cause."""
     return (

@@ -329,7 +329,8 @@ class Runs:
         is_asked = process.facts.get("asks_for_requests", True)
         if not reason and is_asked and not any(member.has_requests for member in (process, *process.run.processes)):
             self._loop.attempt(partial(self._connections.note_ports, process))
-            reason = end_reports.unrecorded_text(process)
+            ports = ", ".join(map(str, sorted(process.ports)))
+            reason = f"connections came to its port {ports}, and it has recorded no request" if ports else ""
         if reason:
             self._say(process.run, f"instrument: process {process.pid}: {reason}", process)
 

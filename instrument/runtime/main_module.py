@@ -106,6 +106,7 @@ def plan_name_reports(body: ast.Module) -> Plan:
     stops: set[int] = set()
     names: set[str] = set()
     last = 0
+    inert = ast.Import, ast.ImportFrom, ast.Pass, ast.Global  # cannot call a function of their module
     for statement, is_nested in _iterate_module_statements(body.body, nested=False):
         end = statement.end_lineno or statement.lineno
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -116,7 +117,7 @@ def plan_name_reports(body: ast.Module) -> Plan:
             last = max(last, end)
         elif blocks := _inner_blocks(statement):
             stops.update(range(statement.lineno, max(blocks[0][0].lineno, statement.lineno + 1)))
-        elif not _is_inert(statement):
+        elif not (isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)):
             stops.update(range(statement.lineno, end + 1))
             value = getattr(statement, "value", None)
             if isinstance(statement, (ast.Assign, ast.AnnAssign)) and not is_nested and _makes_function(value, names):
@@ -162,12 +163,6 @@ def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
     return isinstance(value, ast.Call) and any(
         isinstance(node, ast.Lambda) or (isinstance(node, ast.Name) and node.id in names) for node in ast.walk(value)
     )
-
-
-def _is_inert(statement: ast.stmt) -> bool:
-    """Return True for a statement that cannot call a function of its module."""
-    inert = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global)
-    return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
 
 
 def _plan_for(code: CodeType, names: dict[str, Any]) -> Plan | None:

@@ -59,11 +59,8 @@ class Thread:
         """Return True if the thread was started in this process and has not ended."""
         return self._pid == os.getpid() and not self._ended.is_set()
 
-    def is_current(self) -> bool:
-        return self._ident == get_ident() and self.is_alive()
-
     def join(self, timeout_s: float | None = None) -> None:
-        if self.is_current() or self._pid != os.getpid():
+        if self._ident == get_ident() or self._pid != os.getpid():
             return
         if self._ended.wait(timeout_s) and self._listed is not None and not is_patched():
             self._listed.join(timeout_s)  # until it is no longer listed

@@ -98,8 +98,7 @@ class Handover:
         while True:
             is_taken, progress = self.is_taken(), self.progress()
             unread_rows = recorded - progress.fates["seen"] - progress.fates["missed"]
-            awaits_metrics = metered and recorded > 0 and not progress.is_reported and self._metered_rows() < recorded
-            if progress.is_reported or (unread_rows <= 0 and not awaits_metrics):
+            if progress.is_reported or (unread_rows <= 0 and not (metered and self._metered_rows() < recorded)):
                 return 0
             if not is_taken and (progress.generation or not is_left()):
                 return max(unread_rows, 0) if progress.generation else 0

@@ -19,6 +19,7 @@ from typing import Any
 
 from instrument import clock
 from instrument.clock import LEAST_S, Deadline
+from instrument.recorder.recorder import RECORDER
 from instrument.recording.memory_layout import OwnDescriptor, duplicate
 from instrument.runtime import agent_socket, environment
 from instrument.runtime.unpatched import poll
@@ -38,18 +39,13 @@ class Membership:
     """The connection of this process to the agent at the socket that `INSTRUMENT_AGENT` names. Without that variable
     its methods do nothing. Only `fetch_metrics` raises.
 
-    `facts()` returns what the join sends, `memory()` the descriptor of the recording, -1 for none. `while_no_fork`
-    calls a function while no fork can happen.
+    `facts()` returns what the join sends. `while_no_fork` calls a function while no fork can happen.
     """
 
     def __init__(
-        self,
-        facts: Callable[[], Mapping[str, Any]],
-        memory: Callable[[], int],
-        while_no_fork: Callable[[Callable[[], object]], object],
+        self, facts: Callable[[], Mapping[str, Any]], while_no_fork: Callable[[Callable[[], object]], object]
     ) -> None:
         self._facts = facts
-        self._memory = memory
         self._while_no_fork = while_no_fork
         self._has_begun_agent = False
         self._descriptor = OwnDescriptor()
@@ -86,8 +82,8 @@ class Membership:
             "stderr": file_of_descriptor(2),
             "image": environment.read_auxiliary_vector().hex(),
         }
-        if self._recording is None and self._memory() >= 0:
-            self._recording = OwnDescriptor(self._memory())
+        if self._recording is None and RECORDER.memory_fd >= 0:
+            self._recording = OwnDescriptor(RECORDER.memory_fd)
         memory = -1 if self._recording is None else self._recording.fileno()
         try:
             connection = _socket.socket(agent_socket.FAMILY, agent_socket.KIND | _socket.SOCK_CLOEXEC)

@@ -15,7 +15,7 @@ from instrument.instrumentors.verdict import write_check_report
 from instrument.profile.model import Capture, FunctionRule, Recordings
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import BLOCKED_LOOP, Gpu
-from instrument.runtime import environment, process_context
+from instrument.runtime import agent_socket, environment, process_context
 from instrument.runtime.cheap_start import LazyModule, asdict, replace
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.sessions import files
@@ -49,20 +49,20 @@ MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
 class PublishedFacts:
     """A writer of a session's values into its recording and into messages to the agent.
 
-    `is_member()` is True if the environment names an agent. `gauges()` returns the settings for the agent's reading of
-    gauges. `has_begun()` is True once the session's threads have started.
+    `gauges()` returns the settings for the agent's reading of gauges. `has_begun()` is True once the session's threads
+    have started.
     """
 
     def __init__(
         self,
         recorded: Recorded,
         saving: Saving,
-        is_member: Callable[[], bool],
         gauges: Callable[[], Mapping[str, Any] | None],
         has_begun: Callable[[], bool],
     ) -> None:
         self._recorded, self._saving = recorded, saving
-        self._is_member, self._gauges, self._has_begun = is_member, gauges, has_begun
+        self._gauges, self._has_begun = gauges, has_begun
+        self._is_member = bool(os.environ.get(agent_socket.VARIABLE))
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -122,7 +122,7 @@ class PublishedFacts:
     # ---------------------------------------------------------------- the agent's part
 
     def has_agent(self) -> bool:
-        return self._is_member() and self._recorded.profile.agent != "off" and RECORDER.memory_fd >= 0
+        return self._is_member and self._recorded.profile.agent != "off" and RECORDER.memory_fd >= 0
 
     @property
     def wants_agent(self) -> bool:
@@ -284,9 +284,10 @@ class PublishedFacts:
         }
 
     def goodbye_facts(self) -> dict[str, Any]:
+        timing = self._recorded.timing
         return {
             "calls": RECORDER.calls,
-            "is_timed": self._recorded.times_devices,
+            "is_timed": timing is not None and timing.timer is not None,
             "losses": dict(self._recorded.account.losses()),
             "notes": self.notes_in_short(of_all=environment.is_first_of_run()),
             "own_notes": self.own_notes_in_short(of_all=environment.is_first_of_run()),

@@ -159,18 +159,14 @@ class Session:
         run = environment.run_of_environment() or environment.new_run()
         self._saving = saving = Saving(recorded, environment.working_folder(), run)
         self._facts = facts = PublishedFacts(
-            recorded,
-            saving,
-            lambda: bool(self._membership.path),
-            lambda: self.gauge_watch.facts(),
-            lambda: self.threads.have_begun,
+            recorded, saving, lambda: self.gauge_watch.facts(), lambda: self.threads.have_begun
         )
         self.selection.noted = lambda: FAULTS.attempt("marks of metrics", facts.publish_marks)
         self.generations = Generations(
             recorded, saving.folder, self._replace_profile, self._add_rules, lambda: self.threads.stopping.is_set()
         )
         self._prepare = prepare = self.generations.while_no_fork_comes
-        self._membership = membership = Membership(facts.join_facts, lambda: RECORDER.memory_fd, prepare)
+        self._membership = membership = Membership(facts.join_facts, prepare)
         self.gauge_watch = watch = GaugeWatch(recorded.gauges, membership, facts.publish)
         self.exporting = Exporting(recorded, facts, saving, membership, watch, prepare, lambda: self.threads.start())
         self.control = ControlThread(
