@@ -231,10 +231,10 @@ class Exporting:
 
     def sends_to(self, settings: Otlp) -> bool:
         """Return True if the session's own export sends spans to the same endpoint with the same headers."""
-        own = self._recorded.profile.export.otlp
-        if self._exporter is None or own is None:
+        of_session = self._recorded.profile.export.otlp
+        if self._exporter is None or of_session is None:
             return False
-        return (own.endpoint, own.headers) == (settings.endpoint, settings.headers)
+        return (of_session.endpoint, of_session.headers) == (settings.endpoint, settings.headers)
 
     def send_window(self, begin_ns: int, end_ns: int) -> None:
         """Have the session's export send all spans of an interval, also those that `capture` does not keep.

@@ -77,10 +77,11 @@ def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
         for name in glob.glob("*".join(map(glob.escape, texts))):  # noqa: PTH207 - absolute
             match = re.fullmatch(pattern, name)
             values = set(zip(fields, match.groups(), strict=True)) if match is not None else set()
-            of = dict(values)
-            if match is not None and len(of) == len(values):  # a field has the same value wherever it is
+            by_field = dict(values)
+            if match is not None and len(by_field) == len(values):  # a field has the same value wherever it is
                 # Where no number of a process is in it, it is that of the run's first one.
-                pid_by_name.setdefault(name, int(of.get("{pid}", of.get("{run}", "0").rpartition("-")[2])))
+                pid = by_field.get("{pid}", by_field.get("{run}", "0").rpartition("-")[2])
+                pid_by_name.setdefault(name, int(pid))
     return pid_by_name
 
 
