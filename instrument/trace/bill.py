@@ -38,6 +38,8 @@ from instrument.trace.indices import (
     mask_of,
     nearest_above,
     number_combinations,
+    rows_of,
+    sort_by_start,
 )
 from instrument.trace.intervals import FARTHEST, Union, Unions, measure_overlap, union_by_group
 from instrument.trace.joined import Joined
@@ -72,15 +74,12 @@ class Lanes:
         requests[len(batches) :] = joined.of[find_blocking_rows(trace, blocked)]
         threads = find_distinct(trace.thread_id[rows])
         lanes = np.searchsorted(threads, trace.thread_id[rows])
-        ranks = index_rows(np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows])), len(rows))[:-1]
+        ranks = index_rows(sort_by_start(trace.start_ns[rows], trace.end_ns[rows], trace.span_id[rows]), len(rows))[:-1]
         place, starts, ends = compute_turns(lanes, trace.start_ns[rows], trace.end_ns[rows], ranks)
         return cls(threads, Unions(lanes[place], starts, ends), rows[place], place >= len(batches), requests[place])
 
     def lanes_of_threads(self, thread_id: Int64s) -> Int64s:
-        if not len(self.threads):
-            return np.full(len(thread_id), NONE, dtype=np.int64)
-        lanes = np.searchsorted(self.threads, thread_id).clip(max=len(self.threads) - 1)
-        return np.where(self.threads[lanes] == thread_id, lanes, NONE)
+        return rows_of(self.threads, thread_id).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCos
     of_site = np.array([names[site.name] for site in trace.sites] or [0], dtype=np.int64)
     load_ns, heavy_ns, padding_ns = length_ns.copy(), np.zeros(len(rows)), np.zeros(len(rows))
     excess_ns = np.zeros(spent_ns.shape)
-    of_name = of_site[trace.site[rows]] if len(rows) else rows
+    of_name = of_site[trace.site[rows]]
     for name in find_distinct(of_name).tolist():
         steps = np.flatnonzero(of_name == name)
         loads = np.stack([np.ones(len(steps)), members[steps], weight[steps]])
@@ -335,7 +335,7 @@ def _measure_site_times(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[
     """Return the self time of each step and site, a mask of the first calls of sites, and the sites. The last column
     has the remaining time of each step."""
     inner = np.flatnonzero(step_of[:-1] != NONE)
-    step_row = rows[step_of[inner]] if len(rows) else inner
+    step_row = rows[step_of[inner]]
     on_line = (trace.thread_id[inner] == trace.thread_id[step_row]) & (trace.task_id[inner] == trace.task_id[step_row])
     is_work = trace.are_of_sites([not is_interruption(site) for site in trace.sites])
     inner = inner[on_line & is_work[inner]]

@@ -141,7 +141,7 @@ def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bo
     parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     some_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     count = 0
-    threads = np.where(on_line, 0, number_combinations(trace.thread_id)[0] + 1) if len(trace) else node_of
+    threads = np.where(on_line, 0, number_combinations(trace.thread_id)[0] + 1)
     for rows in rows_by_level(level):
         rows = rows[is_included[rows]]
         if not len(rows):
@@ -222,15 +222,14 @@ def measure_calls_on_device(
               for part, more in zip(passed, (owner, starts, ends), strict=True))
         )  # fmt: skip
         position = until
-        if len(joined_calls):
-            np.add.at(lengths_ns, joined_calls, joined_ends - joined_starts)
+        np.add.at(lengths_ns, joined_calls, joined_ends - joined_starts)
         ups = above[joined_calls].astype(np.int64)
         goes_on = ups != NONE
         passed = ups[goes_on], joined_starts[goes_on], joined_ends[goes_on]
     below = np.full(len(calls), NONE, dtype=np.int32)
     hands_on = (up != NONE) & ~joins[up]
     below[up[hands_on]] = np.flatnonzero(hands_on)
-    return calls, lengths_ns[nearest_at_or_above(below, joins)] if len(calls) else lengths_ns
+    return calls, lengths_ns[nearest_at_or_above(below, joins)]
 
 
 # The tally

@@ -313,7 +313,7 @@ class Columns:
             above[open_rows] = farther
             open_rows = open_rows[farther != NONE]
         roots = rows_of(self.span_id, self.root_id)
-        by_root = (roots != NONE) & is_wanted[roots] if len(self) else np.zeros(0, dtype=np.bool_)
+        by_root = (roots != NONE) & is_wanted[roots]
         return np.where(by_root, roots, owner).astype(np.int32)
 
     def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
@@ -329,7 +329,7 @@ class Columns:
     def is_on_track_of_parent(self) -> Bools:
         around = self.parent
         same = (self.thread_id == self.thread_id[around]) & (self.task_id == self.task_id[around])
-        return np.asarray(same & (around != NONE)) if len(self) else np.zeros(0, dtype=np.bool_)
+        return np.asarray(same & (around != NONE))
 
     @cached_property
     def parent_on_same_track(self) -> Int32s:

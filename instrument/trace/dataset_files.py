@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ class _OpenFile:
         self.name, self._folder = name, folder
         directory, slash, base = name.rpartition("/")
         self.part = f"{directory}{slash}.{base}.part"
-        self.rows = 0
+        self.is_complete = False
         self._sink = folder.create(self.part)
         types = arrow_schema(table)
         self._writer = parquet.ParquetWriter(
@@ -114,12 +115,12 @@ class _OpenFile:
     def write(self, rows: Any) -> int:
         """Write rows. Return the size of the file so far, in bytes."""
         self._writer.write_table(rows)
-        self.rows += len(rows)
         return int(self._sink.tell())
 
     def close(self) -> None:
         self._writer.close()
         self._sink.close()
+        self.is_complete = True
 
     def discard(self) -> None:
         for closing in (self._writer.close, self._sink.close):
@@ -154,53 +155,45 @@ class DatasetWriter:
 
     def __init__(self, folder: Folder, name: str, *, fills: bool = True) -> None:
         self._folder, self._name, self._fills = folder, name, fills
-        self._open: dict[str, _OpenFile] = {}
-        self._closed: list[_OpenFile] = []
-        self._counts: dict[str, int] = {}
-        self._tables: set[str] = set()
-        self._last_folder = ""
+        self._files: dict[tuple[str, str], list[_OpenFile]] = {}
+        """The files of each table and folder. Only the last file may be incomplete."""
 
     def write(self, table: str, rows: Any) -> None:
         """Write the rows of a table to the files of their services and hours."""
         for folder, some in _split_by_folder(rows):
-            self._last_folder = folder
             self._write(table, folder, some)
 
     def _write(self, table: str, folder: str, rows: Any) -> None:
-        place = f"{table}/{folder}"
-        file = self._open.get(place)
-        if file is None:
-            number = self._counts[place] = self._counts.get(place, -1) + 1
-            self._tables.add(table)
-            file = self._open[place] = _OpenFile(self._folder, table, f"{place}/{self._name}-{number}.parquet")
-        if file.write(rows) >= FILE_BYTES:
-            self._open.pop(place)
-            self._closed.append(file)
-            file.close()
+        files = self._files.setdefault((table, folder), [])
+        if not files or files[-1].is_complete:
+            name = f"{table}/{folder}/{self._name}-{len(files)}.parquet"
+            files.append(_OpenFile(self._folder, table, name))
+        if files[-1].write(rows) >= FILE_BYTES:
+            files[-1].close()
 
     def close(self) -> list[str]:
         """Complete and rename all files. Return their names."""
-        for table in set(read_definition()["tables"]) - self._tables if self._fills and self._last_folder else ():
-            self._write(table, self._last_folder, arrow_schema(table).empty_table())
-        for place in list(self._open):
-            file = self._open.pop(place)
-            self._closed.append(file)
-            file.close()
-        names = []
-        for file in self._closed:
+        tables = {table for table, _ in self._files}
+        for _, folder in list(self._files)[-1:] if self._fills else ():
+            for table in set(read_definition()["tables"]) - tables:
+                self._write(table, folder, arrow_schema(table).empty_table())
+        files = [*chain(*self._files.values())]
+        for file in files:
+            if not file.is_complete:
+                file.close()
+        for file in files:
             self._folder.rename(file.part, file.name)
-            names.append(f"{self._folder.path}/{file.name}")
-        self._closed = []
-        return names
+        self._files = {}
+        return [f"{self._folder.path}/{file.name}" for file in files]
 
     @property
     def parts(self) -> list[str]:
-        return [file.part for file in (*self._open.values(), *self._closed)]
+        return [file.part for file in chain(*self._files.values())]
 
     def discard(self) -> None:
-        for file in (*self._open.values(), *self._closed):
+        for file in chain(*self._files.values()):
             file.discard()
-        self._open, self._closed = {}, []
+        self._files = {}
 
 
 def _split_by_folder(rows: Any) -> Iterator[tuple[str, Any]]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +28,7 @@ from instrument.trace.decisions import OPEN, Decisions, RememberedTraces
 from instrument.trace.indices import NONE, rows_of
 from instrument.trace.joined import join
 from instrument.trace.merge import Merged
-from instrument.trace.merged_facts import restore_numbers
+from instrument.trace.merged_facts import group_by_process, restore_numbers
 from instrument.trace.request_trees import build_request_trees, derive_traces_from_keys
 from instrument.trace.text import remove_surrogates
 from instrument.trace.trace import MergedProcess, Trace
@@ -50,12 +48,10 @@ class DatasetRows(TraceRows):
         joined = join(facts.columns, facts.apart_ns)
         trace = build_request_trees(facts.columns, joined, facts.origin.run)
         base_ns = facts.origin.realtime_of(0)
-        process = np.zeros(len(trace), dtype=np.int64)
+        process = merged.number_processes()
         members: list[DatasetProcess] = []
-        self._parts = [list(parts) for _, parts in groupby(merged.parts, attrgetter("process"))]
+        self._parts = group_by_process(merged.parts)
         for number, parts in enumerate(self._parts):
-            for part in parts:
-                process[part.row[part.is_kept]] = number
             newest = max((part.saved.trace for part in parts), key=attrgetter("end_ns"))
             numbers = facts.processes[number] if facts.processes else None
             threads, gpus = (facts.threads, facts.gpus) if numbers is None else (numbers.facts.threads, newest.gpus)
@@ -76,13 +72,14 @@ class DatasetRows(TraceRows):
         first, last = self._facts.coverage
         is_complete = (trace.start_ns >= first) & (trace.end_ns <= last) & ~trace.clipped
         order = np.lexsort((np.arange(len(trace)), trace.start_ns, trace.root_id))
-        yield from self._make_parts("spans", order, self.make_spans)
-        yield from self._make_parts(
-            "requests", np.arange(len(joined.rows)), partial(self.make_requests, is_complete=is_complete)
-        )
-        yield from self._make_parts("batches", np.unique(joined.served.batch), self.make_batches)
-        yield from self._make_parts("members", np.arange(len(joined.served.batch)), self.make_batch_members)
-        yield from self._make_parts("intervals", np.arange(len(trace.device)), self.make_intervals)
+        numbers = {
+            "spans": order,
+            "requests": np.arange(len(joined.rows)),
+            "batches": np.unique(joined.served.batch),
+            "members": np.arange(len(joined.served.batch)),
+            "intervals": np.arange(len(trace.device)),
+        }
+        yield from self._make_row_tables(numbers, is_complete)
         windows = [
             ProcessWindow(number, part.saved.trace, self.members[number].offset_ns, self._facts.apart_ns)
             for number, parts in enumerate(self._parts)
@@ -139,16 +136,16 @@ def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanK
     """Return the rows' ids in the dataset that they were read from. Moved rows get the ids of their new parents and
     roots."""
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
-    places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
+    places = firsts[process] + trace.own_id - 1
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))
     roots, parents = rows_of(trace.span_id, trace.root_id), trace.parent
     has_root, has_parent = roots != NONE, parents != NONE
     return SpanKeys(
-        np.where(has_root, high[roots], high) if len(trace) else high,
-        np.where(has_root, low[roots], low) if len(trace) else low,
+        np.where(has_root, high[roots], high),
+        np.where(has_root, low[roots], low),
         span,
-        np.where(has_parent, span[parents], parent) if len(trace) else parent,
-        np.where(has_root, span[roots], root) if len(trace) else root,
+        np.where(has_parent, span[parents], parent),
+        np.where(has_root, span[roots], root),
     )
 
 
@@ -209,17 +206,15 @@ class SettledRows(TraceRows):
         order = np.flatnonzero(out)
         order = order[np.lexsort((order, trace.start_ns[order], trace.root_id[order]))]
         batches = np.unique(joined.served.batch)
-        whole = np.ones(len(trace), dtype=np.bool_)
-        parts: tuple[tuple[str, Int64s, Callable[[Int64s], Any]], ...] = (
-            ("spans", order, self.make_spans),
-            ("requests", np.flatnonzero(is_new[joined.rows]), lambda places: self.make_requests(places, whole)),
-            ("batches", batches[is_new[batches]], self.make_batches),
-            ("members", np.flatnonzero(is_new[joined.served.batch]), self.make_batch_members),
-            ("intervals", np.flatnonzero(out[trace.device.row]), self.make_intervals),
-        )
-        for name, numbers, part in parts:
-            if len(numbers):
-                yield from self._make_parts(name, numbers, part)
+        numbers = {
+            "spans": order,
+            "requests": np.flatnonzero(is_new[joined.rows]),
+            "batches": batches[is_new[batches]],
+            "members": np.flatnonzero(is_new[joined.served.batch]),
+            "intervals": np.flatnonzero(out[trace.device.row]),
+        }
+        filled = {name: rows for name, rows in numbers.items() if len(rows)}
+        yield from self._make_row_tables(filled, np.ones(len(trace), dtype=np.bool_))
 
     def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
         process = int(self.process[row])

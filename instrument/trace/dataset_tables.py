@@ -150,9 +150,6 @@ class SpanKeys(NamedTuple):
     parent: UInt64s
     root: UInt64s
 
-    def select_columns(self, rows: Int64s) -> Values:
-        return {"trace_id": make_ids(self.high[rows], self.low[rows]), "span_id": make_ids(self.span[rows])}
-
 
 class DatasetProcess(NamedTuple):
     """A process of a dataset. `numbers` has the process's own numbers in a merged trace. `ids` makes the ids of the
@@ -234,9 +231,14 @@ class TraceRows:
         self._ledger, self._device_ledger = compute_ledger(trace, joined), compute_device_ledger(trace, joined)
 
     def _make_table(self, name: str, rows: Int64s, start_ns: Int64s, columns: Values) -> Any:
-        process = self.process[rows]
-        times = {"start_unix_ns": start_ns + self._base_ns[process]}
-        return make_table(name, {**self.keys.select_columns(rows), **times, **columns}, process, self.members)
+        process, keys = self.process[rows], self.keys
+        all_columns = {
+            "trace_id": make_ids(keys.high[rows], keys.low[rows]),
+            "span_id": make_ids(keys.span[rows]),
+            "start_unix_ns": start_ns + self._base_ns[process],
+            **columns,
+        }
+        return make_table(name, all_columns, process, self.members)
 
     def _name_sites(self, rows: Int64s) -> Any:
         return make_texts(self.trace.site[rows], [site.name for site in self.trace.sites])
@@ -361,9 +363,18 @@ class TraceRows:
         }
         return self._make_table("intervals", rows, device.start_ns[places], columns)
 
-    def _make_parts(self, name: str, numbers: Int64s, part: Callable[[Int64s], Any]) -> Iterator[tuple[str, Any]]:
-        for first in range(0, max(len(numbers), 1), ROWS_AT_ONCE):
-            yield name, part(numbers[first : first + ROWS_AT_ONCE])
+    def _make_row_tables(self, numbers_by_table: Mapping[str, Int64s], is_complete: Bools) -> Iterator[tuple[str, Any]]:
+        """Yield the tables of the given rows, requests, batches, members and intervals, in parts."""
+        makers: dict[str, Callable[[Int64s], Any]] = {
+            "spans": self.make_spans,
+            "requests": lambda places: self.make_requests(places, is_complete),
+            "batches": self.make_batches,
+            "members": self.make_batch_members,
+            "intervals": self.make_intervals,
+        }
+        for name, numbers in numbers_by_table.items():
+            for first in range(0, max(len(numbers), 1), ROWS_AT_ONCE):
+                yield name, makers[name](numbers[first : first + ROWS_AT_ONCE])
 
 
 # Ids

@@ -188,9 +188,7 @@ class Decisions:
         trace = gathered.trace
         self.joined = join(trace)
         self.run = self.members[0].ids.run if self.members else ""
-        grafted_trace = (
-            build_request_trees(trace, self.joined, self.run) if self.run else build_request_trees(trace, self.joined)
-        )
+        grafted_trace = build_request_trees(trace, self.joined, self.run)
         self.found = self._limit_key_traces(grafted_trace) if self.run else grafted_trace
         count = len(trace)
         self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
@@ -358,9 +356,7 @@ class Decisions:
         return np.asarray(((state == WAITING) | (state == PASSED)) & ~self.out & ~self.gone)
 
     def find_rows_of_trees(self, units: set[int]) -> Bools:
-        is_marked = mask_of(np.fromiter(units, np.int64, len(units)), len(self.unit) + 1)
-        is_marked[NONE] = False
-        return is_marked[self.unit]
+        return np.isin(self.unit, np.fromiter(units, np.int64, len(units)))
 
     def _settle_trees(self) -> None:
         gathered, undecided = self.gathered, self.is_undecided

@@ -73,9 +73,7 @@ class Joined:
     @cached_property
     def owner(self) -> Int32s:
         """The row of each row's request, `NONE` without one."""
-        if not len(self.rows):
-            return np.full(len(self.of), NONE, dtype=np.int32)
-        return np.where(self.of == NONE, NONE, self.rows[self.of]).astype(np.int32)
+        return np.append(self.rows, NONE)[self.of].astype(np.int32)
 
 
 def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
@@ -99,7 +97,7 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     roots = rows_of(trace.span_id, trace.root_id)
     tops = (trace.parent == NONE) & (trace.root_id == trace.span_id)
     is_lost = (trace.parent == NONE) & (roots != NONE) & ~tops
-    is_lost &= tops[roots] if len(trace) else False
+    is_lost &= tops[roots]
     above = np.where(is_lost, roots, trace.parent).astype(np.int32)
     bears = owner[keyed] != NONE
     starts = trace.start_ns[keyed]
@@ -160,9 +158,7 @@ def _resolve_requests(
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is that of a missing row
     place_of[rows] = np.arange(len(rows))
-    whole = np.arange(len(trace) + 1)
-    whole[bound.parts] = bound.wholes
-    of = place_of[whole[owner]]
+    of = place_of[bound.whole_of[owner]]
     outside = np.flatnonzero(owner[keyed] == NONE)
     requests = place_of[bound.request_at(key_of[outside], trace.start_ns[keyed[outside]])]
     of_key = np.full(len(trace) + 1, NONE, dtype=np.int64)
@@ -184,17 +180,16 @@ class _Bound:
         starts, ends = trace.start_ns[requests], trace.end_ns[requests]
         order = np.lexsort((requests, -ends, starts, keys))
         keys, requests, starts, ends = keys[order], requests[order], starts[order], ends[order]
-        reach, wholes = ends.copy(), requests.copy()
-        parts: dict[int, int] = {}
-        for place in range(1, len(keys)):  # a few steps per request with keys
-            if keys[place] == keys[place - 1] and ends[place] <= reach[place - 1]:
-                reach[place], wholes[place] = reach[place - 1], wholes[place - 1]
-                if wholes[place] != requests[place]:
-                    parts.setdefault(int(requests[place]), int(wholes[place]))
+        reach = compute_running_max(ends, keys)
+        is_part = np.append([False], (keys[1:] == keys[:-1]) & (ends[1:] <= reach[:-1]))[: len(keys)]
+        wholes = requests[np.maximum.accumulate(np.where(is_part, 0, np.arange(len(keys))))]
+        contained = zip(requests[is_part].tolist(), wholes[is_part].tolist(), strict=True)
+        parts = {part: whole for part, whole in reversed([*contained]) if part != whole}  # the first one counts
         # A request may be a part by one key and whole by another. Its whole wins.
         self.parts = np.array(list(parts), dtype=np.int64)
-        self.wholes = np.array([_outermost_request(parts, request) for request in parts], dtype=np.int64)
-        whole = np.array([_outermost_request(parts, request) for request in requests.tolist()], dtype=np.int64)
+        self.whole_of = np.arange(len(trace) + 1)  # the last is that of a missing row
+        self.whole_of[self.parts] = [_outermost_request(parts, request) for request in parts]
+        whole = self.whole_of[requests]
         names_from = self._find_first_use(trace, keys, whole, since_ns[order], owner, first)
         order = np.lexsort((-trace.end_ns[whole], trace.start_ns[whole], names_from, keys))
         self._keys, self._requests, self._starts = keys[order], whole[order], names_from[order]
@@ -209,10 +204,7 @@ class _Bound:
         if not len(further):
             return from_ns
         keys, whole, since_ns = keys[further], whole[further], since_ns[further]
-        whole_of = np.arange(len(trace))
-        whole_of[self.parts] = self.wholes
-        around = owner[first.rows].astype(np.int64)
-        around = whole_of[np.where(around == NONE, first.rows, around)]
+        around = self.whole_of[np.where(owner[first.rows] == NONE, first.rows, owner[first.rows])]
         ends = np.maximum(first.ends, first.starts + 1)
         begun_counts = count_up_to(first.keys, first.starts, keys, since_ns)
         ended_counts = count_up_to(first.keys, ends, keys, trace.start_ns[whole])
@@ -354,9 +346,8 @@ class FirstKeys:
         """Return True for each key that is the first key of another request. At `at_ns` that request was open, or had
         begun since `start_ns`."""
         last = find_last_up_to(self.keys, self.starts, keys, at_ns)
-        if not len(self.keys):
-            return np.zeros(len(keys), dtype=np.bool_)
-        return np.asarray((last != NONE) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
+        reach, starts = (np.append(times, NONE)[last] for times in (self._reach, self.starts))
+        return np.asarray((last != NONE) & ((reach > at_ns) | (starts >= start_ns)))
 
 
 def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from instrument.recording.spans import WORK, Kernel, Site
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Attributes, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
-from instrument.trace.indices import NONE, index_rows, mask_of, rank_distinct, topmost_rows
+from instrument.trace.indices import NONE, index_rows, mask_of, rank_distinct, sort_by_start, topmost_rows
 from instrument.trace.text import TextSets, encode_rows, remove_surrogates
 from instrument.trace.trace import ALLOCATION, Allocation, Allocations, Trace, Views
 
@@ -52,13 +52,7 @@ def sum_differences(column: Column) -> Int64s:
 def order_by_start(trace: Columns) -> Int64s:
     """Return the rows ordered by start time, then by length with the longest first, then by id. Parents come before
     their children."""
-    order = np.argsort(trace.start_ns, kind="stable")
-    starts = trace.start_ns[order]
-    same = np.concatenate([[False], starts[1:] == starts[:-1], [False]])
-    tied = np.flatnonzero(same[1:] | same[:-1])  # only the few ties need the sort by three keys
-    rows = order[tied]
-    order[tied] = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows]))]
-    return order
+    return sort_by_start(trace.start_ns, trace.end_ns, trace.span_id)
 
 
 def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
@@ -67,7 +61,7 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     order = order_by_start(trace)
     rank = index_rows(order, len(trace))
     parent = trace.parent[order]
-    above = np.where(parent == NONE, np.arange(len(trace)), rank[parent]) if len(trace) else order
+    above = np.where(parent == NONE, np.arange(len(trace)), rank[parent])
     span_id, start_ns = trace.span_id[order], trace.start_ns[order]
     total_ns = trace.end_ns[order] - start_ns
     self_ns, parent_id = trace.self_ns[order], trace.parent_id[order]
@@ -87,8 +81,8 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
         "children_ns": narrow_type(total_ns - self_ns),
         "site": narrow_type(trace.site[order]),
     }
-    own_parent = np.where(parent == NONE, 0, trace.span_id[parent]) if len(trace) else parent_id
-    of_top = trace.span_id[topmost_rows(trace.parent)[order]] if len(trace) else span_id
+    own_parent = np.where(parent == NONE, 0, trace.span_id[parent])
+    of_top = trace.span_id[topmost_rows(trace.parent)[order]]
     rare: tuple[tuple[str, Column, Column], ...] = (
         ("parent_id", parent_id, own_parent),
         ("root_id", trace.root_id[order], of_top),
@@ -115,9 +109,7 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
 
 def _rank_below_parents(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
     """Return the result of `rank_distinct`, fast if most rows have the same value as their parents."""
-    shares = trace.parent != NONE
-    if len(trace):
-        shares &= column == column[trace.parent]
+    shares = (trace.parent != NONE) & (column == column[trace.parent])
     firsts = np.flatnonzero(~shares)
     values, places = rank_distinct(column[firsts])
     place_of = np.zeros(len(trace), dtype=np.int64)

@@ -35,12 +35,14 @@ from instrument.trace.indices import (
     compute_running_max,
     count_up_to,
     find_distinct,
+    find_group_starts,
     find_last_up_to,
     index_rows,
     mask_of,
     nearest_above,
     nearest_at_or_above,
     number_combinations,
+    sort_by_start,
 )
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
@@ -112,14 +114,11 @@ class Ledger:
 def divide_shares(served: Served, amounts: Int64s) -> Int64s:
     """Return the request's share of the batch's amount, for each pair in `served`. `amounts` has an amount for each row
     of the trace."""
-    lengths = amounts[served.batch]
-    if not len(lengths):
-        return np.zeros(0, dtype=np.int64)
-    is_first = np.concatenate([[True], served.batch[1:] != served.batch[:-1]])
-    number, firsts = np.cumsum(is_first) - 1, np.flatnonzero(is_first)
-    sums = np.add.reduceat(served.weight, firsts)[number]
+    lengths, firsts = amounts[served.batch], find_group_starts(served.batch)
+    counts = np.diff(firsts, append=len(lengths))
+    sums = np.repeat(np.add.reduceat(served.weight, firsts), counts)
     until = np.cumsum(served.weight)
-    until -= (until - served.weight)[firsts][number]
+    until -= np.repeat((until - served.weight)[firsts], counts)
     return compute_portion(lengths, until, sums) - compute_portion(lengths, until - served.weight, sums)
 
 
@@ -166,7 +165,7 @@ def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: In
     interval_of, rivals = interval_of[is_rival], rivals[is_rival]
     starts, stops = parts.starts[interval_of], parts.ends[interval_of]
     row = its_batch[interval_of]
-    ranks = index_rows(np.lexsort((trace.span_id[row], -trace.end_ns[row], trace.start_ns[row])), len(row))[:-1]
+    ranks = index_rows(sort_by_start(trace.start_ns[row], trace.end_ns[row], trace.span_id[row]), len(row))[:-1]
     has_turn, turn_starts, turn_ends = compute_turns(rivals, starts, stops, ranks)
     # An interval loses the time outside of its turns: from its begin or a turn's end to the next turn or its end.
     places = np.concatenate([np.arange(len(interval_of)), has_turn])
@@ -224,27 +223,17 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     in_others = np.full(len(inner.row), names.setdefault(SUB_REQUESTS, len(names)) if len(inner.row) else 0)
     part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_others, in_batch])
     spans, none = np.concatenate([work.row, inner.row, batches.row]), np.full(len(between.row), NONE)
-    ranks = _rank_intervals(trace, between, spans)
+    # By start time before clipping. Of equal intervals, a time between spans ranks lower.
+    ranked = sort_by_start(
+        np.concatenate([between.start_ns, trace.start_ns[spans]]),
+        np.concatenate([between.end_ns, trace.end_ns[spans]]),
+        np.concatenate([none, trace.span_id[spans]]),
+    )
+    ranks = index_rows(ranked, len(ranked))[:-1]
     del work, batches, between, inner, in_batch  # frees as much memory as `compute_turns` needs
     order, begins, finishes = compute_turns(request, starts, ends, ranks)
     row = np.concatenate([none, spans])[order]
     return Turns(tuple(names), request[order], part[order], row, pair[order], begins, finishes - begins)
-
-
-def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
-    """Return the ranks of the times between spans, and of the spans, by start time before clipping. Of equal intervals,
-    a time between spans ranks lower."""
-    begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
-    order = np.argsort(begins, kind="stable")
-    in_order = begins[order]
-    is_tied = in_order[1:] == in_order[:-1]
-    tied = np.flatnonzero(np.append(is_tied, [False]) | np.append([False], is_tied))
-    if len(tied):  # a sort of all spans by all keys would take five times as long
-        rows = order[tied]
-        finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])[rows]
-        by_id = np.concatenate([np.full(len(between.row), NONE), trace.span_id[spans]])[rows]
-        order[tied] = rows[np.lexsort((rows, by_id, rows >= len(between.row), -finishes, begins[rows]))]
-    return index_rows(order, len(order))[:-1]
 
 
 def find_served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
@@ -371,12 +360,9 @@ def _find_gaps(
     """Return the times before and between the batches of each request. `row` is 0 for a queue, 1 for a stall, 2 for
     transport."""
     if not len(joined.served.batch):
-        nothing = np.zeros(0, dtype=np.int64)
-        return Intervals(nothing, nothing, nothing, nothing, nothing)
-    is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])[: len(batches.request)]
+        return Intervals(*np.zeros((5, 0), dtype=np.int64))
     # A pipeline's batches overlap. A stall begins when all earlier batches have ended.
-    reach = compute_running_max(batches.end_ns, np.cumsum(is_first) - 1)
-    firsts = np.flatnonzero(is_first)
+    reach, firsts = compute_running_max(batches.end_ns, batches.request), find_group_starts(batches.request)
     hand_offs = _find_hand_offs(trace, joined)
     parts = [
         _find_queues(trace, joined, work, hand_offs, batches, firsts),
@@ -384,7 +370,7 @@ def _find_gaps(
     ]
     if of_all_keys and len(firsts) < len(batches.request):
         parts.append(_find_further_queues(trace, joined, hand_offs, batches))
-    later = np.flatnonzero(~is_first)
+    later = np.flatnonzero(batches.request[1:] == batches.request[:-1]) + 1
     parts.append((batches.request[later], reach[later - 1], batches.start_ns[later], 1))
     parts += _find_transports(trace, joined, work, batches, firsts, reach)
     request, starts, ends = (np.concatenate([part[column] for part in parts]) for column in range(3))
@@ -396,17 +382,11 @@ def _find_gaps(
 def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
     """Return the spans that may hand off requests, sorted by request, then by start time."""
     rows = trace.attributes.having(KEY)
-    is_other = joined.of[rows] != NONE
-    if not is_other.any():
-        rows = rows[:0]
-    else:
-        serves = are_at_or_above(trace.parent, find_distinct(joined.served.batch))
-        serves[joined.rows] = True
-        rows = rows[is_other & ~serves[rows]]
-    request = joined.of[rows].astype(np.int64)
-    order = np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], request))
-    rows, request = rows[order], request[order]
-    return Intervals(request, rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
+    serves = are_at_or_above(trace.parent, find_distinct(joined.served.batch))
+    serves[joined.rows] = True
+    rows = rows[(joined.of[rows] != NONE) & ~serves[rows]]
+    rows = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], joined.of[rows]))]
+    return Intervals(joined.of[rows], rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
 
 
 def _begin_queues(
@@ -438,7 +418,7 @@ def _find_queues(
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
     last = find_last_up_to(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
-    edge_ns = np.where(last == NONE, begins, np.maximum(edges[last], begins) if len(edges) else begins)
+    edge_ns = np.where(last == NONE, begins, np.maximum(np.append(edges, 0)[last], begins))
     from_ns = _begin_queues(trace, hand_offs, hand_offs.request, requests, begins, upto, edge_ns)
     return requests, from_ns, upto, 0
 
@@ -540,7 +520,7 @@ def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     timed = np.flatnonzero(device.is_measured)
     is_batch = mask_of(trace.attributes.having(BATCH_KEYS), len(trace))
     rows = device.row[timed]
-    batch = nearest_at_or_above(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
+    batch = nearest_at_or_above(trace.parent, is_batch)[rows].astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
     of_batches, owners, devices = _unite_device_intervals(trace, timed[batch != NONE], batch[batch != NONE])
     batch_ns = (

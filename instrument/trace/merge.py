@@ -57,6 +57,13 @@ class Merged:
     parts: Sequence[MergedFile] = field(repr=False)
     """The files with the merged rows of their spans. Files of one process are consecutive."""
 
+    def number_processes(self) -> Int64s:
+        """Return the index of each merged row's process."""
+        process = np.zeros(len(self.saved.trace.columns), dtype=np.int64)
+        for part in self.parts:
+            process[part.row[part.is_kept]] = part.process
+        return process
+
     @property
     def header(self) -> str:
         """A line for reports: the numbers of files, processes and runs, and their clock."""
@@ -100,9 +107,9 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
         raise TraceError(f"the file of {label_of(undated[0])} has no time of day; see each process with --by process")
     try:
         before_ns = max(saved.trace.apart_ns for saved in parts)  # of files that were merged before
-        merging = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
+        merged = _merge_groups(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
         runs = len({saved.trace.origin.run for saved in parts} - {""})
-        return Merged(merging.saved, len(files), len(groups), runs, clock, apart_ns, merging.parts)
+        return Merged(merged[0], len(files), len(groups), runs, clock, apart_ns, merged[1])
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
 
@@ -132,136 +139,130 @@ def _relink_to_merged(part: MergedFile, link: Any) -> Any:
     return link if ids is None else tuple(np.maximum(_find_ids(part, ids), 0).tolist())
 
 
-class _Merge:
-    def __init__(self, groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> None:
-        self._groups = groups
-        base_ns = groups[0][0].trace.origin.realtime_of(0)
-        self._absent: dict[tuple[int, int], int] = {}
-        self.parts: list[MergedFile] = []
-        first = 0
-        for process, group in enumerate(groups):
-            newest = max((saved.trace for saved in group), key=attrgetter("end_ns"))
-            moved_ns = 0 if clock == MONOTONIC else newest.origin.realtime_of(0) - base_ns
-            for saved in group:
-                self.parts.append(MergedFile(saved, process, first, moved_ns))
-                first += len(saved.trace.columns)
-        self._numbers = Numbers(self.parts)
-        columns = self._merge_columns(first)
-        facts = replace(merge_facts(self.parts, self._numbers), apart_ns=apart_ns)
-        tally = merge_tally(self.parts, self._numbers, columns, facts.threads)
-        processes = merge_processes(self.parts, self._numbers, self._absent) if len(groups) > 1 else ()
-        self.saved = Saved(replace(facts, processes=processes).with_columns(columns), tally)
+def _merge_groups(groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> tuple[Saved, list[MergedFile]]:
+    base_ns = groups[0][0].trace.origin.realtime_of(0)
+    absent: dict[tuple[int, int], int] = {}
+    parts: list[MergedFile] = []
+    first = 0
+    for process, group in enumerate(groups):
+        newest = max((saved.trace for saved in group), key=attrgetter("end_ns"))
+        moved_ns = 0 if clock == MONOTONIC else newest.origin.realtime_of(0) - base_ns
+        for saved in group:
+            parts.append(MergedFile(saved, process, first, moved_ns))
+            first += len(saved.trace.columns)
+    numbers = Numbers(parts)
+    columns = _merge_columns(parts, numbers, absent)
+    facts = replace(merge_facts(parts, numbers), apart_ns=apart_ns)
+    tally = merge_tally(parts, numbers, columns, facts.threads)
+    processes = merge_processes(parts, numbers, absent) if len(groups) > 1 else ()
+    return Saved(replace(facts, processes=processes).with_columns(columns), tally), parts
 
-    # ------------------------------------------------------------ spans
 
-    def _merge_columns(self, count: int) -> Columns:
-        parts = self.parts
-        site = _join_columns(self._numbers.find_merged_sites(part) for part in parts)
-        start_ns = _join_columns(part.trace.start_ns + part.moved_ns for part in parts)
-        end_ns = _join_columns(part.trace.end_ns + part.moved_ns for part in parts)
-        threads = self._numbers.threads
-        thread_id = _join_columns(threads.distinct_column(part.trace.thread_id, part.process) for part in parts)
-        span_id = _join_columns(part.trace.span_id for part in parts)
-        chosen = self._choose_rows(span_id, site, thread_id, start_ns, end_ns)
-        kept_rows = np.flatnonzero(chosen == np.arange(count))
-        order = kept_rows[np.lexsort((kept_rows, -end_ns[kept_rows], start_ns[kept_rows]))]
-        row_of = index_rows(order, count)[chosen]
-        for part in parts:
-            part.row = row_of[part.slice_of_all_rows]
-            part.is_kept = chosen[part.slice_of_all_rows] == np.arange(part.first, part.first + len(part.trace))
-        errors, error = _join_tables([(part.trace.errors, part.trace.error) for part in parts])
-        parent_id, root_id = self._merge_ids_above()
-        columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
-        attributes = [part.trace.attributes.relink(partial(_relink_to_merged, part)) for part in parts]
-        return Columns(
-            sites=self._numbers.sites,
-            errors=errors,
-            span_id=np.arange(1, len(order) + 1),
-            parent_id=parent_id[order],
-            root_id=root_id[order],
-            thread_id=thread_id[order],
-            start_ns=start_ns[order],
-            end_ns=end_ns[order],
-            site=site[order].astype(np.int32),
-            error=error[order].astype(np.int32),
-            **columns,
-            device=self._merge_intervals(),
-            attributes=Attributes.concatenate(attributes).take(order),
-            remote={
-                int(part.row[row]): remote
-                for part in parts
-                for row, remote in part.trace.remote.items()
-                if part.is_kept[row]
-            },
+def _merge_columns(parts: Sequence[MergedFile], numbers: Numbers, absent: dict[tuple[int, int], int]) -> Columns:
+    site = _join_columns(numbers.place_of_sites(part.trace.sites)[part.trace.site] for part in parts)
+    start_ns = _join_columns(part.trace.start_ns + part.moved_ns for part in parts)
+    end_ns = _join_columns(part.trace.end_ns + part.moved_ns for part in parts)
+    thread_id = _join_columns(numbers.threads.distinct_column(part.trace.thread_id, part.process) for part in parts)
+    span_id = _join_columns(part.trace.span_id for part in parts)
+    chosen = _choose_rows(parts, span_id, site, thread_id, start_ns, end_ns)
+    kept_rows = np.flatnonzero(chosen == np.arange(len(span_id)))
+    order = kept_rows[np.lexsort((kept_rows, -end_ns[kept_rows], start_ns[kept_rows]))]
+    row_of = index_rows(order, len(span_id))[chosen]
+    for part in parts:
+        part.row = row_of[part.slice_of_all_rows]
+        part.is_kept = chosen[part.slice_of_all_rows] == np.arange(part.first, part.first + len(part.trace))
+    errors, error = _join_tables([(part.trace.errors, part.trace.error) for part in parts])
+    parent_id, root_id = _merge_ids_above(parts, absent)
+    columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
+    attributes = [part.trace.attributes.relink(partial(_relink_to_merged, part)) for part in parts]
+    return Columns(
+        sites=numbers.sites,
+        errors=errors,
+        span_id=np.arange(1, len(order) + 1),
+        parent_id=parent_id[order],
+        root_id=root_id[order],
+        thread_id=thread_id[order],
+        start_ns=start_ns[order],
+        end_ns=end_ns[order],
+        site=site[order].astype(np.int32),
+        error=error[order].astype(np.int32),
+        **columns,
+        device=_merge_intervals(parts, numbers),
+        attributes=Attributes.concatenate(attributes).take(order),
+        remote={
+            int(part.row[row]): remote
+            for part in parts
+            for row, remote in part.trace.remote.items()
+            if part.is_kept[row]
+        },
+    )
+
+
+def _choose_rows(
+    parts: Sequence[MergedFile], span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s
+) -> Int64s:
+    """Return, for each row of all files, the row that is kept for the same span. It may be in another file."""
+    chosen = np.arange(len(span_id))
+    processes = [part.process for part in parts]
+    process = np.repeat(processes, [len(part.trace) for part in parts])
+    rows = np.flatnonzero((np.bincount(processes) > 1)[process])  # of processes with several files
+    rows = rows[np.lexsort((-end_ns[rows], start_ns[rows], site[rows], thread_id[rows], span_id[rows], process[rows]))]
+    while len(rows):  # once per non-overlapping part of the same span
+        is_first = np.ones(len(rows), dtype=np.bool_)
+        is_first[1:] = False
+        for column in (process, span_id, thread_id, site):
+            is_first[1:] |= column[rows[1:]] != column[rows[:-1]]
+        leader = rows[is_first][np.cumsum(is_first) - 1]
+        same = (start_ns[rows] < end_ns[leader]) | (start_ns[rows] == start_ns[leader])
+        chosen[rows[same]] = leader[same]
+        rows = rows[~same]
+    return chosen
+
+
+def _merge_ids_above(parts: Sequence[MergedFile], absent: dict[tuple[int, int], int]) -> tuple[Int64s, Int64s]:
+    """Return the merged ids of parents and of roots. Adds ids without a span to `absent`, by process and own id."""
+    above = 1 + sum(len(part.trace) for part in parts)
+    columns = []
+    for part in parts:
+        process_ids = np.concatenate([part.trace.parent_id, part.trace.root_id])
+        ids = _find_ids(part, process_ids)
+        for file in parts:
+            if file.process == part.process and file is not part:
+                unknown = ids == NONE
+                ids[unknown] = _find_ids(file, process_ids[unknown])
+        ids[process_ids == 0] = 0
+        for row in np.flatnonzero(ids == NONE).tolist():
+            ids[row] = absent.setdefault((part.process, int(process_ids[row])), above + len(absent))
+        columns.append(ids.reshape(2, -1))
+    parent_id, root_id = np.concatenate(columns, axis=1)
+    return parent_id, root_id
+
+
+def _merge_intervals(parts: Sequence[MergedFile], numbers: Numbers) -> DeviceIntervals:
+    masks = [part.is_kept[part.trace.device.row] for part in parts]
+    row = _join_columns(part.row[part.trace.device.row[mask]] for part, mask in zip(parts, masks, strict=True))
+    labels, label = _join_tables(
+        [(part.trace.device.labels, part.trace.device.label[mask]) for part, mask in zip(parts, masks, strict=True)]
+    )
+    moved = [
+        replace(
+            device := part.trace.device.select(mask),
+            device=numbers.merged_devices(device.device, part),
+            stream=numbers.streams.distinct_column(device.stream, part.process),
+            start_ns=device.start_ns + part.moved_ns,
+            end_ns=device.end_ns + part.moved_ns,
         )
-
-    def _choose_rows(
-        self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s
-    ) -> Int64s:
-        """Return, for each row of all files, the row that is kept for the same span. It may be in another file."""
-        chosen = np.arange(len(span_id))
-        process = np.repeat([part.process for part in self.parts], [len(part.trace) for part in self.parts])
-        in_several_files = {process for process, group in enumerate(self._groups) if len(group) > 1}
-        rows = np.flatnonzero(np.isin(process, list(in_several_files)))
-        rows = rows[
-            np.lexsort((-end_ns[rows], start_ns[rows], site[rows], thread_id[rows], span_id[rows], process[rows]))
-        ]
-        while len(rows):  # once per non-overlapping part of the same span
-            is_first = np.ones(len(rows), dtype=np.bool_)
-            is_first[1:] = False
-            for column in (process, span_id, thread_id, site):
-                is_first[1:] |= column[rows[1:]] != column[rows[:-1]]
-            leader = rows[is_first][np.cumsum(is_first) - 1]
-            same = (start_ns[rows] < end_ns[leader]) | (start_ns[rows] == start_ns[leader])
-            chosen[rows[same]] = leader[same]
-            rows = rows[~same]
-        return chosen
-
-    def _merge_ids_above(self) -> tuple[Int64s, Int64s]:
-        absent = self._absent
-        above = 1 + sum(len(part.trace) for part in self.parts)
-        columns = []
-        for part in self.parts:
-            process_ids = np.concatenate([part.trace.parent_id, part.trace.root_id])
-            ids = _find_ids(part, process_ids)
-            for file in self.parts:
-                if file.process == part.process and file is not part:
-                    unknown = ids == NONE
-                    ids[unknown] = _find_ids(file, process_ids[unknown])
-            ids[process_ids == 0] = 0
-            for row in np.flatnonzero(ids == NONE).tolist():
-                ids[row] = absent.setdefault((part.process, int(process_ids[row])), above + len(absent))
-            columns.append(ids.reshape(2, -1))
-        parent_id, root_id = np.concatenate(columns, axis=1)
-        return parent_id, root_id
-
-    def _merge_intervals(self) -> DeviceIntervals:
-        parts = self.parts
-        masks = [part.is_kept[part.trace.device.row] for part in parts]
-        row = _join_columns(part.row[part.trace.device.row[mask]] for part, mask in zip(parts, masks, strict=True))
-        labels, label = _join_tables(
-            [(part.trace.device.labels, part.trace.device.label[mask]) for part, mask in zip(parts, masks, strict=True)]
-        )
-        moved = [
-            replace(
-                device := part.trace.device.select(mask),
-                device=self._numbers.merged_devices(device.device, part),
-                stream=self._numbers.streams.distinct_column(device.stream, part.process),
-                start_ns=device.start_ns + part.moved_ns,
-                end_ns=device.end_ns + part.moved_ns,
-            )
-            for part, mask in zip(parts, masks, strict=True)
-        ]
-        names = ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")
-        columns = {name: _join_columns(getattr(device, name) for device in moved) for name in names}
-        return DeviceIntervals(
-            row=row.astype(np.int32), label=label.astype(np.int32), labels=labels, **columns
-        ).sort_by_row()
+        for part, mask in zip(parts, masks, strict=True)
+    ]
+    names = ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")
+    columns = {name: _join_columns(getattr(device, name) for device in moved) for name in names}
+    return DeviceIntervals(
+        row=row.astype(np.int32), label=label.astype(np.int32), labels=labels, **columns
+    ).sort_by_row()
 
 
 def _join_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
-    int_columns = [column.astype(np.int64) for column in columns]
-    return np.concatenate(int_columns) if int_columns else np.zeros(0, dtype=np.int64)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(column.astype(np.int64) for column in columns)])
 
 
 def _join_tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[str, ...], Int64s]:
@@ -275,10 +276,7 @@ def _join_tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[t
 
 def _find_ids(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
     """Return the merged ids for a process's ids, `NONE` for ids that the file does not have."""
-    rows = rows_of(part.trace.span_id, ids)
-    if not len(part.row):
-        return np.full(len(ids), NONE, dtype=np.int64)
-    return np.where(rows == NONE, NONE, part.row[rows] + 1)
+    return np.append(part.row + 1, NONE)[rows_of(part.trace.span_id, ids)]
 
 
 SPANS_KEPT = 20_000
@@ -419,12 +417,11 @@ def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: M
     rows = np.flatnonzero(is_wanted)
     columns, moved_ns = trace.select(is_wanted), process.moved_ns
     # The process did not know parents and roots of other processes. Its own topmost span was the root.
-    is_apart = trace.parent != NONE
-    is_apart &= of_row != of_row[trace.parent] if len(trace) else is_apart
+    is_apart = (trace.parent != NONE) & (of_row != of_row[trace.parent])
     top = topmost_rows(np.where(is_apart, np.int32(NONE), trace.parent).astype(np.int32))
     root = rows_of(trace.span_id, trace.root_id)
-    has_root = (root != NONE) & (of_row[root] == of_row) if len(trace) else is_apart
-    root_id = np.where(has_root | (root == NONE), trace.root_id, trace.span_id[top] if len(trace) else trace.root_id)
+    is_own_root = (root == NONE) | (of_row[root] == of_row)
+    root_id = np.where(is_own_root, trace.root_id, trace.span_id[top])
     device = replace(
         columns.device,
         device=restore_numbers(columns.device.device, process.devices),
@@ -447,8 +444,7 @@ def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: M
 
 def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
     rows = rows_of(trace.span_id, ids)
-    absent = restore_numbers(ids, process.absent)
-    return np.where(rows == NONE, absent, trace.own_id[rows]) if len(trace) else absent
+    return np.where(rows == NONE, restore_numbers(ids, process.absent), np.append(trace.own_id, 0)[rows])
 
 
 def _select_facts(facts: Trace, number: int) -> Trace:

@@ -121,8 +121,8 @@ class Numbers:
     def joined_site(self, site: Site) -> Site:
         return self.sites[self._places[site.key]]
 
-    def find_merged_sites(self, part: MergedFile) -> Int64s:
-        return np.array([self._places[site.key] for site in part.trace.sites], dtype=np.int64)[part.trace.site]
+    def place_of_sites(self, sites: Sequence[Site]) -> Int64s:
+        return np.array([self._places[site.key] for site in sites], dtype=np.int64)
 
     def merged_threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the merged numbers of threads. The number 0 means no thread and remains 0."""
@@ -158,7 +158,7 @@ def label_of(saved: Saved) -> str:
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
 
-def _group_by_process(parts: Sequence[MergedFile]) -> list[list[MergedFile]]:
+def group_by_process(parts: Sequence[MergedFile]) -> list[list[MergedFile]]:
     return [list(files) for _, files in groupby(parts, attrgetter("process"))]
 
 
@@ -177,7 +177,7 @@ def _choose_files(parts: Sequence[MergedFile]) -> list[MergedFile]:
 def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
     """Return the tally of all calls. A process without usable saved tallies is counted from its spans."""
     counted, names = list[Tally](), dict(threads)
-    for files in _group_by_process(parts):
+    for files in group_by_process(parts):
         for part in files:
             if part.saved.tally is not None and 0 in part.saved.tally.threads:
                 names.setdefault(0, part.saved.tally.threads[0])
@@ -200,7 +200,7 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
 
 def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     """Return the facts of all files, without spans. Gauges of single processes are omitted if there are several."""
-    processes = _group_by_process(parts)
+    processes = group_by_process(parts)
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
     watched = list(filter(None, map(_find_watched, processes)))
     profiled: dict[str, Any] = {}
@@ -251,7 +251,7 @@ def merge_processes(
     """Return the processes of a merged trace. `absent` has the merged ids of spans that no file has, by process and own
     id."""
     merged = []
-    processes = _group_by_process(parts)
+    processes = group_by_process(parts)
     watched = [part.process for part in filter(None, map(_find_watched, processes))]
     for files in processes:
         newest = max((part.saved.trace for part in files), key=attrgetter("end_ns"))
@@ -293,7 +293,7 @@ def _describe_deaths(newest: Sequence[Trace]) -> str:
 
 def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
-    for files in _group_by_process(parts):
+    for files in group_by_process(parts):
         origin = files[0].saved.trace.origin
         is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
         has_others = parts[0].process != parts[-1].process

@@ -37,7 +37,7 @@ from instrument.recording.spans import (
 )
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import NONE, nearest_at_or_above, topmost_rows
+from instrument.trace.indices import NONE, nearest_at_or_above, sort_by_start, topmost_rows
 from instrument.trace.joined import Joined, join
 from instrument.trace.layout import order_by_start
 from instrument.trace.trace import MergedProcess, Trace, append_spans, spans_of
@@ -132,7 +132,7 @@ def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
     keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE) & ~np.isin(keyed, joined.rows)]
     if not len(keyed) or not len(moves):
         return hand_offs
-    keyed = keyed[np.lexsort((trace.span_id[keyed], -trace.end_ns[keyed], trace.start_ns[keyed]))]
+    keyed = keyed[sort_by_start(trace.start_ns[keyed], trace.end_ns[keyed], trace.span_id[keyed])]
     of_keys: dict[tuple[int, object], list[int]] = {}
     key_of: dict[int, object] = {}
     for row, place, key in zip(
@@ -264,12 +264,8 @@ class ProcessRows(NamedTuple):
 def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
     """Yield the rows of each process in a trace that extends the trace of a merge. An additional row belongs to its
     parent's process."""
-    base = merged.saved.trace.origin
-    process = np.zeros(len(trace), dtype=np.int64)
-    for part in merged.parts:
-        process[part.row[part.is_kept]] = part.process
-    further = np.arange(len(merged.saved.trace.columns), len(trace))
-    process[further] = process[trace.parent[further]]
+    base, process = merged.saved.trace.origin, merged.number_processes()
+    process = np.append(process, process[trace.parent[len(process) :]])
     is_interrupting = trace.are_of_sites(list(map(is_interruption, trace.sites)))
     order = order_by_start(trace)
     order = order[np.argsort(trace.root_id[order], kind="stable")]

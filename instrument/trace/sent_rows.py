@@ -244,7 +244,7 @@ class SentRows:
     def _count_served(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
         """Add each request that batches served, kept or not, to the outcome of its process."""
         served = self._joined.served
-        sizes = np.bincount(served.batch, minlength=len(self._unit)) if len(served.batch) else np.zeros(0, np.int64)
+        sizes = np.bincount(served.batch, minlength=len(self._unit))
         starts, ends = self._found.start_ns, self._found.end_ns
         for entry in its_stages:
             row = int(self._joined.rows[entry.place])
