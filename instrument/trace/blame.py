@@ -110,18 +110,14 @@ def _find_cause(
     rows = np.array(sorted({moment.row for _, moment in turns if moment.row != NONE}), dtype=np.int64)
     if not len(rows):
         return other_cause
-    own_cause = _find_longest(trace, joined, place, times, _are_spans_below(trace, joined, place, rows))
+    # The request's spans below the given rows.
+    family = np.flatnonzero(joined.of == place)
+    is_given = np.isin(family, rows)
+    is_below = nearest_at_or_above(rows_of(family, trace.parent[family].astype(np.int64)), is_given) != NONE
+    own_cause = _find_longest(trace, joined, place, times, mask_of(family[is_below & ~is_given], len(trace)))
     if own_cause is None or (other_cause is not None and other_cause.ran_ns >= own_cause.ran_ns):
         return other_cause
     return own_cause
-
-
-def _are_spans_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
-    """Return an array over all rows, True for the request's spans below the given rows."""
-    family = np.flatnonzero(joined.of == place)
-    parents = rows_of(family, trace.parent[family].astype(np.int64))
-    is_given = np.isin(family, rows)
-    return mask_of(family[(nearest_at_or_above(parents, is_given) != NONE) & ~is_given], len(trace))
 
 
 def _find_threads(

@@ -103,10 +103,6 @@ class Gathered:
         parent_id, root_id = np.concatenate(columns, axis=1)
         return parent_id, root_id
 
-    @property
-    def is_request_root(self) -> Bools:
-        return np.asarray((self.own == self.own_root) & (self.own & REQUEST_BIT != 0))
-
 
 _GATHERED = (
     "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "children_ns", "active_ns", "site",
@@ -193,7 +189,7 @@ class Decisions:
         count = len(trace)
         self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
         """The row of the tree's root, for each row. `NONE` if the root's row is missing."""
-        self.is_root = gathered.is_request_root
+        self.is_root: Bools = (gathered.own == gathered.own_root) & (gathered.own & REQUEST_BIT != 0)
         self.out = np.zeros(count, np.bool_)
         """True for rows that are sent."""
         self.gone = np.zeros(count, np.bool_)

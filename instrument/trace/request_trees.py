@@ -63,13 +63,13 @@ def with_own_facts(facts: Trace) -> Trace:
     if not len(facts.columns.attributes.having(FACTS)):
         return facts
     joined = join(facts.columns, facts.apart_ns)
-    return facts.with_columns(move_facts(facts.columns, joined.rows, joined.of, joined.keys))
+    return facts.with_columns(move_facts(facts.columns, joined))
 
 
 def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Columns:
     """Return the trace with one tree for each request, and with the requests' facts. Without a `run`, no request gets a
     trace id."""
-    trace = move_facts(trace, joined.rows, joined.of, joined.keys)
+    trace = move_facts(trace, joined)
     moves = _rows_to_move(trace, joined)
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]
@@ -185,34 +185,30 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 """The names of the facts that views show. The presets for engines record them."""
 
 
-def move_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
-    """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved.
-
-    `requests` has the requests' rows, ordered by start time. `of` has the index of each row's request. `keys_of` maps
-    that index to the request's keys.
-    """
+def move_facts(trace: Columns, joined: Joined) -> Columns:
+    """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved."""
     rows = trace.attributes.having(FACTS)
     if not len(rows):
         return trace
     places_of: dict[str, list[int]] = {}
-    for place, keys in sorted(keys_of.items()):
+    for place, keys in sorted(joined.keys.items()):
         for key in keys:
             places_of.setdefault(key, []).append(place)
-    starts = trace.start_ns[requests].tolist()
+    starts = trace.start_ns[joined.rows].tolist()
     facts_by_request: dict[int, dict[str, Any]] = {}
     attributes_by_row: dict[int, dict[str, AttributeValue]] = {}
     for row in rows[np.argsort(trace.end_ns[rows], kind="stable")].tolist():
         attributes = dict(trace.attributes[row])
         at_ns, is_known = int(trace.end_ns[row]), True
         for keep, name, key_of_value, value in _parse_facts(attributes):
-            place = int(of[row])
+            place = int(joined.of[row])
             if key_of_value is not None:
                 places = places_of.get(key_of_value, [])
                 began = bisect_right(places, at_ns, key=starts.__getitem__)
                 place = places[began - 1] if began else NONE
             is_known &= place != NONE
             if place != NONE:
-                facts = facts_by_request.setdefault(int(requests[place]), {})
+                facts = facts_by_request.setdefault(int(joined.rows[place]), {})
                 before = facts.get(name)
                 with suppress(TypeError):  # of values that cannot be added or compared, the first stays
                     if keep == "list":

@@ -6,7 +6,7 @@ A request is kept if it is sampled, slow or failed, or has the attributes in the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from operator import ge, gt, le, lt
+from operator import eq, ge, gt, le, lt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ remain undecided."""
 USUAL_FOR_NS = 10**9
 """The time in ns between two computations of the endpoints' usual times."""
 
-_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
+_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt, "=": eq}
 
 
 def are_in_sample(trace_lows: NDArray[np.uint64], sample: float) -> NDArray[np.bool_]:
@@ -77,7 +77,8 @@ class TailSampler:
             return
         self._looked_ns = newest_ns
         totals = self._totals()
-        for endpoint, lines in totals.lines_by_key(totals.tree.map_sites(_find_endpoint)).items():
+        endpoints = totals.tree.map_sites(lambda site: site.key if site.kind == "request" else None)
+        for endpoint, lines in totals.lines_by_key(endpoints).items():
             histogram = totals.histogram(totals.nodes_of_lines(lines))
             calls = sum(histogram.values())
             (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
@@ -112,17 +113,13 @@ def _condition_holds(condition: Where, request: EndedRequest) -> bool:
     if value is None:
         value = dict(request.site.attributes).get(condition.attribute)
     values = value if isinstance(value, list | tuple) else (value,)
-    return any(_compares_true(value, *comparison) for value in values for comparison in condition.any_of)
-
-
-def _compares_true(value: object, comparison: str, bound: str | bool | float) -> bool:
-    if comparison == "=":
-        return value == bound and isinstance(value, bool) == isinstance(bound, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool) and _COMPARED[comparison](value, bound)
-
-
-def _find_endpoint(site: Site) -> object:
-    return site.key if site.kind == "request" else None
+    return any(
+        isinstance(value, bool) == isinstance(bound, bool)
+        and (comparison == "=" or isinstance(value, int | float))
+        and _COMPARED[comparison](value, bound)
+        for value in values
+        for comparison, bound in condition.any_of
+    )
 
 
 class _Allowance:
