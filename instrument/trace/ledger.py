@@ -520,7 +520,7 @@ def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     timed = np.flatnonzero(device.is_measured)
     is_batch = mask_of(trace.attributes.having(BATCH_KEYS), len(trace))
     rows = device.row[timed]
-    batch = nearest_at_or_above(trace.parent, is_batch)[rows].astype(np.int64)
+    batch = nearest_at_or_above(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
     of_batches, owners, devices = _unite_device_intervals(trace, timed[batch != NONE], batch[batch != NONE])
     batch_ns = (
