@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (13_170, 37),
     "runtime": (2_715, 13),
     "sessions": (6_089, 19),
-    "trace": (9_716, 28),
+    "trace": (9_656, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
