@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from instrument.otlp.export_facts import UNMETERED, ExportFacts, Ids
+from instrument.otlp.export_facts import ExportFacts, Ids, MeteredFacts
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import Progress
@@ -45,7 +45,7 @@ class Kept:
         self.settling = Settling()
         for number, one in enumerate((recorder, *others)):
             mapped = Mapped(one.memory_fd)
-            facts = ExportFacts(Ids((number + 1,) * 3, str(number)), {}, capture, spans_per_request, UNMETERED)
+            facts = ExportFacts(Ids((number + 1,) * 3, str(number)), {}, capture, spans_per_request, MeteredFacts(0))
             reader = RecordingReader(mapped, Progress(), facts)
             reader.places = mapped.read_heads()
             self.readers.append(reader)

@@ -289,7 +289,9 @@ def test_waiting_work_of_executors_is_published() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: None).result()
         facts = MeteredFacts(0, queued=queued_tasks())
-        told = json.loads(json.dumps(export_facts.facts_as_json(Ids(), {}, Capture(), 1, facts)))
+        told = json.loads(
+            json.dumps(export_facts.facts_as_json(export_facts.ExportFacts(Ids(), {}, Capture(), 1, facts)))
+        )
     found = export_facts.decode_facts(told)
     assert found is not None
     assert found.metered.queued["ThreadPoolExecutor"] == 0
@@ -297,7 +299,7 @@ def test_waiting_work_of_executors_is_published() -> None:
 
 @pytest.mark.parametrize("name", ["start_ns", "losses"])
 def test_infinite_numbers_from_a_process_count_as_missing(name: str) -> None:
-    told = export_facts.facts_as_json(Ids(), {}, Capture(), 1)
+    told = export_facts.facts_as_json(export_facts.ExportFacts(Ids(), {}, Capture(), 1, MeteredFacts(0)))
     told["metered"][name] = {"losses": {"x": float("inf")}, "start_ns": float("inf")}[name]
     assert export_facts.decode_facts(json.loads(json.dumps(told))) is None
 

@@ -21,7 +21,7 @@ from instrument.agent.exporter_process import Exports
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
-from instrument.otlp.export_facts import Ids, MeteredFacts, decode_collector_settings, facts_as_json
+from instrument.otlp.export_facts import ExportFacts, Ids, MeteredFacts, decode_collector_settings, facts_as_json
 from instrument.otlp.export_loop import ExportLoop
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import RecordingExport
@@ -191,7 +191,7 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
     recorder = make_recorder(1 << 20)
     if recorder.memory_fd < 0:
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
-    recorder.write_facts({"export": facts_as_json(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0))})
+    recorder.write_facts({"export": facts_as_json(ExportFacts(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0)))})
     exporter = Exporter(decode_collector_settings(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
     loop = ExportLoop(lambda *_: None, lambda _: None)
     exported = loop.begin(0, recorder.memory_fd, exporter)

@@ -33,7 +33,7 @@ from instrument.agent.client import Member
 from instrument.agent.end_reports import merge_files
 from instrument.agent.live_view import LiveSampler
 from instrument.errors import TraceError
-from instrument.otlp.export_facts import UNMETERED, ExportFacts, Ids
+from instrument.otlp.export_facts import ExportFacts, Ids, MeteredFacts
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.profile.model import Capture
 from instrument.recorder.recorder import Recorder
@@ -513,7 +513,7 @@ def test_totals_that_change_hands_while_they_are_read_are_read_again(
 
 
 def metered(mapped: Mapped) -> list[str]:
-    facts = ExportFacts(Ids((1, 2, 3)), {}, Capture(), 100, UNMETERED)
+    facts = ExportFacts(Ids((1, 2, 3)), {}, Capture(), 100, MeteredFacts(0))
     return [row.path[-1].name for row in RecordingReader(mapped, Progress(), facts).totals(merged=True).rows()]
 
 

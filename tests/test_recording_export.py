@@ -16,7 +16,7 @@ from otlp_collectors import Collector, Handler, collecting, refuse_with
 from readback import rows_in
 
 from instrument.otlp import export_facts, recording_export, recording_reader
-from instrument.otlp.export_facts import UNMETERED, Ids, MeteredFacts
+from instrument.otlp.export_facts import ExportFacts, Ids, MeteredFacts
 from instrument.otlp.export_loop import ExportLoop
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import RecordingExport
@@ -29,6 +29,9 @@ ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")
 
 
 MS = 10**6
+
+
+UNMETERED = MeteredFacts(0)
 
 
 class Service:
@@ -47,7 +50,7 @@ class Service:
     def begin(self, name: str, metered: MeteredFacts = UNMETERED) -> None:
         """Begin a session."""
         ids, resource = Ids(instance=name), {"service.name": name, "service.instance.id": name}
-        told = export_facts.facts_as_json(ids, resource, Capture(sample=1.0), 1000, metered)
+        told = export_facts.facts_as_json(ExportFacts(ids, resource, Capture(sample=1.0), 1000, metered))
         origin = Origin(os.getpid(), name, time.monotonic_ns(), time.time_ns())
         self.recorder.begin(1 << 20, {"origin": asdict(origin), "export": told})
 

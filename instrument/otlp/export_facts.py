@@ -72,11 +72,6 @@ class Ids:
         trace_id: int = (mix_bits(high + number) or mix_bits(high)) << 64 | (mix_bits(low + number) or mix_bits(low))
         return trace_id
 
-    def trace_lows(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the lower 64 bits of trace ids for the numbers of root spans."""
-        lows: NDArray[np.uint64] = mix_bits(numbers + self._trace_seeds[1])
-        return lows
-
     def make_ids(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
         """Return the span ids of the recorder's numbers. With part 1 or 2, return the upper or lower halves of trace
         ids."""
@@ -137,9 +132,6 @@ class MeteredFacts:
     queued: Mapping[str, int] = field(default_factory=dict)
 
 
-UNMETERED = MeteredFacts(0)
-
-
 @dataclass(frozen=True, slots=True)
 class ExportFacts:
     """The facts of a process that its exporter needs: ids and resource of the spans, the rules of capture, and
@@ -152,21 +144,15 @@ class ExportFacts:
     metered: MeteredFacts
 
 
-def facts_as_json(
-    ids: Ids,
-    resource: Mapping[str, object],
-    capture: Capture,
-    spans_per_request: int,
-    metered: MeteredFacts = UNMETERED,
-) -> dict[str, Any]:
+def facts_as_json(facts: ExportFacts) -> dict[str, Any]:
     return {
-        "seeds": list(ids.seeds),
-        "instance": ids.instance,
-        "run": ids.run,
-        "resource": {str(name): packing.convert_to_plain(value) for name, value in resource.items()},
-        "capture": asdict(capture),
-        "spans_per_request": spans_per_request,
-        "metered": asdict(metered),
+        "seeds": list(facts.ids.seeds),
+        "instance": facts.ids.instance,
+        "run": facts.ids.run,
+        "resource": {str(name): packing.convert_to_plain(value) for name, value in facts.resource.items()},
+        "capture": asdict(facts.capture),
+        "spans_per_request": facts.spans_per_request,
+        "metered": asdict(facts.metered),
     }
 
 

@@ -94,7 +94,7 @@ class PublishedFacts:
                     spans_per_request = 1  # no metric needs the spans of a request
             resource = {} if exporter is None else exporter.resource()
             facts["export"] = export_facts.facts_as_json(
-                recorded.ids(), resource, capture, spans_per_request, self._metered_facts()
+                export_facts.ExportFacts(recorded.ids(), resource, capture, spans_per_request, self._metered_facts())
             )
         return facts
 

@@ -60,8 +60,8 @@ class ProcessIds(Protocol):
     def trace_id(self, number: int, /) -> int:
         """Return the 128-bit id of a tree, given by the number of its root."""
 
-    def trace_lows(self, numbers: NDArray[np.uint64], /) -> NDArray[np.uint64]:
-        """Return the lower 64 bits of the ids of trees, given by the numbers of their roots."""
+    def make_ids(self, numbers: NDArray[np.uint64], part: int, /) -> NDArray[np.uint64]:
+        """Return ids for numbers. With `part` 2 these are the lower 64 bits of the ids of trees."""
 
 
 Key = TypeVar("Key")
@@ -236,7 +236,7 @@ class UnsettledRows:
     def are_sampled(self, root_ids: NDArray[np.uint64], start_ns: NDArray[Any]) -> NDArray[np.bool_]:
         """Return True for rows in the random sample, given the root and the start time of each."""
         capture, caller = self.sampler.capture, self.caller
-        are_of_share = are_in_sample(self.ids.trace_lows(root_ids), capture.sample)
+        are_of_share = are_in_sample(self.ids.make_ids(root_ids, 2), capture.sample)
         if caller is not None:
             is_kept = is_sampled(caller.trace_id, capture.sample) or (caller.flags & 1 and not capture.is_off)
             are_of_share[start_ns < self.served_from_ns] = is_kept
