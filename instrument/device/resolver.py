@@ -154,12 +154,6 @@ class Resolver:
         waiting += map(_end_time, list(self.finished))
         return min([now_ns - ROW_NS, *(end_ns - 1 for end_ns in waiting)])
 
-    def _note_settled(self) -> None:
-        now_ns = self._now()
-        if now_ns - self._settled_noted_ns >= NOTE_NS:
-            self._settled_noted_ns = now_ns
-            self._intervals.publish_settled(self.settled_ns())
-
     def wake(self) -> None:
         self.asleep = False
         self._waking.set()
@@ -196,7 +190,9 @@ class Resolver:
                 FAULTS.note("device thread", fault)
                 moved, waits = False, True
             self.thread_ns = time.thread_time_ns()
-            self._note_settled()
+            if (now_ns := self._now()) - self._settled_noted_ns >= NOTE_NS:
+                self._settled_noted_ns = now_ns
+                self._intervals.publish_settled(self.settled_ns())
             if waits:
                 is_quiet = not moved and pause_s >= POLL_S[1]
                 pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
@@ -429,6 +425,9 @@ class Resolver:
             if len(whole.deferred) >= DEFERRED_LIMIT:
                 self._add_deferred(whole)
                 whole.deferred.clear()
+        self._take_pair(whole, pair)
+
+    def _take_pair(self, whole: Pair, pair: Pair) -> None:
         whole.taken += 1
         if pair is not whole:
             self._return_pair(pair)
@@ -470,10 +469,7 @@ class Resolver:
         self.pairs += 1
         label = self.choose_failure_label(context, error) or "dropped"
         self._store_interval(whole.span_id, context.device, stream, pair.begin_ns, pair.begin_ns, label, 0)
-        whole.taken += 1
-        if pair is not whole:
-            self._return_pair(pair)
-        self._count_completed_span(whole)
+        self._take_pair(whole, pair)
 
     def _return_pair(self, pair: Pair) -> None:
         pair.clear()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -64,7 +64,6 @@ class _State:
     begun_ns: dict[int, int]
     newest: list[tuple[tuple[str, int], float]]
     lost: dict[str, int]
-    lost_series: dict[str, int]
     reason: str
     off: str
     has_metrics: bool
@@ -103,8 +102,7 @@ class Metrics:
         self._delivered: Snapshot | None = None
         self._delivered_values: dict[tuple[str, Labels], TimedValue] = {}
         self._start_ns = self._start_realtime_ns = self._delivered_ns = 0
-        self._lost = {"dropped": 0, "failed": 0, "rejected": 0}
-        self._lost_series = {"dropped": 0, "rejected": 0}
+        self._lost: Counter[str] = Counter()
         self._reason = ""
         self._request_samples = REQUEST_SAMPLES
 
@@ -113,7 +111,7 @@ class Metrics:
         with self._lock:
             state = _State(
                 self._start_ns, self._start_realtime_ns, self._delivered_ns, [*self._delivered_values.items()],
-                self.taken_ns, self._begun_ns, [*self._newest.items()], self._lost, self._lost_series, self._reason,
+                self.taken_ns, self._begun_ns, [*self._newest.items()], self._lost, self._reason,
                 self.off, self._has_metrics,
             )  # fmt: skip
             return cast("dict[str, Any]", msgspec.to_builtins(state, enc_hook=int))
@@ -125,7 +123,7 @@ class Metrics:
             self._start_ns, self._start_realtime_ns = before.start_ns, before.start_realtime_ns
             self._delivered_ns, self._delivered_values = before.delivered_ns, dict(before.values)
             self.taken_ns, self._begun_ns, self._newest = before.taken_ns, before.begun_ns, dict(before.newest)
-            self._lost, self._lost_series, self._reason = before.lost, before.lost_series, before.reason
+            self._lost, self._reason = Counter(before.lost), before.reason
             self.off, self._has_metrics = self.off or before.off, self._has_metrics or before.has_metrics
 
     # ---------------------------------------------------------------- what waits
@@ -143,7 +141,7 @@ class Metrics:
             self.taken_ns = max([self.taken_ns, *(sample.at_ns for sample in samples)])
             while len(self._waiting) > QUEUE_SAMPLES:
                 self._waiting.popleft()
-                self._lost["dropped"] += 1
+                self._lost["samples of gauges dropped"] += 1
 
     def put_snapshot(self, snapshot: Snapshot) -> None:
         """Replace the newest snapshot. Does nothing if metrics are off."""
@@ -164,12 +162,12 @@ class Metrics:
 
     def drop_waiting(self) -> None:
         with self._lock:
-            self._lost["dropped"] += len(self._waiting)
+            self._lost["samples of gauges dropped"] += len(self._waiting)
             self._waiting.clear()
             snapshot, delivered = self._snapshot, self._delivered
             self._tried = self._delivered = snapshot
             if snapshot is not None and snapshot is not delivered:
-                self._lost_series["dropped"] += sum(len(metric.series) for metric in snapshot.metrics)
+                self._lost["series of metrics dropped"] += sum(len(metric.series) for metric in snapshot.metrics)
 
     # ---------------------------------------------------------------- requests
 
@@ -245,10 +243,10 @@ class Metrics:
         lost = min(verdict.rejected, request.count) if verdict.taken else request.count
         with self._lock:
             if not request.values:
-                self._lost["rejected" if verdict.taken else "failed"] += lost
+                self._lost[f"samples of gauges {'rejected' if verdict.taken else 'failed'}"] += lost
             elif verdict.taken:
                 self._delivered_values.update(request.values if self._deltas else {})
-                self._lost_series["rejected"] += lost
+                self._lost["series of metrics rejected"] += lost
             if lost:
                 self._reason = verdict.reason or "the collector did not say why"
             if verdict.too_large:
@@ -260,9 +258,7 @@ class Metrics:
 
     def losses(self) -> dict[str, int]:
         """Return the counts of samples and series that did not reach the collector, by reason."""
-        counts = {f"samples of gauges {fate}": lost for fate, lost in self._lost.items()}
-        counts |= {f"series of metrics {fate}": lost for fate, lost in self._lost_series.items()}
-        return {f"{reason} by the OTLP export": lost for reason, lost in counts.items() if lost}
+        return {f"{reason} by the OTLP export": lost for reason, lost in self._lost.items() if lost}
 
     def notes(self) -> list[str]:
         """Return notes for the reports: why metrics are not sent, and why some were lost."""
