@@ -215,6 +215,11 @@ class Delay:
     remaining: int = 0
 
 
+GROUP_SUMS = ("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns")
+DELAY_SUMS = ("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns")
+"""The fields of groups and of delays that a row of omitted ones adds up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Without:
     """The queue times of all requests outside one group: the recorded times, and a prediction without that group."""
@@ -338,17 +343,9 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     return NeighbourBill(
         coverage=Coverage.of_recording(recording),
         groups=bound_rows(
-            [row for row in groups if row.requests],
-            options,
-            lambda row: row.suffered_ns,
-            make_row_summer("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns"),
+            [row for row in groups if row.requests], options, attrgetter("suffered_ns"), make_row_summer(*GROUP_SUMS)
         ),
-        delays=bound_rows(
-            delays,
-            options,
-            lambda row: row.summed_ns,
-            make_row_summer("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"),
-        ),
+        delays=bound_rows(delays, options, attrgetter("summed_ns"), make_row_summer(*DELAY_SUMS)),
         predictions=predictions,
         suffered_ns=sum(bill.suffered_ns.tolist()),
         inflicted_ns=sum(inflicted[:-1]),

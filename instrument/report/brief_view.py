@@ -116,9 +116,13 @@ class Brief(View):
         lines += [""] * bool(served)
         lines += [*(places.table(unit) if places.rows else [NO_CALL]), ""]
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
-        lines += [*_cost_lines(self)]
+        losses = [
+            shorten(f"Not kept: {count} ({printable(reason)})", LINE)
+            for reason, count in sorted(self.losses.items(), key=lambda loss: -loss[1])
+        ]
+        lines += _cost_lines(self)
         lines += [
-            *_limit_lines("Not kept", _loss_lines(self.losses), LOSSES),
+            *_limit_lines("Not kept", losses or ["Not kept: nothing was lost."], LOSSES),
             *_note_lines(other_notes, NOTE_LINES_BELOW_HEADLINES if self.headlines else NOTE_LINES),
         ]
         views = "requests,events,cost" if self.requests.counted else "ops,events,cost"
@@ -310,12 +314,6 @@ def _cost_lines(view: Brief) -> list[str]:
     threads = f", {number_text(float(f'{cost.thread_ns / 1e9:.3g}'))} s on threads of its own" if cost.thread_ns else ""
     by = f", {printable(view.recorder)} recorder" if view.recorder else ""
     return wrap_text(f"Cost: {rough_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
-
-
-def _loss_lines(losses: Mapping[str, int]) -> list[str]:
-    most_first = sorted(losses.items(), key=lambda loss: -loss[1])
-    lines = [shorten(f"Not kept: {count} ({printable(reason)})", LINE) for reason, count in most_first]
-    return lines or ["Not kept: nothing was lost."]
 
 
 def _note_lines(notes: Sequence[str], most_lines: int) -> Sequence[str]:

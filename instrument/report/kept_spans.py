@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -142,6 +141,9 @@ class KeptSpans:
         """Return the JSON of the page's list and spans. `slowest` has the causes of slow requests."""
         trace, rows = self._trace, self.rows
         parent = self.number_of[trace.parent[rows]]
+        lane, firsts = number_combinations(trace.thread_id[rows], trace.task_id[rows])
+        by_use = np.argsort(-np.bincount(lane), kind="stable")  # so that most have a small number
+        lanes = rows[firsts[by_use]]
         sites = [trace.sites[site] for site in self._sites.tolist()]
         texts = [(site.name or "(no name)", site.kind, site.instance, code_location_of(site)) for site in sites]
         return {
@@ -156,7 +158,7 @@ class KeptSpans:
                 "parent": np.where(parent == NONE, 0, np.arange(len(rows)) - parent).tolist(),
                 "request": index_rows(self.shown, len(self.listed.rows))[self.listed.of[rows]].tolist(),
                 "error": self._number_errors(rows),
-                "lane": self._numbered_lanes[1].tolist(),
+                "lane": index_rows(by_use, len(by_use))[lane].tolist(),
             },
             "sites": [[shorten(printable(text), NAME) for text in of_site] for of_site in texts],
             "errors": [
@@ -166,7 +168,9 @@ class KeptSpans:
             "turns": self._turn_columns(),
             "pairs": self._batch_columns(),
             "attributes": self._attribute_texts(),
-            "lanes": self._lane_document(),
+            "lanes": self._name_lanes(
+                list(zip(trace.thread_id[lanes].tolist(), trace.task_id[lanes].tolist(), strict=True))
+            ),
         }
 
     def describe_omitted(self) -> list[str]:
@@ -236,22 +240,12 @@ class KeptSpans:
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
-    @cached_property
-    def _numbered_lanes(self) -> tuple[list[tuple[int, int]], Int64s]:
-        """The lanes as pairs of a thread and a task, and the number of each span's lane."""
-        threads, tasks = self._trace.thread_id[self.rows], self._trace.task_id[self.rows]
-        number, firsts = number_combinations(threads, tasks)
-        order = np.argsort(-np.bincount(number), kind="stable")  # so that most have a small number
-        lanes = firsts[order]
-        pairs = list(zip(threads[lanes].tolist(), tasks[lanes].tolist(), strict=True))
-        return pairs, index_rows(order, len(order))[number]
-
-    def _lane_document(self) -> dict[str, Any]:
+    def _name_lanes(self, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Return the names of threads, and the thread and task number of each lane. A task number is 0 without a
         task."""
         names, tasks, threads = self._recording.trace.threads, Counter[int](), dict[int, int]()
         lanes: dict[str, list[int]] = {"thread": [], "task": []}
-        for thread, task in self._numbered_lanes[0]:
+        for thread, task in pairs:
             tasks[thread] += task != 0
             lanes["thread"].append(threads.setdefault(thread, len(threads)))
             lanes["task"].append(tasks[thread] if task else 0)

@@ -137,9 +137,9 @@ def _divide_unit_time_among_calls(
 
 
 @dataclass(frozen=True, slots=True)
-class StreamUses:
-    """The device time of units and of the calls in them, in ns. `units` and `calls` have the time of each unit and call
-    with work on a stream, `calls` by phase. `base_ns` is the sum of all units, and `covered_ns` the sum of all
+class DividedTime:
+    """The host or device time of units and of the calls in them, in ns. `units` and `calls` have the time of each unit
+    and call that has any, `calls` by phase. `base_ns` is the sum of all units, and `covered_ns` the sum of all
     calls."""
 
     units: Sequence[int]
@@ -148,12 +148,22 @@ class StreamUses:
     base_ns: int
     covered_ns: int
 
-    def times(self, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
-        """Return the device times of `count` units or calls, None if no unit has work on a stream."""
-        return _phase_times(times_ns, count, total_ns, self.base_ns) if self.units else None
+    def of_units(self, count: int) -> PhaseTimes:
+        return self._measure(self.units, count, self.base_ns)
+
+    def of_phase(self, name: str, count: int) -> PhaseTimes:
+        return self._measure(self.calls.get(name, ()), count, self.phases.get(name, 0))
+
+    def of_rest(self, rest_ns: int) -> PhaseTimes:
+        return PhaseTimes(rest_ns, None, None, None, share(rest_ns, self.base_ns))
+
+    def _measure(self, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes:
+        """Return the times of `count` units or calls. The times that `times_ns` lacks are 0."""
+        some_ns = times_ns if len(times_ns) == count else [*times_ns, 0]
+        return PhaseTimes(total_ns, share(total_ns, count), max(some_ns), min(some_ns), share(total_ns, self.base_ns))
 
 
-def measure_device_time_of_phases(trace: Columns, units: Units, calls: Calls) -> StreamUses:
+def measure_device_time_of_phases(trace: Columns, units: Units, calls: Calls) -> DividedTime:
     """Return the device time of the spans that began in a unit or in a call."""
     device = trace.device
     rows = find_distinct(device.row)
@@ -170,7 +180,7 @@ def measure_device_time_of_phases(trace: Columns, units: Units, calls: Calls) ->
     call, parts_of_calls = call[in_call], tuple(column[in_call] for column in parts)
     of_calls, call_numbers = _sum_stream_time_by_key(call, *parts_of_calls)
     of_phases, phases = _sum_stream_time_by_key(calls.phase[call], *parts_of_calls)
-    return StreamUses(
+    return DividedTime(
         units=_sum_stream_time_by_key(unit, *parts)[0].tolist(),
         calls=_group_by_phase(calls.names, calls.phase[call_numbers], of_calls),
         phases=dict(zip(map(calls.names.__getitem__, phases.tolist()), of_phases.tolist(), strict=True)),
@@ -325,22 +335,18 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     own_ns = _group_by_phase(calls.names, calls.phase, calls.own_ns)
     if not count or (not own_ns and not calls.outside_ns):
         return PhasesView(coverage, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
-    streams = measure_device_time_of_phases(trace, units, calls)
-    base_ns = sum(lengths_ns)
-    rest_ns = base_ns - sum(map(sum, own_ns.values()))
+    phases_ns = {name: sum(times_ns) for name, times_ns in own_ns.items()}
+    host = DividedTime(lengths_ns, own_ns, phases_ns, sum(lengths_ns), sum(phases_ns.values()))
+    device = measure_device_time_of_phases(trace, units, calls)
+    has_device = bool(device.units)
     rows = [
-        PhaseRow(
-            name,
-            len(times_ns),
-            _phase_times(times_ns, len(times_ns), sum(times_ns), base_ns),
-            streams.times(streams.calls.get(name, ()), len(times_ns), streams.phases.get(name, 0)),
-        )
-        for name, times_ns in sorted(own_ns.items(), key=lambda item: _rank_of_phase(item[0]))
+        PhaseRow(name, number, host.of_phase(name, number), device.of_phase(name, number) if has_device else None)
+        for name in sorted(own_ns, key=_rank_of_phase)
+        for number in [len(own_ns[name])]
     ]
-    on_devices = streams.times(streams.units, count, streams.base_ns)
-    unit_row = PhaseRow(units.of, count, _phase_times(lengths_ns, count, base_ns, base_ns), on_devices)
-    rest_times = _rest_times(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
-    others_row = PhaseRow(OTHERS, None, _rest_times(rest_ns, base_ns), rest_times)
+    unit_row = PhaseRow(units.of, count, host.of_units(count), device.of_units(count) if has_device else None)
+    on_device = device.of_rest(device.base_ns - device.covered_ns) if has_device else None
+    others_row = PhaseRow(OTHERS, None, host.of_rest(host.base_ns - host.covered_ns), on_device)
     before, is_short = units.before, facts.coverage[0] > facts.start_ns
     mean_ns: dict[str, float] = {}
     if whole:
@@ -354,7 +360,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
         skipped=units.skipped if is_short else max(before, units.skipped),
         overwritten=max(before - units.skipped, 0) if is_short else 0,
         cut=cut,
-        rows=(unit_row, *_largest_rows(rows, options, base_ns, streams.base_ns), others_row),
+        rows=(unit_row, *_largest_rows(rows, options, host, device), others_row),
         mean_ns=mean_ns if is_counted else {},
         outside=len(calls.outside_ns),
         outside_ns=sum(calls.outside_ns),
@@ -362,29 +368,19 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     )
 
 
-def _phase_times(times_ns: Sequence[int], count: int, total_ns: int, base_ns: int) -> PhaseTimes:
-    """Return the times of `count` units or calls. The times that `times_ns` lacks are 0."""
-    some_ns = times_ns if len(times_ns) == count else [*times_ns, 0]
-    return PhaseTimes(total_ns, share(total_ns, count), max(some_ns), min(some_ns), share(total_ns, base_ns))
-
-
-def _rest_times(rest_ns: int, base_ns: int) -> PhaseTimes:
-    return PhaseTimes(rest_ns, None, None, None, share(rest_ns, base_ns))
-
-
 def _rank_of_phase(phase: str) -> tuple[int, str]:
     order = (*ORDER, *(name for name in PHASES if name not in ORDER))
     return order.index(phase) if phase in order else len(order), phase
 
 
-def _largest_rows(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
+def _largest_rows(rows: Sequence[PhaseRow], options: Options, host: DividedTime, device: DividedTime) -> list[PhaseRow]:
     """Return the rows with the most time, in the given order. A last row sums up the omitted ones."""
 
     def rest(omitted: Sequence[PhaseRow]) -> PhaseRow:
-        host = _rest_times(sum(row.host.total_ns for row in omitted), base_ns)
         timed = [row.device.total_ns for row in omitted if row.device is not None]
-        device = _rest_times(sum(timed), device_base_ns) if timed else None
-        return PhaseRow(f"(remaining {len(omitted)})", sum(row.calls or 0 for row in omitted), host, device)
+        on_host = host.of_rest(sum(row.host.total_ns for row in omitted))
+        on_device = device.of_rest(sum(timed)) if timed else None
+        return PhaseRow(f"(remaining {len(omitted)})", sum(row.calls or 0 for row in omitted), on_host, on_device)
 
     longest = sorted(rows, key=lambda row: -row.host.total_ns)
     places = {row.name: place for place, row in enumerate(rows)}
