@@ -348,8 +348,14 @@ class Loops(View):
         for loop in self.loops:
             rows = [SpreadRow("reader_cost", loop.reader)] if loop.reader is not None else []
             rows += [SpreadRow("batch_cost", loop.batch), SpreadRow(f"ips ({loop.rate_of})", loop.rate, is_rate=True)]
+            cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
+            lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
+            if loop.samples is not None:
+                lines.append(f"Samples: {number_text(loop.samples)}")
+            if loop.reader_ratio is not None:
+                lines.append(f"Reader: {percent_text(loop.reader_ratio, 1)} of batch_cost")
             name = loop.name or "(no name)"
-            sections.append(Section(name, rows, columns, (), texts, (16, *[10] * 5), _count_lines(loop)))
+            sections.append(Section(name, rows, columns, (), texts, (16, *[10] * 5), [*lines, ""]))
         return sections
 
     def footnotes(self) -> list[str]:
@@ -380,16 +386,6 @@ class SpreadRow(NamedTuple):
     name: str
     spread: Spread | None
     is_rate: bool = False
-
-
-def _count_lines(loop: LoopTimes) -> list[str]:
-    cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
-    lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
-    if loop.samples is not None:
-        lines.append(f"Samples: {number_text(loop.samples)}")
-    if loop.reader_ratio is not None:
-        lines.append(f"Reader: {percent_text(loop.reader_ratio, 1)} of batch_cost")
-    return [*lines, ""]
 
 
 def running_steps(recording: Recording) -> Benchmark | None:

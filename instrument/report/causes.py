@@ -166,18 +166,13 @@ class CauseTimes:
         self.device_ns = np.zeros(len(costs.rows))
         timed = np.flatnonzero(trace.device.is_measured)
         if len(timed) and len(costs.rows):
-            excess_ns, self.device_ns = _subtract_from_largest_excess(excess_ns, self._measure_other_device_work(timed))
+            # The device worked for spans outside of steps while a step used it.
+            step = costs.step_of[trace.device.row[timed]]
+            outside, uses_device = timed[step == NONE], mask_of(step[step != NONE], len(costs.rows))
+            foreign = union(trace.device.start_ns[outside], trace.device.end_ns[outside])
+            foreign_ns = np.where(uses_device, foreign.length_within(costs.start_ns, costs.end_ns), 0)
+            excess_ns, self.device_ns = _subtract_from_largest_excess(excess_ns, foreign_ns.astype(np.float64))
         self.excess_ns = excess_ns
-
-    def _measure_other_device_work(self, timed: Int64s) -> Floats:
-        """Return the time in each step in which the device worked for spans outside of steps."""
-        trace, costs = self.trace, self.costs
-        device = trace.device
-        step = costs.step_of[device.row[timed]]
-        outside = timed[step == NONE]
-        uses_device = mask_of(step[step != NONE], len(costs.rows))
-        foreign_ns = union(device.start_ns[outside], device.end_ns[outside]).length_within(costs.start_ns, costs.end_ns)
-        return np.where(uses_device, foreign_ns, 0).astype(np.float64)
 
     @property
     def knows_first_calls(self) -> bool:

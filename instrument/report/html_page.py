@@ -308,12 +308,26 @@ def page_document(
     omitted_rows = (
         f"Tables have at most {MOST_TABLE_ROWS} rows, or as many as were asked for; what remains is their last row."
     )
-    why_no_device = ""
+    facts, origin, why_no_device = recording.trace, recording.trace.origin, ""
     if not shown.device.devices:
         why = next((note for note in shown.notes if note.startswith(NO_DEVICE_TIME)), "")
         why_no_device = f"There is {printable(why)}." if why else shown.device.explain_no_device_time()
     return {
-        "about": _make_about_document(recording, shown, header, options.unit),
+        "about": {
+            "service": shorten(printable(shown.service), NAME),
+            "header": printable(header),
+            "pid": origin.pid,
+            "host": printable(origin.host),
+            "began": format_utc_date(origin, facts.start_ns, "milliseconds"),
+            "window_ns": facts.end_ns - facts.start_ns,
+            "window": f"{compact_number((facts.end_ns - facts.start_ns) / 1e9)} s",
+            "recorder": printable(recording.recorder),
+            "died": printable(recording.died),
+            "unit": options.unit,
+            "unit_ns": UNITS[options.unit],
+            "spans": len(recording.columns),
+            "cut": shown.requests.requests_cut,
+        },
         "headlines": [headline.text for headline in shown.headlines],
         "figures": _top_numbers(recording, shown, options.unit),
         "endpoints": _endpoint_documents(shown, options.unit),
@@ -329,26 +343,6 @@ def page_document(
             *[omitted_rows] * any(name.startswith("(remaining ") for name in names),
         ],
         "instrumentation": [line for line in list_cost_and_losses(recording) if line and not line.startswith("-----")],
-    }
-
-
-def _make_about_document(recording: Recording, shown: Brief, header: str, unit: str) -> dict[str, Any]:
-    facts = recording.trace
-    origin = facts.origin
-    return {
-        "service": shorten(printable(shown.service), NAME),
-        "header": printable(header),
-        "pid": origin.pid,
-        "host": printable(origin.host),
-        "began": format_utc_date(origin, facts.start_ns, "milliseconds"),
-        "window_ns": facts.end_ns - facts.start_ns,
-        "window": f"{compact_number((facts.end_ns - facts.start_ns) / 1e9)} s",
-        "recorder": printable(recording.recorder),
-        "died": printable(recording.died),
-        "unit": unit,
-        "unit_ns": UNITS[unit],
-        "spans": len(recording.columns),
-        "cut": shown.requests.requests_cut,
     }
 
 

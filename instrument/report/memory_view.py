@@ -250,13 +250,13 @@ class MemoryView(View):
             for row in self.devices
         ]  # fmt: skip
         at, thread = f"At, {self._options.unit}", "thread=Thread|" if self._options.threads == "apart" else ""
-        cut = {"thread": lambda row, unit: _shorten_place_name(row.thread, THREAD_ROOM) or MISSING}
+        cut = {"thread": lambda row, unit: shorten(printable(row.thread), THREAD_ROOM) or MISSING}
         return [
             Section(
                 "Peaks", self.peaks,
                 f"label=Memory|peak_bytes=Peak|since_ns={at}|place=Reached in|thread=Thread|begin_bytes=Begin|"
                 "end_bytes=End",
-                texts={**cut, "place": lambda peak, unit: _shorten_place_name(peak.place, NAME_ROOM) or "(no name)"},
+                texts={**cut, "place": lambda peak, unit: shorten(printable(peak.place), NAME_ROOM) or "(no name)"},
             ),
             Section(
                 "Memory by place", [*self.places, *of_all],
@@ -358,14 +358,10 @@ def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Ite
 # Text
 
 
-def _shorten_place_name(name: str, room: int) -> str:
-    return shorten(printable(name), room)
-
-
 def _coverage_lines(view: MemoryView) -> list[str]:
     since, until = (number_text((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
     spans = f", with {view.spans} spans" if view.is_ours else ""
-    names = [_shorten_place_name(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
+    names = [shorten(printable(name), NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
     names += ["..."] if len(view.threads) > NAMED_THREADS else []
     profiler = "torch.profiler" if view.is_ours else "its profiler"
     return [
