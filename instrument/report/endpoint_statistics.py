@@ -295,7 +295,9 @@ class CompleteRequests:
             p50_ns, p90_ns, p99_ns = percentiles_of(walls_ns, (0.5, 0.9, 0.99))
             unknown_p50_ns, unknown_p99_ns = percentiles_of(unknowns_ns, (0.5, 0.99))
             times = Members(self.part[parts[number]], len(self.parts), self.time_ns[parts[number]])
-            times_of_parts = {name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts)}
+            times_of_parts = {
+                name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts) if name != UNKNOWN
+            }
             rows.append(
                 EndpointTimes(
                     name=name,
@@ -414,7 +416,7 @@ def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Optio
     """Return a row for each phase with times in the order of `IN_ORDER`. The options may limit the rows."""
     phases = []
     for name, times_ns in times.items():
-        if times_ns and name != UNKNOWN:
+        if times_ns:
             count, summed_ns = len(times_ns), sum(times_ns)
             p50_ns, p99_ns = percentiles_of(times_ns, (0.5, 0.99))
             phases.append(PhaseTime(name, count, summed_ns, summed_ns / count, p50_ns, p99_ns, None))

@@ -295,8 +295,8 @@ def kernels(recording: Recording, options: Options) -> Kernels:
         others=tuple(
             OtherWork(kind, calls, took_ns, busy_ns)
             for kind, of_kind in sorted(device_work.by_kind.items())
+            if kind != "kernel" and len(of_kind.device)
             for calls, took_ns, _, _, busy_ns in _sum_by_group(of_kind, np.zeros_like(of_kind.device), 1)
-            if calls and kind != "kernel"
         ),
         outside=device_work.outside,
         coverage=tuple(_coverage_lines(recording, device_work)),

@@ -410,7 +410,7 @@ def _make_slow_request(recording: Recording, place: int, cause: Blame | None, op
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
     parts = recording.ledger.parts_of(place)
-    unknown_ns = parts.get(UNKNOWN, 0)
+    unknown_ns = parts.pop(UNKNOWN, 0)
     error, outcome = describe_failure(trace, row)
     return SlowRequest(
         name=trace.sites[trace.site[row]].name,
