@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from readback import intervals_in, make_intervals
 
 from instrument.device.clock_anchors import ANCHORS_KEPT
-from instrument.device.cuda import FATAL, UNKNOWN, CudaDriver, NumbaStreams, find_current_stream_of_numba
+from instrument.device.cuda import FATAL, UNKNOWN, CudaDriver, NumbaStreams
 from instrument.device.event_pairs import LAUNCH_NS, Pair
 from instrument.device.resolver import ROW_NS, Resolver
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
@@ -748,8 +748,8 @@ def test_a_thread_that_has_not_used_numba_puts_no_barrier_into_the_default_strea
     """A record there would wait for every stream that blocks, and keep them waiting."""
     if bench.torch:
         pytest.skip("numba's calls go through the bindings")
-    numba = NumbaStreams(0)
-    bench.timer.sources[:] = [find_current_stream_of_numba(bench.driver.current_device, numba.last_stream)]
+    numba = NumbaStreams(bench.driver)
+    bench.timer.sources[:] = [numba.current]
     busy, own = bench.stream(blocking=True), bench.stream(blocking=True)
     bench.fake.launch(busy, 100 * MS)
     bench.fake.advance(MS)

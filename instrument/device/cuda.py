@@ -358,30 +358,21 @@ def find_current_stream_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> C
     return current
 
 
-def find_current_stream_of_numba(device: Callable[[], int], used: Callable[[], int | None]) -> Current:
-    """Return a function for the stream that the calling thread last used with numba, which has no current stream.
-
-    Before the first use nothing is timed. An event on the default stream would make later work wait for every blocking
-    stream.
-    """
-
-    def current(_: int | None = None) -> Stream | None:
-        index, stream = device(), used()
-        return None if index < 0 else (index, UNREPORTED if stream is None else stream)
-
-    return current
-
-
 class NumbaStreams:
-    """Notes the last stream on which each thread launched or copied with numba."""
+    """Notes the last stream on which each thread launched or copied with numba, which has no current stream."""
 
-    def __init__(self, default_stream: int) -> None:
-        self._default = default_stream
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
         self._thread = threading.local()
 
-    def last_stream(self) -> int | None:
-        """Return the handle of the calling thread's last stream, None before its first use."""
-        return getattr(self._thread, "stream", None)
+    def current(self, _: int | None = None) -> Stream | None:
+        """Return the stream that the calling thread last used with numba.
+
+        Before the first use nothing is timed. An event on the default stream would make later work wait for every
+        blocking stream.
+        """
+        index = self._driver.current_device()
+        return None if index < 0 else (index, getattr(self._thread, "stream", UNREPORTED))
 
     def install(self, numba_cuda: Any) -> Callable[[], None]:
         """Note streams from now on. Return the function that undoes this. A numba without the needed functions is not
@@ -402,7 +393,7 @@ class NumbaStreams:
 
     def _wrap_to_note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
         """Wrap a function so that it first notes its stream, the argument at index `place`."""
-        function, thread, default = getattr(owner, name), self._thread, self._default
+        function, thread, default = getattr(owner, name), self._thread, self._driver.default_stream
 
         @functools.wraps(function)
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -439,5 +430,5 @@ def find_current_stream_of_module(module: ModuleType, driver: Any, numba: NumbaS
     if module.__name__ == "cupy":
         return find_current_stream_of_cupy(module, lambda: bool(driver.current()))
     if module.__name__ == "numba.cuda":
-        return find_current_stream_of_numba(driver.current_device, numba.last_stream)
+        return numba.current
     return None

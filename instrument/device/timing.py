@@ -92,7 +92,7 @@ class Timing:
                 return
             hosts = self._hosts  # earlier ones may have had no driver
             self.timer = self._new_timer(driver)
-            self._numba = cuda.NumbaStreams(driver.default_stream)
+            self._numba = cuda.NumbaStreams(driver)
         for host in hosts:
             if host.__name__ == "numba.cuda":
                 self._undos.append(self._numba.install(host))
