@@ -44,7 +44,6 @@ class CallTree:
         self._nodes = array("i")
         self._located = Located(*(array("i") for _ in Located._fields))
         self._said: dict[Callable[[Site], Any], list[Any]] = {}
-        self._numbers: dict[Callable[[Site], Hashable], tuple[array[int], dict[Hashable, int]]] = {}
 
     def __len__(self) -> int:
         return len(self._nodes) // 2
@@ -94,13 +93,8 @@ class CallTree:
 
     def number_sites(self, say: Callable[[Site], Hashable]) -> array[int]:
         """Return for each site the number of the first site for which `say` returns the same value."""
-        numbers, number_by_result = self._numbers.setdefault(say, (array("i"), {}))
-        start = len(numbers)
-        if start < len(self.sites):
-            firsts = map(number_by_result.setdefault, map(say, self.sites[start:]), itertools.count(start))
-            numbers = numbers + array("i", firsts)
-            self._numbers[say] = numbers, number_by_result
-        return numbers
+        number_by_result: dict[Hashable, int] = {}
+        return array("i", map(number_by_result.setdefault, self.map_sites(say), itertools.count()))
 
 
 class Located(NamedTuple):
