@@ -19,7 +19,7 @@ from instrument.otlp.export_facts import ExportFacts, Ids, decode_facts
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.metrics_queue import Metered
 from instrument.otlp.recording_meter import Metering
-from instrument.otlp.recording_reader import DeviceTimes, RecordingReader
+from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recording.export_checkpoint import (
     DERIVED_LOST,
@@ -153,7 +153,7 @@ class RecordingExport:
         reading = self._reading or self._begin_reading(facts)
         reading.source.update_origin()
         reading.derived.update_origin()
-        reading.times.note_count()
+        reading.reader.note_interval_count()
         ended = reading.reader.read()
         if self._is_superseded():
             self.is_spoilt = True
@@ -178,7 +178,7 @@ class RecordingExport:
             reading.metering.count_served(served)
         trace, rows = settled.trace, np.zeros(0, np.int64)
         if trace is not None:
-            trace = reading.times.join(trace, self.mapped.settled_ns() or NOTHING_TO_COME)
+            trace = reading.reader.join_intervals(trace, self.mapped.settled_ns() or NOTHING_TO_COME)
             rows, hits = reading.interruptions.attach(trace)
             is_first = trace.are_of_kind("request") & (trace.span_id == trace.root_id)
             for request in spans_of(trace, rows[is_first[rows]]):
@@ -212,7 +212,7 @@ class RecordingExport:
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
         reading = self._reading
         return (
-            DeviceIntervals.make_empty() if reading is None else reading.times.intervals_of(span_id, asking, start_ns)
+            DeviceIntervals.make_empty() if reading is None else reading.reader.intervals_of(span_id, asking, start_ns)
         )
 
     @property
@@ -274,7 +274,7 @@ class RecordingExport:
                 beyond += min(left_over, 0)
                 fates.update(seen=reader.seen, missed=reader.missed, beyond=max(beyond, 0))
                 self._progress.places = reader.places
-            fates.update(untimed=reading.times.untimed, abandoned=reading.earlier["abandoned"] + max(left_over, 0))
+            fates.update(untimed=reading.reader.untimed, abandoned=reading.earlier["abandoned"] + max(left_over, 0))
             counts = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
             fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.undecided_count, 0)
             self.note_settled()
@@ -434,7 +434,6 @@ class _Reading:
         self.left_over = 0
         """The number of rows that an earlier exporter had read without a recorded outcome."""
         self.reader = RecordingReader(mapped, progress, facts)
-        self.times = DeviceTimes(mapped, progress.fates["untimed"])
         self.interruptions = Interruptions()
         ended = Counter({fate: progress.fates[fate] for fate in ENDS})
         self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self.facts.resource, ended)

@@ -49,6 +49,9 @@ class RecordingReader:
         self._mapped = mapped
         self.places = dict(progress.places)
         self.seen, self.missed = progress.fates["seen"], progress.fates["missed"]
+        self.untimed = progress.fates["untimed"]
+        """The number of spans that were sent before their device times could be known."""
+        self._interval_counts: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
         self.has_more = False
         self.ahead = 0
         """The number of rows read since the last round of settling."""
@@ -169,25 +172,15 @@ class RecordingReader:
             places = {ring.ring: ring.head for ring in rings}
             until = {ring: head for ring, head in until.items() if ring in places}
 
+    # ---------------------------------------------------------------- device times
 
-class DeviceTimes:
-    """Joins rows of a recording with their device times.
-
-    One thread uses an instance. `untimed` counts the spans that were sent before their device times could be known.
-    """
-
-    def __init__(self, mapped: Mapped, untimed: int = 0) -> None:
-        self._mapped = mapped
-        self._counts: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
-        self.untimed = untimed
-
-    def note_count(self) -> None:
+    def note_interval_count(self) -> None:
         """Store the current number of device intervals, before the settled time is read."""
         count = self._mapped.interval_count()
-        if not self._counts or self._counts[-1][1] != count:
-            self._counts.append((time.monotonic_ns(), count))
+        if not self._interval_counts or self._interval_counts[-1][1] != count:
+            self._interval_counts.append((time.monotonic_ns(), count))
 
-    def join(self, trace: Columns, settled_ns: int) -> Columns:
+    def join_intervals(self, trace: Columns, settled_ns: int) -> Columns:
         """Return the rows with their device intervals.
 
         Rows that ended by `settled_ns` get all their intervals. Call this for many rows at once, because it reads all
@@ -204,7 +197,7 @@ class DeviceTimes:
         """Return the device intervals of the rows `asking`. `span_id` and `start_ns` are the ids and the start times of
         all rows."""
         first_ns = int(start_ns[asking].min())
-        since = next((count for at_ns, count in reversed(self._counts) if at_ns <= first_ns), 0)
+        since = next((count for at_ns, count in reversed(self._interval_counts) if at_ns <= first_ns), 0)
         cells = self._mapped.intervals(since)
         return device_intervals(cells[np.isin(cells["span_id"].astype(np.int64), span_id[asking])], span_id)
 
