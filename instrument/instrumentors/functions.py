@@ -66,7 +66,7 @@ class Probe:
         works = CallWork.of(recorder, target.function) if site.device else None
         self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes, works, results)
         self._aliases: list[tuple[type, str]] = []
-        self._places: list[Assignment] = []
+        self._places: list[Undo] = []
 
     def set(self) -> None:
         """Replace the target's function. Raises the error of a module or class that cannot be changed."""
@@ -74,9 +74,9 @@ class Probe:
         self.is_set = True
         value = self._put_in_target(self.wrapped)
         if target.raw is not None and value is not target.raw:
-            self._places.append(Assignment(target.owner, target.attribute, value))
+            self._places.append(replace_attribute(target.owner, target.attribute, value))
         for owner, attribute in self._aliases:
-            self._places.append(Assignment(owner, attribute, self.wrapped))
+            self._places.append(replace_attribute(owner, attribute, self.wrapped))
 
     def _put_in_target(self, function: Any) -> Any:
         """Put `function` in place of the target's. Restore the name of a property, which error messages need."""
@@ -88,7 +88,7 @@ class Probe:
     def set_in_class(self, owner: type, attribute: str) -> None:
         if type_namespace(owner).get(attribute) is self.target.function:
             self._aliases.append((owner, attribute))
-            self._places.append(Assignment(owner, attribute, self.wrapped))
+            self._places.append(replace_attribute(owner, attribute, self.wrapped))
 
     def undo(self) -> None:
         if not self.is_set:
@@ -96,35 +96,27 @@ class Probe:
         self.is_set = False
         self._put_in_target(self.target.function)
         while self._places:
-            self._places.pop().undo()
-
-
-class Assignment:
-    """A changed attribute of a module or class. `undo` restores the earlier value, unless other code has changed it
-    since."""
-
-    __slots__ = ("_attribute", "_before", "_new", "_owner")
-
-    def __init__(self, owner: Any, attribute: str, new: Any) -> None:
-        self._owner, self._attribute, self._new = owner, attribute, new
-        self._before = self._owner_namespace().get(attribute, _MISSING)
-        setattr(owner, attribute, new)
-
-    def _owner_namespace(self) -> Any:
-        return type_namespace(self._owner) if isinstance_of(self._owner, type) else vars(self._owner)
-
-    def undo(self) -> None:
-        if self._owner_namespace().get(self._attribute) is not self._new:
-            return
-        if self._before is _MISSING:
-            delattr(self._owner, self._attribute)
-        else:
-            setattr(self._owner, self._attribute, self._before)
+            self._places.pop()()
 
 
 def replace_attribute(owner: Any, attribute: str, new: Any) -> Undo:
-    """Set an attribute of a module or class. Return a function that restores the earlier value."""
-    return Assignment(owner, attribute, new).undo
+    """Set an attribute of a module or class. Return a function that restores the earlier value, unless other code has
+    changed it since."""
+
+    def names() -> Any:
+        return type_namespace(owner) if isinstance_of(owner, type) else vars(owner)
+
+    def undo() -> None:
+        if names().get(attribute) is not new:
+            return
+        if before is _MISSING:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, before)
+
+    before = names().get(attribute, _MISSING)
+    setattr(owner, attribute, new)
+    return undo
 
 
 def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:

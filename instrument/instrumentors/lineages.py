@@ -29,7 +29,7 @@ class Lineage:
         self._members: weakref.WeakSet[type[Any]] = weakref.WeakSet()
         self._resolved: weakref.WeakKeyDictionary[type[Any], type[Any] | None] = weakref.WeakKeyDictionary()
         self._subclassed = subclassed
-        self._undo: Undo | None = None
+        self.undos: list[Undo] = []
 
     def contains_method(self, owner: Any, attribute: str) -> bool:
         """Return True if the attribute of the class is the lineage's method or an override."""
@@ -56,13 +56,8 @@ class Lineage:
 
     def watch(self) -> None:
         """Watch for new subclasses. Raises the error of a class that cannot be changed."""
-        if self._undo is None:
-            self._undo = watch_subclasses(self.base, self._subclassed)
-
-    def stop_watching(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        if not self.undos:
+            self.undos.append(watch_subclasses(self.base, self._subclassed))
 
 
 class LineageMember:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from instrument.errors import TargetError
 from instrument.instrumentors.functions import Switch, replace_attribute
@@ -39,7 +39,7 @@ def loader(iterable: T, name: str | None = None) -> T:
     """
     if OFF:
         return iterable
-    kind = type(iterable)
+    kind: Any = type(iterable)
     iterating = "__iter__", "__next__", "__getitem__", "__aiter__", "__anext__"
     if not any(_defines_method(kind, method) for method in iterating):
         raise TargetError(
@@ -51,13 +51,8 @@ def loader(iterable: T, name: str | None = None) -> T:
     title = getattr(iterable, "__name__", None)
     site = RECORDER.scope_site(name or (title if isinstance(title, str) and title else kind.__name__), "loader")
     RECORDER.allow_muting(site, shape="wrapper")
-    proxy: T = _make_proxy(iterable, site)
-    return proxy
-
-
-def _make_proxy(source: Any, site: Site) -> Any:
-    kind: Any = type(source)
-    return _make_proxy_class(kind)(source, site)
+    proxy: Any = _make_proxy_class(kind)(iterable, site)
+    return cast("T", proxy)
 
 
 class StandIn:
@@ -242,7 +237,9 @@ def _make_proxy_class(kind: Any) -> type[StandIn]:
 
 
 def _iterate(self: Any, iterate: Callable[[Any], Any]) -> Any:
-    return _make_proxy(iterate(self._instrument_source), self._instrument_site)
+    iterator = iterate(self._instrument_source)
+    kind: Any = type(iterator)
+    return _make_proxy_class(kind)(iterator, self._instrument_site)
 
 
 class Loaders(Switch):

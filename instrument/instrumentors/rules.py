@@ -112,7 +112,7 @@ class Functions(Instrumentor):
             if key in self._lineages:
                 self._lineages[key] = lineage
             else:
-                lineage.stop_watching()
+                undo_all(lineage.undos)
         for module in modules:
             self.attach_to(module)
 
@@ -211,7 +211,7 @@ class Functions(Instrumentor):
             undo_all(self._pickling)
             lineages, self._lineages = self._lineages, {}
             for lineage in lineages.values():
-                lineage.stop_watching()
+                undo_all(lineage.undos)
             probes, self._probes = list(self._probes), {}
             self._remove_probes(probes)
 
