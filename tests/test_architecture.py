@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_504, 10),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (11_448, 37),
+    "instrumentors": (11_432, 37),
     "native": (8_929, 26),
     "otlp": (5_168, 17),
     "profile": (2_556, 8),
