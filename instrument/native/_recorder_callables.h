@@ -79,25 +79,13 @@ static inline frame_t *take_frame(void)
     if (frame != NULL) {
         hot.free_frames = frame->above;
     } else {
-        frame = take_slot(frame_memory, PART_FRAMES);
-        if (frame == NULL) {
-            frame = new_lines(sizeof(frame_t));
-            if (frame == NULL)
-                return NULL;
-            frame->is_extra = frame_count >= FRAMES_KEPT;
-            frame_count++;
-        }
+        frame = new_lines_in(frame_memory, PART_FRAMES, sizeof(frame_t));
     }
     return frame; /* a free frame has no references */
 }
 
 static inline void release_frame(frame_t *frame)
 {
-    if (__builtin_expect(frame->is_extra, 0)) {
-        free_lines(frame);
-        frame_count--;
-        return;
-    }
     frame->start_ns = 0; /* readers of open spans skip the frame */
     frame->above = hot.free_frames;
     hot.free_frames = frame;
@@ -146,70 +134,6 @@ static SELDOM void forget_paths(Function *);
 
 static SELDOM PyObject *find_current_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
-static PyObject *positional_of_call(PyObject *const *args, size_t nargsf)
-{
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    PyObject *positional = PyTuple_New(count);
-    for (Py_ssize_t i = 0; positional != NULL && i < count; i++)
-        PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
-    return positional;
-}
-
-/* Read facts of a call from its arguments. Set `facts` to a new reference, or to NULL for none. Return -1 with an
- * exception of the service set. */
-static int
-read_by(PyObject *reader, const char *place, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **facts)
-{
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf), keyword_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
-    PyObject *positional = positional_of_call(args, nargsf), *keywords = PyDict_New();
-    int failed = positional == NULL || keywords == NULL;
-    for (Py_ssize_t i = 0; !failed && i < keyword_count; i++)
-        failed = PyDict_SetItem(keywords, PyTuple_GET_ITEM(names, i), args[count + i]) < 0;
-    *facts = failed ? NULL : PyObject_CallFunctionObjArgs(reader, positional, keywords, NULL);
-    Py_XDECREF(positional);
-    Py_XDECREF(keywords);
-    if (*facts == Py_None)
-        Py_CLEAR(*facts);
-    return PyErr_Occurred() ? note_unless_of_service(place) : 0;
-}
-
-/* Return an argument of a call: borrowed, NULL for none. */
-static inline PyObject *
-argument_of_call(PyObject *name, Py_ssize_t position, PyObject *const *args, Py_ssize_t count, PyObject *names)
-{
-    if (0 <= position && position < count)
-        return args[position];
-    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++)
-        if (PyTuple_GET_ITEM(names, i) == name)
-            return args[count + i];
-    return NULL;
-}
-
-/* Read the attributes of a call's span from its arguments. Returns as `read_by`. */
-static int
-read_attributes_of_call(PyObject *reader, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **facts)
-{
-    if (Py_TYPE(reader) == &KeysType) {
-        Keys *keys = (Keys *)reader;
-        Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-        PyObject *value = argument_of_call(keys->parameter, keys->position, args, count, names), *weighed = value;
-        if (value != NULL && keys->is_batch == FACTS_OF_REQUEST) {
-            *facts = NULL;
-            if (keys->weighed != Py_None && read_attributes_of_call(keys->weighed, args, nargsf, names, facts) < 0)
-                return -1;
-            *facts = facts_of_request(keys, value, *facts);
-            return *facts != NULL ? 0 : note_unless_of_service("attributes");
-        }
-        if (value != NULL && keys->weighed != Py_None)
-            weighed = argument_of_call(keys->weighed, keys->weighed_position, args, count, names);
-        *facts = weighed == NULL ? NULL : facts_below(keys, value, weighed);
-        if (*facts != NULL || PyErr_Occurred())
-            return *facts != NULL ? 0 : -1;
-        reader = keys->otherwise;
-    }
-    return read_by(reader, "attributes", args, nargsf, names, facts);
-}
-
 enum { GIVEN, INNERMOST, REQUEST };
 
 static int set_attributes(Core *, int, Frame *, PyObject *, PyObject *, PyObject *const *);
@@ -229,7 +153,8 @@ static SELDOM int
 begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *facts = NULL;
-    int failed = self->works != NULL ? read_by(self->works, "device timer", args, nargsf, names, &facts) : 0;
+    const call_t call = {args, PyVectorcall_NARGS(nargsf), names, NULL};
+    int failed = self->works != NULL ? read_by(self->works, "device timer", &call, &facts) : 0;
     if (!failed)
         failed = begin_on_device(self->core, frame, facts);
     Py_XDECREF(facts);
@@ -277,7 +202,7 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
         return refuse_for_stack("calls of instrumented functions");
     PyObject *facts = NULL;
     if (self->attributes != NULL) {
-        if (read_attributes_of_call(self->attributes, args, nargsf, names, &facts) < 0)
+        if (read_call(self->attributes, &(call_t){args, PyVectorcall_NARGS(nargsf), names, NULL}, &facts) < 0)
             return NULL;
         if (facts != NULL && (current = current_of(core, &ring)) != NULL)
             Py_SETREF(facts, with_link(current, facts));
@@ -406,9 +331,7 @@ call_in_span(Function *self, path_t *instance_path, PyObject *const *args, size_
     if (count_call(&current->maker, totals, frame, total_ns, total_ns, 0))
         count_all_waiting(current->maker, totals);
     Py_XDECREF(frame->request);
-    frame->start_ns = 0; /* as `release_frame`, for a frame that is not extra */
-    frame->above = hot.free_frames;
-    hot.free_frames = frame;
+    release_frame(frame);
     Py_DECREF(current);
     Py_DECREF(ring);
     return result;
@@ -461,20 +384,14 @@ static PyObject *Function_call(Function *self, PyObject *const *args, size_t nar
     return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
 
-/* Call a callable that is not a Python function. */
+/* Call a muted function, or a callable that is not a Python function. */
 static PyObject *Function_call_other(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
-{
-    if (!self->core->on)
-        return PyObject_Vectorcall(self->wrapped, args, nargsf, names);
-    return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
-}
-
-/* Call a muted function. */
-static PyObject *Function_call_muted(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (self->pass != NULL)
         count_passed(self->pass);
-    return call_wrapped(self, args, nargsf, names);
+    if (self->muted || !self->core->on)
+        return call_wrapped(self, args, nargsf, names);
+    return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
 
 /* Return the version of a method's `sites`: a number that is never reused. */

@@ -11,7 +11,6 @@
 #define SMALLEST_RING 64 /* rows */
 #define LARGEST_RING (1u << 31)
 #define ENDED_RINGS_KEPT 1000
-#define FRAMES_KEPT 1024 /* free frames of functions */
 #define OBJECTS_KEPT 256 /* free Frame objects, and free scopes */
 #define NAMES_CACHED 64 /* cached names of scopes; a power of two */
 #define CACHED_AT_FIRST 16
@@ -136,8 +135,7 @@ typedef struct frame {
     char state;
     /* True if a step to a node that is not a child led here, in this chain or in the one that it continues. */
     char below_fold;
-    uint32_t is_extra : 1; /* true if the frame is freed when its call ends */
-    uint32_t place : 31;   /* during a rename: its place among the open spans, counted from 1; else 0 */
+    uint32_t place; /* during a rename: its place among the open spans, counted from 1; else 0 */
 } frame_t;
 
 _Static_assert(REASON_COUNT <= REASONS_MOST, "a recording has room for all reasons");
@@ -282,6 +280,13 @@ typedef struct cached {
 
 _Static_assert(sizeof(cached_t) == LINE, "a cached site is one cache line");
 
+/* The call tree. `overflow` counts the calls on new paths once it is full. */
+typedef struct {
+    node_t root, **nodes, *overflow;
+    uint32_t node_count, node_slots;
+    uint32_t edges; /* marked steps in the tables of nodes */
+} tree_t;
+
 typedef struct core {
     PyObject_HEAD
     /* These four fields are read as one word: 1 means on, without another feature. Code that changes one calls
@@ -309,14 +314,11 @@ typedef struct core {
     PyObject *link_of;
     PyObject *reports_tasks; /* returns true if the running loop reports its tasks */
     PyObject *thread_name;
-    node_t root;
-    node_t **nodes;
-    uint32_t node_count, node_slots, node_limit;
-    node_t *overflow;
+    tree_t tree;
+    uint32_t node_limit;
     /* Nodes that a reset freed, linked by `parent`. They are kept, because unknown pointers may still refer to them.
      * `spare` has those in `memory`. */
     node_t *spare, *private_spare;
-    uint32_t edges; /* marked steps in the tables of nodes */
     PyObject *rings; /* list of Ring */
     uint64_t row_budget;
     Ring *ended; /* the totals of freed rings */
@@ -324,7 +326,6 @@ typedef struct core {
     counted_t *counted; /* part of `memory`, or `own_counted` */
     counted_t own_counted;
     PyObject *described_sites; /* the addresses of the sites whose facts are in `memory` */
-    PyObject *counts; /* counts of events that Python reports, by text */
     Scope *no_scope; /* what `scope` returns if there is no memory for a scope */
     PyObject *user_sites; /* sites of scopes of kind user, by name; for a muted site, a scope that is reused */
     PyObject *scope_type;
@@ -456,7 +457,6 @@ typedef struct {
 static THREAD_LOCAL thread_cache_t own_thread_cache __attribute__((aligned(LINE)));
 /* The id of a thread state whose Mark was freed: what such a thread caches now is never freed. */
 static THREAD_LOCAL uint64_t ending_state;
-static uint32_t frame_count;
 /* Free objects. Each has no references, is tracked by the collector, and is in one of three arrays. */
 static Frame *free_frame_objects[OBJECTS_KEPT];
 static Scope *free_scopes[OBJECTS_KEPT];
@@ -576,7 +576,7 @@ static PyObject *object_at(PyObject *self, void *offset)
     EACH(status_code, "otel.status_code") EACH(outcome, "instrument.outcome") EACH(cancelled, "cancelled")     \
     EACH(closed_early, "closed early") EACH(stopped, "stopped") EACH(error_type, "error.type") EACH(ok, "OK")  \
     EACH(error, "ERROR") EACH(other, "_OTHER") EACH(annotate_checked, "_annotate_checked")                     \
-    EACH(make_scope, "make_scope") EACH(min_ns, "min_ns") EACH(device, "device") EACH(end, "end")              \
+    EACH(make_scope, "make_scope") EACH(min_ns, "min_ns") EACH(device, "device")             \
     EACH(pause, "pause") EACH(resume, "resume") EACH(items, "items") EACH(first_item, "first_item_ns")         \
     EACH(last_item, "last_item_ns") EACH(longest_gap, "longest_gap_ns") EACH(error_key, "error")               \
     EACH(fields, "fields") EACH(attributes, "attributes") EACH(key, "instrument.key") EACH(key_word, "key")  \

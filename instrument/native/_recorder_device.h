@@ -22,12 +22,10 @@ static int begin_on_device(Core *core, frame_t *frame, PyObject *facts)
     return PyErr_Occurred() ? note_unless_of_service("device timer") : 0;
 }
 
-/* Call a method of a pair. A raised exception stays set. Return -1 with an exception of the service that was raised
- * here. */
-static int call_pair(PyObject *method, PyObject *const *args, size_t count)
+/* Take the result of a pair's method, and raise the earlier exception again. Return -1 if the method raised an exception
+ * of the service. Then that one is raised. */
+static int end_pair_call(PyObject *none, raised_t raised)
 {
-    raised_t raised = take_raised();
-    PyObject *none = PyObject_VectorcallMethod(method, args, count, NULL);
     Py_XDECREF(none);
     if (none == NULL && note_unless_of_service("device timer") < 0) {
         drop_raised(raised);
@@ -37,31 +35,30 @@ static int call_pair(PyObject *method, PyObject *const *args, size_t count)
     return 0;
 }
 
+/* Call a method of a span's pair without arguments. Returns as `end_pair_call`. */
+static SELDOM int call_pair(const frame_t *frame, PyObject *method)
+{
+    raised_t raised = take_raised();
+    return end_pair_call(PyObject_CallMethodNoArgs(frame->pair, method), raised);
+}
+
 /* End the pair of a span whose row has been stored. Takes the frame's reference to the pair. Return -1 with an
  * exception of the service set. */
 static int end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
 {
     PyObject *pair = frame->pair;
     frame->pair = NULL;
-    /* The device time of the outer call includes that of an inner call. */
-    PyObject *args[] = {pair, (PyObject *)ring, PyLong_FromLongLong(frame->is_inner ? -1 : (int64_t)frame->node->index),
-                        PyLong_FromUnsignedLongLong(frame->span_id), PyLong_FromLongLong(frame->start_ns),
-                        PyLong_FromLongLong(end_ns < frame->start_ns ? frame->start_ns : end_ns)};
     int failed = 0;
-    if (args[2] != NULL && args[3] != NULL && args[4] != NULL && args[5] != NULL)
-        failed = call_pair(str_end, args, 6);
-    else
-        PyErr_Clear(); /* without memory */
-    if (failed) { /* The method may not have run: call it again, or the pair would never end. */
+    for (int tries = 0; tries <= failed; tries++) { /* again after a signal, or the pair might never end */
         raised_t raised = take_raised();
-        if (call_pair(str_end, args, 6) < 0)
-            PyErr_Clear(); /* the first exception is raised again */
-        raise_again(raised);
+        /* The device time of the outer call includes that of an inner call. */
+        failed |= end_pair_call(PyObject_CallMethod(pair, "end", "OLKLL", ring,
+                                                    frame->is_inner ? -1 : (long long)frame->node->index, frame->span_id,
+                                                    frame->start_ns, end_ns < frame->start_ns ? frame->start_ns : end_ns),
+                                raised) < 0;
     }
-    for (int i = 2; i < 6; i++)
-        Py_XDECREF(args[i]);
     Py_DECREF(pair);
-    return failed;
+    return -failed;
 }
 
 /* Return the lowest value of a bucket. */

@@ -34,14 +34,12 @@ static inline void put_word(text_t *text, const char *word)
 
 static void put_escaped(text_t *text, Py_UCS4 c)
 {
-    char escaped[16];
-    int count;
-    if (c > 0xFFFF)
-        count = snprintf(escaped, sizeof escaped, "\\u%04x\\u%04x", (unsigned)(0xD800 + ((c - 0x10000) >> 10)),
-                         (unsigned)(0xDC00 + ((c - 0x10000) & 0x3FF)));
-    else
-        count = snprintf(escaped, sizeof escaped, "\\u%04x", (unsigned)c);
-    put(text, escaped, (size_t)count);
+    char escaped[8];
+    if (c > 0xFFFF) { /* a pair of surrogates */
+        put_escaped(text, 0xD800 + ((c - 0x10000) >> 10));
+        c = 0xDC00 + ((c - 0x10000) & 0x3FF);
+    }
+    put(text, escaped, (size_t)snprintf(escaped, sizeof escaped, "\\u%04x", (unsigned)c));
 }
 
 /* Return true if none of eight bytes needs an escape: each is from 0x20 to 0x7E, and is neither a quote nor a
@@ -179,15 +177,32 @@ static void put_pair(text_t *text, PyObject *name, PyObject *value)
     put_value(text, value, 0);
 }
 
-/* Write attributes by name. Attributes whose key is an object of ours are left out. */
-static void put_attributes(text_t *text, PyObject *attributes)
+/* Return true if what was written from a place on fits, also a bracket behind it. Else remove it. */
+static int is_kept_from(text_t *text, char *before)
+{
+    int is_kept = !text->full && text->end - text->at > 1;
+    text->full = 0;
+    if (!is_kept)
+        text->at = before;
+    return is_kept;
+}
+
+/* Write the attributes that fit, by name. Attributes whose key is an object of ours are left out. Return false if one
+ * does not fit. */
+static int put_attributes(text_t *text, PyObject *attributes)
 {
     PyObject *name, *value;
+    int are_whole = 1;
     put_character(text, '{');
-    for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &name, &value) && !text->full;)
-        if (PyUnicode_CheckExact(name))
-            put_pair(text, name, value);
+    for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &name, &value);) {
+        char *before = text->at;
+        if (!PyUnicode_CheckExact(name))
+            continue;
+        put_pair(text, name, value);
+        are_whole &= is_kept_from(text, before);
+    }
     put_character(text, '}');
+    return are_whole;
 }
 
 /* Write the attributes of a site, which are pairs of name and value. Makes no object that the collector tracks. */
@@ -220,29 +235,25 @@ static SELDOM void write_detail(Core *core, uint64_t span_id, int64_t active_ns,
     for (;; used += room) { /* use the rest of the block, or else the next block */
         room = DETAIL_BLOCK_BYTES - used % DETAIL_BLOCK_BYTES;
         detail = (detail_t *)(part_at(core->memory, PART_DETAILS) + used % part->slots);
-        text = (text_t){.at = (char *)(detail + 1), .end = (char *)detail + room};
         if (room >= DETAIL_LEAST_BYTES) {
+            text = (text_t){.at = (char *)(detail + 1), .end = (char *)detail + room - 1}; /* without the last bracket */
             put_character(&text, '{');
             if (error != NULL && PyUnicode_CheckExact(error))
                 put_pair(&text, str_error_key, error);
-            char *before = text.at;
+            int are_whole = !text.full;
             if (attributes != NULL && PyDict_Check(attributes)) {
-                put_word(&text, before[-1] == '{' ? "\"attributes\":" : ",\"attributes\":");
-                put_attributes(&text, attributes);
+                put_word(&text, text.at[-1] == '{' ? "\"attributes\":" : ",\"attributes\":");
+                are_whole &= !text.full && put_attributes(&text, attributes);
             }
-            int is_whole = !text.full && text.at < text.end;
-            if (!is_whole && room == DETAIL_BLOCK_BYTES) { /* leave out the attributes, whose size has no limit */
-                part->unseen++;
-                text.full = 0;
-                text.at = before;
-            }
-            put_character(&text, '}');
-            if (is_whole || room == DETAIL_BLOCK_BYTES)
+            if (are_whole || room == DETAIL_BLOCK_BYTES) { /* attributes that are longer than a block are left out */
+                part->unseen += (uint64_t)!are_whole;
                 break;
+            }
         }
         if (room >= sizeof *detail)
             memset(detail, 0, sizeof *detail); /* mark the rest of the block as empty */
     }
+    *text.at++ = '}';
     detail->span_id = span_id;
     detail->active_ns = active_ns;
     detail->text_bytes = (uint32_t)(text.at - (char *)(detail + 1));
@@ -256,31 +267,18 @@ static SELDOM void write_open_attributes(Core *core, const frame_t *frame)
 {
     const part_t *frames = &core->memory->at->parts[PART_FRAMES], *part = &core->memory->at->parts[PART_ATTRIBUTES];
     uint64_t slot = ((uintptr_t)frame - (uintptr_t)part_at(core->memory, PART_FRAMES)) / frames->stride;
-    int is_whole = 0;
+    int are_whole = 0;
     if (!PyDict_Check(frame->attributes))
         return;
     if (slot < frames->slots) {
         attributes_t *slot_of_frame = (attributes_t *)(part_at(core->memory, PART_ATTRIBUTES) + slot * part->stride);
         text_t text = {.at = (char *)(slot_of_frame + 1), .end = (char *)slot_of_frame + part->stride};
-        PyObject *name, *value;
         __atomic_store_n(&slot_of_frame->span_id, 0, __ATOMIC_SEQ_CST);
-        put_character(&text, '{');
-        is_whole = 1;
-        for (Py_ssize_t at = 0; PyDict_Next(frame->attributes, &at, &name, &value);) {
-            char *before = text.at;
-            if (!PyUnicode_CheckExact(name))
-                continue;
-            put_pair(&text, name, value);
-            if (text.full || text.at == text.end) { /* leave out this attribute */
-                is_whole = text.full = 0;
-                text.at = before;
-            }
-        }
-        put_character(&text, '}');
+        are_whole = put_attributes(&text, frame->attributes);
         slot_of_frame->text_bytes = (uint64_t)(text.at - (char *)(slot_of_frame + 1));
         __atomic_store_n(&slot_of_frame->span_id, frame->span_id, __ATOMIC_RELEASE);
     }
-    if (!is_whole && frame->node->is_request)
+    if (!are_whole && frame->node->is_request)
         write_detail(core, frame->span_id, -1, NULL, frame->attributes);
 }
 
@@ -302,7 +300,7 @@ static void describe_site(Core *core, PyObject *site)
     }
     PyObject *names = PyObject_GetAttr(site, str_fields);
     text_t text = {.at = (char *)(fact + 1), .end = (char *)fact + most};
-    put_word(&text, "{");
+    put_character(&text, '{');
     for (Py_ssize_t i = 0; names != NULL && PyTuple_CheckExact(names) && i < PyTuple_GET_SIZE(names); i++) {
         PyObject *name = PyTuple_GET_ITEM(names, i), *value = PyObject_GetAttr(site, name);
         char *before = text.at;
@@ -315,14 +313,10 @@ static void describe_site(Core *core, PyObject *site)
         else
             put_pair(&text, name, value);
         Py_DECREF(value);
-        if (text.full || text.end - text.at < 1) { /* leave out this fact */
-            part->unseen++;
-            text.full = 0;
-            text.at = before;
-        }
+        part->unseen += (uint64_t)!is_kept_from(&text, before);
     }
     Py_XDECREF(names);
-    put_word(&text, "}");
+    put_character(&text, '}');
     fact->site = (uint64_t)(uintptr_t)site;
     fact->text_bytes = (uint32_t)(text.at - (char *)(fact + 1));
     fact->size_bytes = (uint32_t)pad_size(sizeof *fact + fact->text_bytes);

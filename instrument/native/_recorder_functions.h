@@ -8,7 +8,7 @@ static int does_pass(Function *self, PyObject *const *args, size_t nargsf)
     if (!self->core->on)
         return 1;
     if (self->passes != NULL && PyVectorcall_NARGS(nargsf) > 0) {
-        PyObject *positional = positional_of_call(args, nargsf);
+        PyObject *positional = tuple_of(args, PyVectorcall_NARGS(nargsf));
         PyObject *answer = positional == NULL ? NULL : PyObject_CallOneArg(self->passes, positional);
         int passes = answer == NULL ? note_unless_of_service("passes") : answer == Py_True;
         Py_XDECREF(positional);
@@ -31,7 +31,8 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
         return passes < 0 ? NULL : call_wrapped(self, args, nargsf, names);
     if (thread_cache()->uid == core->uid && is_stack_used_up())
         return refuse_for_stack("calls of instrumented functions");
-    if (self->attributes != NULL && read_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
+    if (self->attributes != NULL &&
+        read_call(self->attributes, &(call_t){args, PyVectorcall_NARGS(nargsf), names, NULL}, &values) < 0)
         return NULL;
     Py_INCREF(self);
     Py_INCREF(core);
@@ -70,7 +71,8 @@ static PyObject *Function_call_for_body(Function *self, PyObject *const *args, s
     int passes = does_pass(self, args, nargsf);
     if (passes != 0)
         return passes < 0 ? NULL : call_wrapped(self, args, nargsf, names);
-    if (self->attributes != NULL && read_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
+    if (self->attributes != NULL &&
+        read_call(self->attributes, &(call_t){args, PyVectorcall_NARGS(nargsf), names, NULL}, &values) < 0)
         return NULL;
     Py_INCREF(self);
     body = call_wrapped(self, args, nargsf, names);
@@ -116,8 +118,7 @@ static vectorcallfunc entry_of(const Function *self)
                             : self->form >= SUBMIT            ? Function_call_to_hand_over
                             : self->form > SCOPE              ? Function_call_for_body
                             : self->form == SCOPE             ? Function_call_as_scope
-                            : self->muted                     ? Function_call_muted
-                            : !PyFunction_Check(self->wrapped) || self->attributes != NULL || self->results != NULL
+                            : self->muted || !PyFunction_Check(self->wrapped) || self->attributes != NULL || self->results != NULL
                                 ? Function_call_other
                                 : Function_call);
 }
@@ -227,14 +228,6 @@ static PyObject *Function_site(Function *self, void *name)
     return NULL;
 }
 
-static PyObject *Function_has_sites(Function *self, void *name)
-{
-    if (self->sites != NULL)
-        Py_RETURN_TRUE;
-    PyErr_SetString(PyExc_AttributeError, name);
-    return NULL;
-}
-
 static PyObject *Function_pass(Function *self, void *Py_UNUSED(closure))
 {
     return Py_NewRef(self->pass != NULL ? (PyObject *)self->pass : self->muted ? Py_False : Py_None);
@@ -259,13 +252,12 @@ static PyGetSetDef Function_getset[] = {
     {"__dict__", (getter)Function_dict, NULL, NULL, NULL},
     {"__doc__", (getter)Function_attribute, NULL, NULL, "__doc__"},
     {"__instrument__", (getter)Function_site, NULL, "its site", "__instrument__"},
-    {"__instrument_layers__", (getter)Function_has_sites, NULL, "True if each instance has a site",
-     "__instrument_layers__"},
     {NULL},
 };
 
 static PyMemberDef Function_members[] = {
     {"__instrument_function__", T_OBJECT, offsetof(Function, wrapped), READONLY, "the wrapped function"},
+    {"__instrument_layers__", T_OBJECT_EX, offsetof(Function, sites), READONLY, "the sites, if each instance has one"},
     {NULL},
 };
 
@@ -286,24 +278,12 @@ static PyTypeObject FunctionType_ = {
     .tp_getset = Function_getset,
 };
 
-static PyObject *CachedFunction_copy(PyObject *self, PyObject *Py_UNUSED(memo))
-{
-    return Py_NewRef(self);
-}
-
-static PyMethodDef CachedFunction_methods[] = {
-    {"__copy__", (PyCFunction)CachedFunction_copy, METH_NOARGS, NULL},
-    {"__deepcopy__", (PyCFunction)CachedFunction_copy, METH_O, NULL},
-    {NULL},
-};
-
 /* Wrappers around a function of `functools.lru_cache`, and around other callables. */
 static PyTypeObject CachedFunctionType = {
     PyVarObject_HEAD_INIT(&StandInType, 0)
     .tp_name = "instrument.native._recorder.CachedFunction",
     .tp_base = &FunctionType_,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_methods = CachedFunction_methods,
 };
 static PyTypeObject OtherFunctionType = {
     PyVarObject_HEAD_INIT(&StandInType, 0)

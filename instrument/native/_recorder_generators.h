@@ -114,9 +114,8 @@ static int resume_span(Stretch *self)
     }
     Ring *ring;
     Current *current = current_of(core, &ring);
-    if (current == NULL) { /* the span stays open, but is not current in this step */
+    if (current == NULL) /* the span stays open, but is not current in this step */
         return clear_fault();
-    }
     frame_t *span = self->frame->frame;
     int64_t now_ns = read_clock(core);
     int64_t gap_ns = now_ns - self->suspended_ns;
@@ -147,7 +146,7 @@ static int resume_span(Stretch *self)
     self->resumed_ns = now_ns;
     Py_DECREF(current);
     Py_DECREF(ring);
-    if (span->pair != NULL && call_pair(str_resume, &span->pair, 1) < 0)
+    if (span->pair != NULL && call_pair(span, str_resume) < 0)
         return -1;
     return 0;
 }
@@ -216,7 +215,7 @@ static int suspend_span(Stretch *self)
         self->parent = current_identity(current);
     }
     Py_DECREF(current);
-    if (span->pair != NULL && call_pair(str_pause, &span->pair, 1) < 0)
+    if (span->pair != NULL && call_pair(span, str_pause) < 0)
         return -1;
     return 0;
 }
@@ -316,24 +315,13 @@ static int finish_span(Stretch *self, PyObject *error)
 /* Return what awaits a step of the body, which may be suspended: a new reference, NULL with an exception. */
 static PyObject *Stretch_stepped(Stretch *self, PyObject *awaitable)
 {
-    if (self->frame == NULL || self->frame->frame->state == CLOSED || !is_awaitable(awaitable))
-        return Py_NewRef(awaitable);
-    PyObject *iterator = iterator_of(awaitable);
-    if (iterator == NULL)
-        return NULL;
-    if (self->stepped == NULL) {
-        self->stepped = new_stepped(self->core, &SteppedType, iterator);
-        if (self->stepped == NULL)
-            return NULL;
-        self->frame->stepped = (Stepped *)Py_NewRef((PyObject *)self->stepped);
-        self->frame->waited_before_ns = 0;
-    } else {
-        Py_SETREF(self->stepped->awaited, iterator);
+    PyObject *steps = stepped_for(self->core, self->frame, awaitable);
+    if (steps != NULL && steps == (PyObject *)self->frame->stepped) {
+        self->frame->stepped->task = self->frame->frame->task;
+        Py_XSETREF(self->stepped, (Stepped *)Py_NewRef(steps));
     }
-    self->stepped->task = self->frame->frame->task;
-    return Py_NewRef((PyObject *)self->stepped);
+    return steps;
 }
-
 
 /* Return true if the steps of the body have no span. */
 static inline int has_no_span(const Stretch *self)
@@ -367,18 +355,27 @@ static PySendResult end_body_step(Stretch *self, PySendResult ended, PyObject **
     return PYGEN_ERROR;
 }
 
+/* Begin a step of the body. Return true if the step has a span, -1 with an exception set. */
+static inline __attribute__((always_inline)) int begin_body_step(Stretch *self, int may_begin)
+{
+    if (has_no_span(self) || (self->frame == NULL && !may_begin))
+        return 0;
+    if (__builtin_expect(resume_span(self) < 0, 0))
+        return -1;
+    if (has_no_span(self))
+        return 0;
+    self->is_running = 1;
+    return 1;
+}
+
 static PySendResult Generator_step(Stretch *self, PyObject *value, PyObject **result)
 {
     *result = NULL;
-    if (has_no_span(self) || (self->frame == NULL && value != Py_None))
-        return PyIter_Send(self->body, value, result);
-    if (resume_span(self) < 0)
+    int has_span = begin_body_step(self, value == Py_None);
+    if (__builtin_expect(has_span < 0, 0))
         return PYGEN_ERROR;
-    if (has_no_span(self))
-        return PyIter_Send(self->body, value, result);
-    self->is_running = 1;
     PySendResult ended = PyIter_Send(self->body, value, result);
-    return end_body_step(self, ended, result);
+    return has_span ? end_body_step(self, ended, result) : ended;
 }
 
 static PyObject *Generator_next(Stretch *self)
@@ -391,10 +388,9 @@ static PyObject *Generator_next(Stretch *self)
 static PyObject *Generator_throw(Stretch *self, PyObject *const *args, Py_ssize_t nargs)
 {
     PyObject *result;
-    int has_span = self->frame != NULL && !has_no_span(self);
-    if (has_span && resume_span(self) < 0)
+    int has_span = begin_body_step(self, 0);
+    if (has_span < 0)
         return NULL;
-    self->is_running |= (char)has_span;
     PySendResult ended = throw_into(self->body, args, nargs, &result);
     if (has_span)
         ended = end_body_step(self, ended, &result);
@@ -403,13 +399,12 @@ static PyObject *Generator_throw(Stretch *self, PyObject *const *args, Py_ssize_
 
 static PyObject *Generator_close(Stretch *self, PyObject *Py_UNUSED(none))
 {
-    if (self->frame == NULL || has_no_span(self))
-        return close_body(self->body);
-    if (resume_span(self) < 0)
+    int has_span = begin_body_step(self, 0);
+    if (has_span < 0)
         return NULL;
-    self->is_running = 1;
     PyObject *result = close_body(self->body);
-    end_body_step(self, result == NULL ? PYGEN_ERROR : PYGEN_RETURN, &result);
+    if (has_span)
+        end_body_step(self, result == NULL ? PYGEN_ERROR : PYGEN_RETURN, &result);
     return result;
 }
 
@@ -445,13 +440,12 @@ static PyObject *new_async_step(Stretch *generator, PyObject *awaitable, int clo
 static int begin_async_step(AsyncStep *self, int may_begin)
 {
     Stretch *generator = self->generator;
+    int has_span = begin_body_step(generator, may_begin && !self->closes);
     self->has_begun = 1;
-    if (!has_no_span(generator) && (generator->frame != NULL || (may_begin && !self->closes))) {
-        if (resume_span(generator) < 0)
-            return -1;
-        generator->is_running = self->is_ours = (char)!has_no_span(generator);
-    }
-    self->steps = self->is_ours ? Stretch_stepped(generator, self->awaitable) : iterator_of(self->awaitable);
+    if (has_span < 0)
+        return -1;
+    self->is_ours = (char)has_span;
+    self->steps = has_span ? Stretch_stepped(generator, self->awaitable) : iterator_of(self->awaitable);
     return self->steps == NULL ? -1 : 0;
 }
 

@@ -27,7 +27,6 @@ typedef struct {
 } Keys;
 
 #define FACTS_OF_REQUEST 2
-#define FACT_TEXT_LIMIT 256 /* characters: `VALUE_LIMIT` of spans.py */
 
 /* Return the object below a value: a new reference. Return NULL, with or without an exception, if it is not plain. */
 static PyObject *part_below(PyObject *value, PyObject *steps)
@@ -188,18 +187,15 @@ static PyObject *facts_below(Keys *self, PyObject *value, PyObject *weighed)
     return facts;
 }
 
-/* Return an argument from (args, kwargs): borrowed, NULL for none. */
-static inline PyObject *argument_in(PyObject *const *args, PyObject *name, Py_ssize_t position)
+/* Return true for a value of an attribute that is stored unchanged, because it runs no code and takes little memory. */
+static int is_plain_value(PyObject *value)
 {
-    if (PyTuple_CheckExact(args[0]) && 0 <= position && position < PyTuple_GET_SIZE(args[0]))
-        return PyTuple_GET_ITEM(args[0], position);
-    return PyDict_CheckExact(args[1]) ? PyDict_GetItemWithError(args[1], name) : NULL;
-}
-
-static inline int is_plain_fact(PyObject *value)
-{
-    return value == Py_None || PyLong_CheckExact(value) || PyFloat_CheckExact(value) || PyBool_Check(value) ||
-           (PyUnicode_CheckExact(value) && PyUnicode_GET_LENGTH(value) <= FACT_TEXT_LIMIT);
+    int overflow = 0;
+    if (PyUnicode_CheckExact(value))
+        return PyUnicode_GET_LENGTH(value) <= VALUE_LIMIT;
+    if (PyLong_CheckExact(value))
+        return PyLong_AsLongLongAndOverflow(value, &overflow), !overflow;
+    return PyFloat_CheckExact(value) || PyBool_Check(value);
 }
 
 /* Add the facts below a value to the facts of the reader before, taking their reference. NULL and None stand for no
@@ -214,7 +210,7 @@ static PyObject *facts_of_request(Keys *self, PyObject *value, PyObject *facts)
         PyObject *steps = PyTuple_GET_ITEM(self->keys.steps, i);
         /* None for the size or the type of a value. */
         PyObject *fact = steps == Py_None ? NULL : part_below(value, steps);
-        if (fact == NULL || !is_plain_fact(fact)) {
+        if (fact == NULL || (fact != Py_None && !is_plain_value(fact))) {
             if (fact == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
                 PyErr_Clear();
             Py_XDECREF(fact);
@@ -229,25 +225,89 @@ static PyObject *facts_of_request(Keys *self, PyObject *value, PyObject *facts)
     return facts;
 }
 
+/* The arguments of a call. Those by name are behind `args` in the order of `names`, or in `keywords`. */
+typedef struct {
+    PyObject *const *args;
+    Py_ssize_t count;
+    PyObject *names, *keywords;
+} call_t;
+
+static PyObject *tuple_of(PyObject *const *items, Py_ssize_t count)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t i = 0; tuple != NULL && i < count; i++)
+        PyTuple_SET_ITEM(tuple, i, Py_NewRef(items[i]));
+    return tuple;
+}
+
+/* Read facts of a call by reader(args, kwargs). Set `facts` to a new reference, or to NULL for none. Return -1 with an
+ * exception of the service set. */
+static int read_by(PyObject *reader, const char *place, const call_t *call, PyObject **facts)
+{
+    PyObject *positional = tuple_of(call->args, call->count);
+    PyObject *keywords = call->keywords != NULL ? Py_NewRef(call->keywords) : PyDict_New();
+    int failed = positional == NULL || keywords == NULL;
+    for (Py_ssize_t i = 0; !failed && call->names != NULL && i < PyTuple_GET_SIZE(call->names); i++)
+        failed = PyDict_SetItem(keywords, PyTuple_GET_ITEM(call->names, i), call->args[call->count + i]) < 0;
+    *facts = failed ? NULL : PyObject_CallFunctionObjArgs(reader, positional, keywords, NULL);
+    Py_XDECREF(positional);
+    Py_XDECREF(keywords);
+    if (*facts == Py_None)
+        Py_CLEAR(*facts);
+    return PyErr_Occurred() ? note_unless_of_service(place) : 0;
+}
+
+/* Return an argument: borrowed, NULL for none. */
+static inline PyObject *argument_of(const call_t *call, PyObject *name, Py_ssize_t position)
+{
+    if (0 <= position && position < call->count)
+        return call->args[position];
+    for (Py_ssize_t i = 0; call->names != NULL && i < PyTuple_GET_SIZE(call->names); i++)
+        if (PyTuple_GET_ITEM(call->names, i) == name)
+            return call->args[call->count + i];
+    return call->keywords != NULL ? PyDict_GetItemWithError(call->keywords, name) : NULL;
+}
+
+static PyTypeObject KeysType;
+
+/* Read the attributes of a call's span from its arguments. Returns as `read_by`. */
+static int read_call(PyObject *reader, const call_t *call, PyObject **facts)
+{
+    Keys *keys = Py_TYPE(reader) == &KeysType ? (Keys *)reader : NULL;
+    PyObject *value = keys == NULL ? NULL : argument_of(call, keys->parameter, keys->position), *weighed = value;
+    *facts = NULL;
+    if (value != NULL && keys->is_batch == FACTS_OF_REQUEST) {
+        if (keys->weighed != Py_None && read_call(keys->weighed, call, facts) < 0)
+            return -1;
+        *facts = facts_of_request(keys, value, *facts);
+        return *facts != NULL ? 0 : note_unless_of_service("attributes");
+    }
+    if (value != NULL && keys->weighed != Py_None)
+        weighed = argument_of(call, keys->weighed, keys->weighed_position);
+    if (weighed != NULL)
+        *facts = facts_below(keys, value, weighed);
+    if (*facts != NULL || PyErr_Occurred())
+        return *facts != NULL ? 0 : -1;
+    return read_by(keys == NULL ? reader : keys->otherwise, "attributes", call, facts);
+}
+
 /* Read a call from (args, kwargs), or read a result, as a Python function would. */
 static PyObject *Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    PyObject *facts = NULL, *value = NULL, *weighed;
-    if (self->parameter == Py_None && count == 1)
-        value = args[0];
-    else if (count == 2)
-        value = argument_in(args, self->parameter, self->position);
-    if (value != NULL && self->is_batch == FACTS_OF_REQUEST) {
-        if (self->weighed != Py_None && (facts = PyObject_Vectorcall(self->weighed, args, nargsf, NULL)) == NULL)
-            return NULL;
-        return facts_of_request(self, value, facts);
+    PyObject *facts = NULL;
+    if (count == 2 && PyTuple_CheckExact(args[0]) && PyDict_CheckExact(args[1])) {
+        const call_t call = {&PyTuple_GET_ITEM(args[0], 0), PyTuple_GET_SIZE(args[0]), NULL, args[1]};
+        int failed = read_call((PyObject *)self, &call, &facts) < 0;
+        return facts != NULL || failed ? facts : Py_NewRef(Py_None);
     }
-    weighed = value;
-    if (value != NULL && self->weighed != Py_None)
-        weighed = count == 2 ? argument_in(args, self->weighed, self->weighed_position) : NULL;
-    if (weighed != NULL)
-        facts = facts_below(self, value, weighed);
+    if (count == 1 && self->is_batch == FACTS_OF_REQUEST) {
+        if (self->weighed != Py_None && (facts = PyObject_CallOneArg(self->weighed, args[0])) == NULL)
+            return NULL;
+        return facts_of_request(self, args[0], facts);
+    }
+    if (count == 1 && self->parameter == Py_None)
+        facts = facts_below(self, args[0], args[0]);
     return facts != NULL || PyErr_Occurred() ? facts : PyObject_Vectorcall(self->otherwise, args, nargsf, names);
 }
 

@@ -23,52 +23,27 @@ static PyObject *Core_forget_all(Core *self, PyObject *none)
     return Core_forget_current(self, none);
 }
 
-/* Return the node in a new tree that has the path of an old node. */
-static node_t *node_in_new_tree(Core *core, const node_t *old)
-{
-    uint32_t depth = 0;
-    for (const node_t *node = old; node != &core->root; node = node->parent)
-        depth++;
-    PyObject **path = PyMem_Malloc((depth + 1) * sizeof *path);
-    if (path == NULL)
-        return core->overflow;
-    uint32_t at = depth;
-    for (const node_t *node = old; node != &core->root; node = node->parent)
-        path[--at] = node->site;
-    node_t *node = &core->root;
-    for (; at < depth; at++)
-        node = node_at_end(node_of(core, node, path[at]));
-    PyMem_Free(path);
-    return node;
-}
-
 /* Begin a new call tree, with the paths of open spans only. Return the sites of the old tree, ending with NULL: the
  * caller releases them where code of the service may run. Return NULL without memory, and change nothing. */
 static PyObject **give_up_nodes(Core *core)
 {
-    node_t **old = core->nodes, *overflow = core->overflow, root = core->root;
-    uint32_t count = core->node_count, slots = core->node_slots;
-    PyObject **sites = PyMem_Calloc((size_t)count + 1, sizeof *sites);
+    tree_t before = core->tree;
+    node_t **old = before.nodes, *overflow = before.overflow;
+    PyObject **sites = PyMem_Calloc((size_t)before.node_count + 1, sizeof *sites);
     if (sites == NULL)
         return NULL;
-    core->nodes = NULL;
-    core->node_count = core->node_slots = core->root.children = core->root.slots = 0;
-    core->root.table = NULL;
-    core->overflow = new_node(core, &core->root, overflow->site);
-    if (core->overflow == NULL) {
-        PyMem_Free(core->nodes);
-        PyMem_Free(core->root.table);
-        core->nodes = old;
-        core->node_count = count;
-        core->node_slots = slots;
-        core->overflow = overflow;
-        core->root = root;
+    core->tree = (tree_t){0};
+    core->tree.overflow = new_node(core, &core->tree.root, overflow->site);
+    if (core->tree.overflow == NULL) {
+        PyMem_Free(core->tree.nodes);
+        PyMem_Free(core->tree.root.table);
         PyMem_Free(sites);
+        core->tree = before;
         return NULL;
     }
-    core->edges = 0;
-    FOR_EACH_OPEN_FRAME(core, frame, frame->node = node_in_new_tree(core, frame->node))
-    for (uint32_t i = 0; i < count; i++) {
+    node_t *root = &core->tree.root;
+    FOR_EACH_OPEN_FRAME(core, frame, frame->node = follow_path(core, root, root, frame->node, &frame->below_fold))
+    for (uint32_t i = 0; i < before.node_count; i++) {
         PyMem_Free(old[i]->table);
         sites[i] = old[i]->site; /* with its reference */
         memset(old[i], 0, sizeof *old[i]);
@@ -77,7 +52,7 @@ static PyObject **give_up_nodes(Core *core)
         make_spare(core, old[i]);
     }
     PyMem_Free(old);
-    PyMem_Free(root.table);
+    PyMem_Free(before.root.table);
     return sites;
 }
 
@@ -105,17 +80,10 @@ static void use_frames_of(memory_t *memory)
     while (hot.free_frames != NULL) {
         frame_t *frame = hot.free_frames;
         hot.free_frames = frame->above;
-        if (memory_of(frame) == NULL)
-            frame_count--;
         free_lines_in(frame, PART_FRAMES);
     }
-    while (free_frame_object_count > 0) {
-        Frame *frame = free_frame_objects[--free_frame_object_count];
-        PyObject_GC_UnTrack(frame);
-        free_lines_in(frame->frame, PART_FRAMES);
-        PyObject_GC_Del(frame);
-        frame_object_count--;
-    }
+    while (free_frame_object_count > 0)
+        delete_frame_object(free_frame_objects[--free_frame_object_count]);
     frame_memory = memory;
     frame_objects_elsewhere = frame_object_count;
     frame_objects_kept = frame_objects_elsewhere > 0 ? 0 : OBJECTS_KEPT;
@@ -134,7 +102,7 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
     if (self->memory != NULL && frame_memory != self->memory) /* another recorder's memory */
         use_frames_of(self->memory);
     Ring *ended = rings == NULL ? NULL : empty_ring(self);
-    if (ended == NULL || (self->overflow != NULL && (old_sites = give_up_nodes(self)) == NULL)) {
+    if (ended == NULL || ((old_sites = give_up_nodes(self)) == NULL)) {
         mark_moving(self);
         Py_XDECREF(rings);
         Py_XDECREF((PyObject *)ended);
@@ -153,7 +121,6 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
     memset(self->counted->reasons, 0, sizeof(self->counted->reasons));
     forget_paths_of_names(self);
     mark_moving(self);
-    PyDict_Clear(self->counts);
     Py_DECREF(old_ended);
     free_rings(old_rings); /* after the changes above, because it may run code of the service */
     Py_DECREF(Core_forget_names(self, NULL));
@@ -190,17 +157,13 @@ static PyObject *Core_attach(Core *self, PyObject *args)
         return NULL;
     Py_DECREF(Core_forget_names(self, NULL));
     use_frames_of(memory);
-    while (self->spare != NULL) {
-        node_t *node = self->spare;
-        self->spare = node->parent;
-        node->parent = self->private_spare;
-        self->private_spare = node;
-    }
     if (before != NULL)
         leave_memory(before);
     memory->core = self;
     memory->next = memories;
     memories = self->memory = memory;
+    for (node_t *node; (node = self->spare) != NULL; make_spare(self, node))
+        self->spare = node->parent;
     memory->at->counted = *self->counted;
     self->counted = &memory->at->counted;
     Py_RETURN_NONE;
@@ -225,37 +188,28 @@ static PyObject *Core_memory(Core *self, void *Py_UNUSED(closure))
  * of bytes. */
 static PyObject *Core_touch_ahead(Core *self, PyObject *argument)
 {
-    enum { RINGS_MOST = 64, POPULATE_WRITE = 23 }; /* `POPULATE_WRITE` is MADV_POPULATE_WRITE, since Linux 5.14 */
-    struct {
-        char *at;
-        size_t bytes;
-    } ahead[RINGS_MOST];
-    size_t most = PyLong_AsSize_t(argument), touched = 0;
-    int count = 0;
+    enum { POPULATE_WRITE = 23 }; /* MADV_POPULATE_WRITE, since Linux 5.14 */
+    size_t most = PyLong_AsSize_t(argument), touched = 0, page = (size_t)sysconf(_SC_PAGESIZE);
+    memory_t *memory = self->memory;
     if (most == (size_t)-1 && PyErr_Occurred())
         return NULL;
-    memory_t *memory = self->memory;
     if (memory == NULL || memory->is_file || memory->is_private)
         return PyLong_FromSize_t(0);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->rings) && count < RINGS_MOST; i++) {
-        Ring *ring = (Ring *)PyList_GET_ITEM(self->rings, i);
+    size_t live = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->rings); i++)
+        live += !((Ring *)PyList_GET_ITEM(self->rings, i))->ended;
+    size_t share = live == 0 ? 0 : most / live / page * page;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->rings); i++) {
+        const Ring *ring = (Ring *)PyList_GET_ITEM(self->rings, i);
         if (ring->rows == NULL || ring->ended || ring->head >= ring->capacity || memory_of(ring->rows) != memory)
             continue;
-        size_t page = memory->page_bytes, end = mapped_bytes(ring->capacity);
-        size_t begin = (ring->head * sizeof(row_t) / page + 1) * page;
-        if (begin < end) {
-            ahead[count].at = (char *)ring->rows + begin;
-            ahead[count++].bytes = end - begin;
-        }
+        size_t begin = (ring->head * sizeof(row_t) / page + 1) * page, end = mapped_bytes(ring->capacity);
+        size_t bytes = begin + share < end ? share : begin < end ? end - begin : 0;
+        char *rows = (char *)ring->rows;
+        Py_BEGIN_ALLOW_THREADS
+        touched += madvise(rows + begin, bytes, POPULATE_WRITE) == 0 ? bytes : 0;
+        Py_END_ALLOW_THREADS
     }
-    size_t share = count > 0 ? most / (size_t)count / memory->page_bytes * memory->page_bytes : 0;
-    Py_BEGIN_ALLOW_THREADS
-    for (int i = 0; i < count && share > 0; i++) {
-        size_t bytes = ahead[i].bytes < share ? ahead[i].bytes : share;
-        if (madvise(ahead[i].at, bytes, POPULATE_WRITE) == 0)
-            touched += bytes;
-    }
-    Py_END_ALLOW_THREADS
     return PyLong_FromSize_t(touched);
 }
 

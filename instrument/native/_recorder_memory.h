@@ -2,9 +2,7 @@
  * mapping of fixed size, shared with each process that gets its descriptor. It has parts of equal slots. The structures
  * that spans touch are in it, so nothing is written twice. A full part counts the slots that it refuses, which are then
  * in private memory. The mapping stays until the process ends, because any pointer may refer to it. A forked child gets
- * a mapping of its own at the same addresses, before any Python code runs. */
-
-#define FIRST_FD 256 /* lower descriptors are left to the service */
+ * private memory at the same addresses, before any Python code runs. */
 
 typedef struct memory {
     recording_t *at;
@@ -145,29 +143,19 @@ static int unmap_rows(void *rows, size_t bytes, size_t written)
 static THREAD_LOCAL char *fork_copy; /* a copy of what a child inherits of all memories */
 static THREAD_LOCAL size_t fork_copy_bytes;
 
-/* Return the bytes of a part that a child inherits. It inherits no rows and no details. */
-static size_t inherited_bytes(const part_t *part, int number)
-{
-    if (number == PART_DETAILS || number >= PART_INTERVALS)
-        return 0;
-    return (part->used < part->slots ? part->used : part->slots) * part->stride;
-}
-
-/* Copy what a child inherits of a memory, to a copy or back. Return the number of bytes. Only count them if `copy` is
- * NULL. */
+/* Copy what a child inherits of a memory, to a copy or back: no rows and no details. Return the number of bytes. Only
+ * count them if `copy` is NULL. */
 static size_t copy_inherited(memory_t *memory, char *copy, int is_restored)
 {
-    size_t copied = 0;
+    size_t copied = sizeof(recording_t);
     if (memory->is_private) /* the kernel has copied it for the child */
         return 0;
-    char *at = (char *)memory->at;
-    const part_t *parts = memory->at->parts;
     if (copy != NULL)
-        memcpy(is_restored ? at : copy, is_restored ? copy : at, sizeof(recording_t));
-    copied += sizeof(recording_t);
-    for (int number = 0; number < PART_COUNT; number++) {
-        size_t bytes = inherited_bytes(&parts[number], number);
-        char *slots = at + parts[number].offset;
+        memcpy(is_restored ? (char *)memory->at : copy, is_restored ? copy : (char *)memory->at, copied);
+    for (int number = 0; number < PART_DETAILS; number++) {
+        const part_t *part = &memory->at->parts[number];
+        size_t bytes = (part->used < part->slots ? part->used : part->slots) * part->stride;
+        char *slots = part_at(memory, number);
         if (copy != NULL)
             memcpy(is_restored ? slots : copy + copied, is_restored ? copy + copied : slots, bytes);
         copied += bytes;
@@ -195,42 +183,6 @@ static void before_fork(void)
         copied += copy_inherited(memory, fork_copy + copied, 0);
 }
 
-static int new_memfd(size_t size_bytes)
-{
-#if defined(SYS_memfd_create) /* older headers do not define it */
-    struct rlimit limit; /* a file above the limit causes a signal that ends the process */
-    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < size_bytes)
-        return -1;
-    int fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U | 8U); /* closed by exec, sealable, not executable */
-    if (fd < 0)
-        fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U); /* for a kernel before 6.3 */
-    if (fd < 0)
-        return -1;
-    if (ftruncate(fd, (off_t)size_bytes) == 0) {
-        (void)fcntl(fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: neither its size nor its seals can change */
-        int moved = fcntl(fd, F_DUPFD_CLOEXEC, FIRST_FD);
-        if (moved < 0) /* the limit of descriptors may be lower */
-            return fd;
-        close(fd);
-        return moved;
-    }
-    close(fd);
-#else
-    (void)size_bytes;
-#endif
-    return -1;
-}
-
-static int identify_file(memory_t *memory)
-{
-    struct stat status;
-    if (fstat(memory->fd, &status) < 0)
-        return -1;
-    memory->device = status.st_dev;
-    memory->inode = status.st_ino;
-    return 0;
-}
-
 /* Return true if the descriptor is still ours. Programs that detach from their terminal close all descriptors. */
 static int has_fd(const memory_t *memory)
 {
@@ -239,121 +191,72 @@ static int has_fd(const memory_t *memory)
            status.st_ino == memory->inode;
 }
 
-/* Give a child its own memory at the same addresses, without rows. The child calls it after the fork. */
+/* Move what a child inherits to private memory at the same addresses, without rows. The child calls it after the fork,
+ * and makes a memory that other processes can read when its Python code begins anew. */
 static void after_fork_in_child(void)
 {
     size_t copied = 0;
     for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
-        if (memory->is_private)
+        int is_copied = fork_copy != NULL, fd = has_fd(memory) ? memory->fd : -1;
+        if (memory->is_private || (!is_copied && fd < 0))
             continue;
-        int before = memory->fd, fd = memory->core == NULL ? -1 : new_memfd(memory->size_bytes);
-        int shared = fork_copy == NULL ? MAP_PRIVATE : fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
-        if (has_fd(memory) == 0)
-            before = -1;
-        if (fork_copy == NULL && before < 0)
-            continue;
-        void *mapped = mmap(memory->at, memory->size_bytes, PROT_READ | PROT_WRITE, shared | MAP_FIXED | MAP_NORESERVE,
-                            fork_copy == NULL ? before : fd, 0);
-        if (before >= 0)
-            close(before);
-        memory->fd = fork_copy == NULL || mapped == MAP_FAILED ? -1 : fd;
+        void *mapped = mmap(memory->at, memory->size_bytes, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE | (is_copied ? MAP_ANONYMOUS : 0), is_copied ? -1 : fd, 0);
+        if (fd >= 0)
+            close(fd);
+        memory->fd = -1;
         memory->is_file = 0;
-        if (memory->fd >= 0)
-            identify_file(memory);
         if (mapped == MAP_FAILED)
             continue;
-        if (fork_copy != NULL)
+        if (is_copied)
             copied += copy_inherited(memory, fork_copy + copied, 1);
-        memory->at->pid = (uint32_t)getpid();
-        memory->at->state = STATE_FORKED;
-        memory->at->start_ticks = 0;
-        memory->at->parts[PART_DETAILS].used = 0;
-        for (int number = PART_INTERVALS; number < PART_ROWS; number++)
+        memory->is_private = 1;
+        for (int number = PART_DETAILS; number < PART_ROWS; number++)
             memory->at->parts[number].used = 0;
     }
     drop_fork_copy();
-}
-
-/* Return true if the parts are in order, fit into a memory of this size, and have slots that are large enough. */
-static int is_sound(const recording_t *head, size_t size_bytes)
-{
-    const uint64_t least[PART_COUNT] = {
-        [PART_TEXT] = 1, [PART_RINGS] = sizeof(Ring), [PART_NODES] = sizeof(node_t), [PART_TOTALS] = sizeof(totals_t),
-        [PART_CHUNKS] = sizeof(chunk_t), [PART_HIGHS] = 64 * sizeof(uint64_t), [PART_FRAMES] = sizeof(frame_t),
-        [PART_ATTRIBUTES] = 2 * sizeof(attributes_t),
-        [PART_FACTS] = 1, [PART_DETAILS] = 1, [PART_INTERVALS] = sizeof(interval_t),
-        [PART_SAMPLES] = sizeof(sample_t), [PART_NUMBERS] = sizeof(number_t), [PART_ROWS] = sizeof(row_t),
-    };
-    uint64_t end = sizeof *head;
-    if (memcmp(head->magic, RECORDING_MAGIC, sizeof head->magic) != 0 || head->version != RECORDING_VERSION)
-        return 0;
-    for (int number = 0; number < PART_COUNT; number++) {
-        const part_t *part = &head->parts[number];
-        int is_of_bytes = least[number] == 1, is_row = number == PART_ROWS;
-        if (part->offset < end || part->offset % LINE != 0 || part->stride < least[number] || part->slots > size_bytes ||
-            part->stride > 4096 || (is_of_bytes && part->stride != 1) || (is_row && part->stride != sizeof(row_t)))
-            return 0;
-        end = part->offset + part->slots * part->stride;
-    }
-    if (head->parts[PART_ATTRIBUTES].slots < head->parts[PART_FRAMES].slots)
-        return 0;
-    return head->parts[PART_DETAILS].slots % DETAIL_BLOCK_BYTES == 0 && end <= size_bytes;
 }
 
 /* Map a file whose header describes its parts, or without a file private memory with a given header. Return NULL with
  * an exception. Then the caller still owns the file. */
 static memory_t *map_memory(int fd, int is_file, const recording_t *head)
 {
-    struct stat status;
+    struct stat status = {.st_size = head != NULL ? (off_t)head->size_bytes : 0};
     memory_t *memory = PyMem_Calloc(1, sizeof *memory);
     if (memory == NULL)
         return (memory_t *)PyErr_NoMemory();
-    memory->fd = fd;
-    memory->is_file = (char)is_file;
-    memory->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
-    if (head == NULL && (fstat(fd, &status) < 0 || identify_file(memory) < 0)) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        goto failed;
-    }
-    memory->is_private = head != NULL;
-    memory->size_bytes = head != NULL ? (size_t)head->size_bytes : (size_t)status.st_size;
-    if (memory->size_bytes < sizeof(recording_t)) {
-        PyErr_SetString(PyExc_ValueError, "a memory too small for a recording");
-        goto failed;
-    }
+    int failed = head == NULL && fstat(fd, &status) < 0;
+    *memory = (memory_t){.fd = fd, .device = status.st_dev, .inode = status.st_ino, .is_private = head != NULL,
+                         .is_file = (char)is_file, .size_bytes = (size_t)status.st_size,
+                         .page_bytes = (size_t)sysconf(_SC_PAGESIZE)};
     /* A service may have locked its later mappings into memory (mlockall). A mapping without access is not populated.
      * Once unlocked, pages are populated as they are touched. */
     int shared = head != NULL ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
-    memory->at = mmap(NULL, memory->size_bytes, PROT_NONE, shared | MAP_NORESERVE, fd, 0);
+    memory->at = failed ? MAP_FAILED : mmap(NULL, memory->size_bytes, PROT_NONE, shared | MAP_NORESERVE, fd, 0);
     if (memory->at != MAP_FAILED) {
         (void)munlock(memory->at, memory->size_bytes);
-        if (mprotect(memory->at, memory->size_bytes, PROT_READ | PROT_WRITE) < 0) {
-            munmap(memory->at, memory->size_bytes);
-            memory->at = MAP_FAILED;
-        }
+        failed = mprotect(memory->at, memory->size_bytes, PROT_READ | PROT_WRITE) < 0;
     }
-    if (memory->at == MAP_FAILED) {
+    if (failed || memory->at == MAP_FAILED) {
         PyErr_SetFromErrno(PyExc_OSError);
         goto failed;
     }
     if (head != NULL)
         memcpy(memory->at, head, sizeof *head);
-    const part_t *rows = &memory->at->parts[PART_ROWS];
-    if (!is_sound(memory->at, memory->size_bytes) || rows->offset % memory->page_bytes != 0) {
+    if (memory->at->version != RECORDING_VERSION) {
         PyErr_SetString(PyExc_ValueError, "a memory whose header is of no recording");
-        goto unmap;
+        goto failed;
     }
-    memory->pages = rows->slots * sizeof(row_t) / memory->page_bytes;
-    if ((memory->used_pages = PyMem_Calloc(memory->pages + 1, 1)) == NULL) {
-        PyErr_NoMemory();
-        goto unmap;
-    }
+    memory->pages = memory->at->parts[PART_ROWS].slots * sizeof(row_t) / memory->page_bytes;
+    memory->used_pages = PyMem_Calloc(memory->pages + 1, 1);
     memory->at->address = (uint64_t)(uintptr_t)memory->at;
     memory->at->object_bytes = sizeof(PyObject);
-    return memory;
-unmap:
-    munmap(memory->at, memory->size_bytes);
+    if (memory->used_pages != NULL)
+        return memory;
+    PyErr_NoMemory();
 failed:
+    if (memory->at != MAP_FAILED)
+        munmap(memory->at, memory->size_bytes);
     PyMem_Free(memory);
     return NULL;
 }

@@ -33,8 +33,6 @@ static int note_chain(open_spans_t *open, frame_t *top, Current *owner, Publishe
 {
     const frame_t *renamed = open->renamed;
     int is_in_request = is_open_request(renamed->request);
-    if (is_in_request && top != NULL && top->root_id != renamed->root_id && top->state != CLOSED)
-        return 0;
     for (frame_t *frame = top; frame != NULL; frame = frame->above) {
         /* An open request is the root of all spans below it. */
         if (frame->state == CLOSED || (is_in_request && frame->root_id != renamed->root_id))
@@ -75,25 +73,15 @@ static void move_below(Core *core, const open_t *span, PyObject *site, const nod
 {
     frame_t *frame = span->frame;
     const frame_t *above = span->above;
-    const node_t *full = core->overflow;
-    node_t *old = frame->node, *node = above != NULL ? above->node : &core->root;
-    uint32_t steps = 0;
-    if (above == NULL && old != full && old->parent != full)
-        node = old->parent; /* all spans above it have ended */
-    for (const node_t *at = old; above != NULL && at != from; at = at->parent, steps++)
-        if (at == NULL) { /* its node is not below: it was folded into an ancestor, or the tally was full */
-            steps = 0;
-            break;
-        }
+    node_t *old = frame->node, *node = above != NULL ? above->node : &core->tree.root;
+    const node_t *at = above != NULL ? old->parent : NULL;
     frame->below_fold = above != NULL && above->below_fold;
-    for (; steps > 1; steps--) { /* steps of spans in between that have ended */
-        const node_t *at = old;
-        for (uint32_t i = 1; i < steps; i++)
-            at = at->parent;
-        node_t *step = node_of(core, node, at->site);
-        frame->below_fold |= (char)is_edge(step);
-        node = node_at_end(step);
-    }
+    if (above == NULL && old != core->tree.overflow && old->parent != core->tree.overflow)
+        node = old->parent; /* all spans above it have ended */
+    while (at != NULL && at != from)
+        at = at->parent;
+    if (at != NULL) /* else its node is not below: it was folded into an ancestor, or the tally was full */
+        node = follow_path(core, node, from, old->parent, &frame->below_fold); /* of spans in between that have ended */
     node_t *step = node_of(core, node, site);
     frame->below_fold |= (char)is_edge(step);
     frame->node = node_at_end(step);
@@ -117,14 +105,12 @@ static void move_all_below(Core *core, open_spans_t *open)
     }
 }
 
-/* Return true if a call of a span's node is open around it, by the spans above it. */
-static int is_inner_now(const open_spans_t *open, const open_t *span)
+/* Note whether a call of a moved span's node is open around it. */
+static void note_inner(const open_t *span)
 {
-    const frame_t *frame = span->frame;
-    for (; span->above != NULL && span->above->place != 0; span = &open->spans[span->above->place - 1])
-        if (span->above->node == frame->node && span->above->ring->thread_id == frame->ring->thread_id)
-            return 1;
-    return span->above != NULL && is_open_around(span->owner, span->above, frame->ring, frame->node);
+    frame_t *frame = span->frame;
+    frame->is_inner = frame->below_fold && frame->node->may_recur && span->above != NULL &&
+                      is_open_around(span->owner, span->above, frame->ring, frame->node);
 }
 
 /* Rename the innermost span of this context, if no other span is below it. Nearly each request is renamed so. Return
@@ -139,8 +125,7 @@ static int rename_alone(Core *core, frame_t *frame, PyObject *site)
     open_t span = {.frame = frame, .owner = current};
     span.above = nearest_above(frame->above, &span.owner, current->base);
     move_below(core, &span, site, span.above == NULL ? NULL : span.above->node);
-    frame->is_inner = frame->below_fold && frame->node->may_recur && span.above != NULL &&
-                      is_open_around(span.owner, span.above, frame->ring, frame->node);
+    note_inner(&span);
     return 1;
 }
 
@@ -158,12 +143,9 @@ static void rename_frame(Core *core, frame_t *frame, PyObject *site)
         renamed->is_below = 1;
         move_below(core, renamed, site, renamed->above == NULL ? NULL : renamed->above->node);
         move_all_below(core, &open);
-        for (uint32_t i = 0; i < open.count; i++) {
-            const open_t *span = &open.spans[i];
-            if (span->is_below)
-                span->frame->is_inner = span->frame->below_fold && span->frame->node->may_recur &&
-                                        is_inner_now(&open, span);
-        }
+        for (uint32_t i = 0; i < open.count; i++)
+            if (open.spans[i].is_below)
+                note_inner(&open.spans[i]);
     }
     for (uint32_t i = 0; i < open.count; i++)
         open.spans[i].frame->place = 0;

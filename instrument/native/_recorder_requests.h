@@ -50,32 +50,18 @@ static PyObject *Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-#define LENGTH_DIGITS 18 /* longer numbers may not fit into 63 bits */
-
 /* Note the value of a Content-Length header, bytes or text, if it is a number. Return -1 with an exception set. */
 static int put_length(PyObject *facts, PyObject *header)
 {
-    const char *digits = NULL;
-    Py_ssize_t count = 0;
-    if (PyBytes_Check(header)) {
-        digits = PyBytes_AS_STRING(header);
-        count = PyBytes_GET_SIZE(header);
-    } else if (PyUnicode_Check(header) && PyUnicode_IS_ASCII(header)) {
-        digits = (const char *)PyUnicode_1BYTE_DATA(header);
-        count = PyUnicode_GET_LENGTH(header);
-    }
-    long long length = 0;
-    for (Py_ssize_t i = 0; i < count && count <= LENGTH_DIGITS; i++) {
-        if (digits[i] < '0' || digits[i] > '9')
-            return 0;
-        length = 10 * length + (digits[i] - '0');
-    }
-    if (count == 0 || count > LENGTH_DIGITS)
+    const char *digits = PyBytes_Check(header) ? PyBytes_AS_STRING(header)
+                         : PyUnicode_Check(header) && PyUnicode_IS_ASCII(header) ? (const char *)PyUnicode_1BYTE_DATA(header)
+                                                                                 : "";
+    char *end;
+    errno = 0;
+    long long length = strtoll(digits, &end, 10);
+    if (*digits < '0' || *digits > '9' || *end != '\0' || errno != 0)
         return 0;
-    PyObject *number = PyLong_FromLongLong(length);
-    int failed = number == NULL || PyDict_SetItem(facts, str_request_size, number) < 0;
-    Py_XDECREF(number);
-    return failed ? -1 : 0;
+    return put_fact(facts, str_request_size, PyLong_FromLongLong(length)) ? -1 : 0;
 }
 
 static PyObject *Core_open_request(Core *self, PyObject *const *args, Py_ssize_t nargs)
@@ -169,27 +155,6 @@ static void change_variable(Core *core, PyObject *value)
     raise_again(raised);
 }
 
-/* Record a span that began at a time in the past, ends now, and only waited. Return -1 with an exception of the service
- * set. */
-static int record_wait(Core *core, PyObject *site, int64_t start_ns)
-{
-    int64_t end_ns = read_clock(core);
-    Ring *ring;
-    Current *current = current_of(core, &ring);
-    if (current == NULL)
-        return count_loss(core);
-    Frame *frame = new_frame_object();
-    if (frame == NULL)
-        return count_loss(core);
-    identify(core, ring, current, frame->frame, site, NULL, OPEN);
-    begin_frame(frame->frame, start_ns);
-    Py_INCREF(ring);
-    store_span(core, ring, frame->frame, end_ns, -1, end_ns - start_ns, NULL);
-    frame->frame->state = CLOSED;
-    Py_DECREF(frame); /* and its reference to the ring */
-    return 0;
-}
-
 static PyObject *Carried_call(Carried *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Core *core = self->core;
@@ -201,7 +166,8 @@ static PyObject *Carried_call(Carried *self, PyObject *const *args, size_t nargs
     }
     Py_INCREF(self);
     change_variable(core, (PyObject *)self->parent);
-    if (self->site == NULL || record_wait(core, self->site, self->since_ns) == 0)
+    if (self->site == NULL || 
+        record_past(core, self->site, self->since_ns, NULL, NULL, 0, NULL, 1) == 0)
         result = PyObject_Vectorcall(self->function, args, nargsf, names);
     change_variable(core, before);
     Py_XDECREF(before);

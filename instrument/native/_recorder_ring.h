@@ -286,8 +286,6 @@ static Mark *find_mark(Core *core)
  * state. Return NULL with an exception, or without one if the reason has been counted. */
 static Ring *find_ring(Core *core)
 {
-    if (core->overflow == NULL)
-        return (Ring *)PyErr_Format(PyExc_RuntimeError, "the recorder has not been initialised");
     if (ending_state != 0 && ending_state == PyThreadState_GetID(PyThreadState_Get())) {
         /* A finaliser runs at the end of the thread. A ring that is made now would never be freed. */
         count_event(core, THREAD_ENDING);

@@ -18,21 +18,6 @@ static frame_t *open_span(Core *core, int target, Frame *object)
     return is_open_request(frame->request) ? ((Frame *)frame->request)->frame : NULL;
 }
 
-/* Return true for an attribute that is stored unchanged, because it runs no code and takes little memory. */
-static int is_plain_attribute(PyObject *name, PyObject *value)
-{
-    if (!PyUnicode_CheckExact(name) || PyUnicode_GET_LENGTH(name) > VALUE_LIMIT || PyUnicode_GET_LENGTH(name) == 0)
-        return 0;
-    if (PyUnicode_CheckExact(value))
-        return PyUnicode_GET_LENGTH(value) <= VALUE_LIMIT;
-    if (PyLong_CheckExact(value)) {
-        int overflow;
-        PyLong_AsLongLongAndOverflow(value, &overflow);
-        return !overflow;
-    }
-    return PyFloat_CheckExact(value) || PyBool_Check(value);
-}
-
 static int put_attribute(Core *core, PyObject *attributes, PyObject *name, PyObject *value)
 {
     if (PyDict_GET_SIZE(attributes) >= ATTRIBUTE_LIMIT && PyDict_Contains(attributes, name) == 0) {
@@ -98,7 +83,8 @@ annotate_by(Core *core, int target, Frame *object, PyObject *const *args, Py_ssi
         Py_RETURN_NONE;
     int plain = nargs == 0;
     for (Py_ssize_t i = 0; plain && names != NULL && i < PyTuple_GET_SIZE(names); i++)
-        plain = is_plain_attribute(PyTuple_GET_ITEM(names, i), args[i]);
+        plain = PyUnicode_CheckExact(PyTuple_GET_ITEM(names, i)) && is_plain_value(PyTuple_GET_ITEM(names, i)) &&
+                is_plain_value(args[i]) && PyUnicode_GET_LENGTH(PyTuple_GET_ITEM(names, i)) > 0;
     if (plain)
         return annotate_open(core, target, object, NULL, names, args) < 0 ? NULL : Py_NewRef(Py_None);
     if (target != GIVEN && open_span(core, target, object) == NULL)
@@ -478,44 +464,22 @@ static PyTypeObject ScopeMethodType = {
     .tp_members = ScopeMethod_members,
 };
 
-static Scope *scope_of(const BoundMethod *self)
-{
-    return (Scope *)((char *)self - self->at);
-}
-
 /* Release the scope that the method is bound to. It may run code of the service. A reusable scope is kept without a
  * look at its type. */
 static void BoundMethod_dealloc(BoundMethod *self)
 {
-    Scope *scope = scope_of(self);
+    Scope *scope = (Scope *)((char *)self - self->at);
     if (Py_REFCNT(scope) == 1 && is_reusable(scope))
         wait_for_call(scope);
     else
         Py_DECREF(scope);
 }
 
-static PyObject *BoundMethod_name(BoundMethod *self, void *Py_UNUSED(closure))
-{
-    return PyUnicode_FromString(self->at == offsetof(Scope, enter) ? "__enter__" : "__exit__");
-}
-
-static PyObject *BoundMethod_self(BoundMethod *self, void *Py_UNUSED(closure))
-{
-    return Py_NewRef((PyObject *)scope_of(self));
-}
-
-static PyGetSetDef BoundMethod_getset[] = {
-    {"__name__", (getter)BoundMethod_name, NULL, NULL, NULL},
-    {"__self__", (getter)BoundMethod_self, NULL, NULL, NULL},
-    {NULL},
-};
-
 static PyTypeObject BoundMethodType = {
     RECORDER_TYPE(BoundMethod, sizeof(BoundMethod), Py_TPFLAGS_HAVE_VECTORCALL),
     .tp_doc = "A method that a `with` statement calls, bound to its scope.",
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(BoundMethod, vectorcall),
-    .tp_getset = BoundMethod_getset,
 };
 
 /* Give the class of scopes its two methods, which are in one cache line. */
@@ -563,38 +527,50 @@ static PyTypeObject ScopeType = {
     .tp_getset = Scope_getset,
 };
 
+/* Store a span that began at a time in the past and ends now, with facts that end it. Return -1 with an exception of the
+ * service set. */
+static int record_past(Core *core, PyObject *site, int64_t start_ns, PyObject *attributes, PyObject *pair, int has_no_self,
+                       PyObject *error, int has_waited)
+{
+    int64_t end_ns = read_clock(core);
+    Ring *ring;
+    Current *current = current_of(core, &ring);
+    Frame *self = current == NULL ? NULL : new_frame_object();
+    if (self != NULL && (self->frame->attributes = with_link(current, attributes)) != NULL)
+        current = current_of(core, &ring); /* making a dict may have run code of the service */
+    if (self == NULL || current == NULL) {
+        Py_XDECREF(self);
+        return count_loss(core);
+    }
+    frame_t *frame = self->frame;
+    identify(core, ring, current, frame, site, NULL, OPEN);
+    if (frame->node->is_request && !is_open_request(frame->request))
+        frame->root_id = frame->span_id |= REQUEST_BIT;
+    frame->pair = Py_XNewRef(pair);
+    begin_frame(frame, start_ns);
+    Py_INCREF(ring); /* owned by the frame */
+    if (!has_waited)
+        count_against_above(current, frame, ring, end_ns);
+    if (has_no_self)
+        frame->children_ns = end_ns - start_ns;
+    store_span(core, ring, frame, end_ns, -1, has_waited ? end_ns - start_ns : 0, error);
+    int failed = frame->pair != NULL ? end_on_device(ring, frame, end_ns) : 0;
+    frame->state = CLOSED;
+    Py_DECREF(self);
+    return failed;
+}
+
 static PyObject *Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs < 3 || nargs > 6)
         return PyErr_Format(PyExc_TypeError, "record(site, start_ns, attributes, pair=None, has_no_self=False, error=None)");
-    int64_t end_ns = read_clock(self);
+    PyObject *given[6] = {NULL};
+    for (Py_ssize_t i = 0; i < nargs; i++)
+        given[i] = args[i] == Py_None ? NULL : args[i];
     int64_t start_ns = PyLong_AsLongLong(args[1]);
     if (start_ns == -1 && PyErr_Occurred())
         return NULL;
-    Ring *ring;
-    Current *current = current_of(self, &ring);
-    if (current == NULL)
-        return count_loss(self) < 0 ? NULL : Py_NewRef(Py_None);
-    frame_t frame;
-    frame.attributes = with_link(current, args[2] == Py_None ? NULL : args[2]);
-    if (frame.attributes != NULL && (current = current_of(self, &ring)) == NULL) {
-        Py_DECREF(frame.attributes);
-        return count_loss(self) < 0 ? NULL : Py_NewRef(Py_None);
-    }
-    identify(self, ring, current, &frame, args[0], NULL, OPEN);
-    if (frame.node->is_request && !is_open_request(frame.request))
-        frame.root_id = frame.span_id |= REQUEST_BIT;
-    frame.pair = nargs > 3 && args[3] != Py_None ? Py_NewRef(args[3]) : NULL;
-    frame.start_ns = frame.counted_from_ns = start_ns;
-    Py_INCREF(ring);
-    count_against_above(current, &frame, ring, end_ns);
-    if (nargs > 4 && args[4] == Py_True)
-        frame.children_ns = end_ns - start_ns;
-    store_span(self, ring, &frame, end_ns, -1, 0, nargs > 5 && args[5] != Py_None ? args[5] : NULL);
-    int failed = frame.pair != NULL ? end_on_device(ring, &frame, end_ns) : 0;
-    Py_DECREF(ring);
-    Py_XDECREF(frame.request);
-    Py_XDECREF(frame.attributes);
+    int failed = record_past(self, args[0], start_ns, given[2], given[3], given[4] == Py_True, given[5], 0);
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
@@ -636,53 +612,32 @@ static void keep_name(Core *core, PyObject *name, Scope *scope)
     Py_XDECREF(before);
 }
 
-/* Return a scope for scope(name, key=) or scope(name, batch=), if the site is known by name and the keys are plain.
- * Return NULL with an exception, or without one if Python must make the scope. */
-static Scope *scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
-{
-    PyObject *word = PyTuple_GET_ITEM(names, 0);
-    if ((word != str_key_word && word != str_batch_word) || !PyUnicode_CheckExact(args[0]))
-        return NULL;
-    PyObject *site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
-    if (site == NULL || Py_TYPE(site) == (PyTypeObject *)self->scope_type)
-        return NULL;
-    Py_INCREF(site);
-    PyObject *facts = facts_of_given(args[1], word == str_batch_word);
-    if (facts == NULL) {
-        Py_DECREF(site);
-        return NULL;
-    }
-    Scope *scope = new_scope(self, site);
-    if (scope != NULL)
-        scope->attributes = facts;
-    else
-        Py_DECREF(facts);
-    return scope;
-}
-
-/* Return a scope for scope(name), if the site is known by name. Python makes all others. */
+/* Return a scope for scope(name), or with plain keys for scope(name, key=) and scope(name, batch=), if the site is known
+ * by name. Python makes all others. */
 static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
-    if (nargs == 1 && names == NULL && PyUnicode_CheckExact(args[0]) && self->scope_type != NULL) {
-        PyObject *site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
-        if (site != NULL) {
-            int is_muted = Py_TYPE(site) == (PyTypeObject *)self->scope_type;
-            if (is_muted && Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
-                return Py_NewRef(site); /* reusable, because only the dict has a reference */
-            Scope *scope = new_scope(self, Py_NewRef(is_muted ? ((Scope *)site)->site : site));
-            if (scope == NULL)
-                return no_scope(self);
-            if (!is_muted)
-                keep_name(self, args[0], scope);
+    PyObject *site = NULL, *word = names != NULL && PyTuple_GET_SIZE(names) == 1 ? PyTuple_GET_ITEM(names, 0) : NULL;
+    if (nargs == 1 && PyUnicode_CheckExact(args[0]) && self->scope_type != NULL)
+        site = PyDict_GetItemWithError(self->user_sites, args[0]); /* borrowed */
+    int is_muted = site != NULL && Py_TYPE(site) == (PyTypeObject *)self->scope_type;
+    if (site != NULL && names == NULL) {
+        if (is_muted && Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
+            return Py_NewRef(site); /* reusable, because only the dict has a reference */
+        Scope *scope = new_scope(self, Py_NewRef(is_muted ? ((Scope *)site)->site : site));
+        if (scope != NULL && !is_muted)
+            keep_name(self, args[0], scope);
+        return scope != NULL ? (PyObject *)scope : no_scope(self);
+    }
+    if (site != NULL && !is_muted && (word == str_key_word || word == str_batch_word)) {
+        Py_INCREF(site);
+        PyObject *facts = facts_of_given(args[1], word == str_batch_word);
+        Scope *scope = facts == NULL ? NULL : new_scope(self, Py_NewRef(site));
+        Py_DECREF(site);
+        if (scope != NULL) {
+            scope->attributes = facts;
             return (PyObject *)scope;
         }
-        if (PyErr_Occurred())
-            return NULL;
-    }
-    if (nargs == 1 && names != NULL && PyTuple_GET_SIZE(names) == 1 && self->scope_type != NULL) {
-        PyObject *keyed_scope = (PyObject *)scope_of_keys(self, args, names);
-        if (keyed_scope != NULL)
-            return keyed_scope;
+        Py_XDECREF(facts);
     }
     PyObject *method = PyErr_Occurred() ? NULL : PyObject_GetAttr((PyObject *)self, str_make_scope);
     PyObject *scope = method == NULL ? NULL : PyObject_Vectorcall(method, args, (size_t)nargs, names);

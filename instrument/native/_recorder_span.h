@@ -1,5 +1,13 @@
 /* Hot: a span from its begin to its end. A part of `_recorder.c`. */
 
+static void delete_frame_object(Frame *self)
+{
+    frame_object_count--;
+    PyObject_GC_UnTrack(self);
+    free_lines_in(self->frame, PART_FRAMES);
+    PyObject_GC_Del(self);
+}
+
 /* Free a Frame object, or keep it for reuse. Called where `Frame_dealloc` may not keep it unchecked. */
 static SELDOM void free_frame_object(Frame *self)
 {
@@ -10,10 +18,7 @@ static SELDOM void free_frame_object(Frame *self)
     }
     if (is_elsewhere && frame_objects_elsewhere > 0 && --frame_objects_elsewhere == 0)
         frame_objects_kept = OBJECTS_KEPT;
-    frame_object_count--;
-    PyObject_GC_UnTrack(self);
-    free_lines_in(self->frame, PART_FRAMES);
-    PyObject_GC_Del(self);
+    delete_frame_object(self);
 }
 
 /* Detach a span from the awaited object around it. */
@@ -126,18 +131,9 @@ static SELDOM int is_open_around(Current *current, const frame_t *frame, const R
     return is_open;
 }
 
-static SELDOM uint64_t first_identity(void)
-{
-    return 2; /* 0 means no span */
-}
-
 static inline uint64_t next_identity(void)
 {
-    uint64_t id = hot.last_id + 2;
-    if (__builtin_expect((int64_t)id < 0, 0)) /* readers have 63 bits for it */
-        id = first_identity();
-    hot.last_id = id;
-    return id;
+    return hot.last_id += 2; /* 0 means no span */
 }
 
 static inline void set_flags(frame_t *frame, char state)
@@ -152,13 +148,6 @@ static inline int is_open_as_begun(const frame_t *frame)
 {
     static const char expected[] = {0, 0, OPEN, 0};
     return memcmp(&frame->is_inner, expected, sizeof expected) == 0;
-}
-
-/* Return true if a span was not opened as manual, and only steps to children led to its node. */
-static inline int is_open_and_no_fold(const frame_t *frame)
-{
-    static const char expected[] = {OPEN, 0};
-    return memcmp(&frame->state, expected, sizeof expected) == 0; /* and `below_fold` */
 }
 
 static inline void remember_step(path_t *path, node_t *parent, node_t *step)
@@ -200,13 +189,13 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         frame->request = Py_XNewRef(above->request);
     } else if (current->base != NULL) {
         const frame_t *base = current->base->frame;
-        parent = base != NULL ? base->node : &core->root;
+        parent = base != NULL ? base->node : &core->tree.root;
         frame->below_fold = base != NULL && base->below_fold;
         frame->parent_id = current->base->span_id;
         frame->root_id = current->base->root_id;
         frame->request = Py_XNewRef(current->base->request);
     } else {
-        parent = &core->root;
+        parent = &core->tree.root;
         frame->parent_id = 0;
         frame->root_id = frame->span_id;
         frame->request = NULL;
@@ -233,14 +222,15 @@ place_below_top(Core *core, Ring *ring, const Current *current, const path_t *pa
     frame_t *above = current->top;
     node_t *node;
     if (above != NULL) {
-        if (!is_open_and_no_fold(above) || !find_known_step(path, above->node, &node))
+        static const char expected[] = {OPEN, 0}; /* not opened as manual, and only steps to children led to its node */
+        if (memcmp(&above->state, expected, sizeof expected) != 0 || !find_known_step(path, above->node, &node))
             return 0;
         frame->span_id = next_identity();
         frame->parent_id = above->span_id;
         frame->root_id = above->root_id;
         frame->request = Py_XNewRef(above->request);
     } else {
-        if (((uintptr_t)current->base | current->link_id) != 0 || !find_known_step(path, &core->root, &node))
+        if (((uintptr_t)current->base | current->link_id) != 0 || !find_known_step(path, &core->tree.root, &node))
             return 0;
         frame->root_id = frame->span_id = next_identity();
         frame->parent_id = 0;
@@ -368,7 +358,7 @@ static Frame *open_frame(Core *core, PyObject *site, const Scope *scope, PyObjec
     }
     identify(core, ring, current, frame, site, scope != NULL ? scope->path : NULL, state);
     Py_INCREF(ring);
-    int is_request = frame->node == core->overflow ? kind_is(site, str_request) : frame->node->is_request;
+    int is_request = frame->node == core->tree.overflow ? kind_is(site, str_request) : frame->node->is_request;
     if (is_request && !is_open_request(frame->request)) {
         frame->root_id = frame->span_id |= REQUEST_BIT;
         Py_XSETREF(frame->request, (PyObject *)self); /* borrowed, as it is a reference to itself */
@@ -376,7 +366,7 @@ static Frame *open_frame(Core *core, PyObject *site, const Scope *scope, PyObjec
             uint64_t uid = core->uid;
             int failed = note_remote(core, self) < 0;
             if (core->uid != uid) /* a reset that did not know the frame has freed the node */
-                frame->node = core->overflow;
+                frame->node = core->tree.overflow;
             if (failed) {
                 Py_DECREF(self);
                 return NULL;

@@ -138,12 +138,6 @@ static void Stepped_dealloc(Stepped *self)
     PyObject_GC_Del(self);
 }
 
-static int released(PyObject *none)
-{
-    Py_XDECREF(none);
-    return none == NULL ? -1 : 0;
-}
-
 /* Close a body that will not be resumed. Return the result: a new reference, NULL with an exception. */
 static PyObject *close_body(PyObject *body)
 {
@@ -172,7 +166,7 @@ static SELDOM Frame *begin_unknown_span(Stepped *self)
         forget_paths(function);
     path_t *path = &function->path;
     node_t *node = span->frame->node, *step;
-    if (node->parent != core->overflow && !find_known_step(path, node->parent, &step))
+    if (node->parent != core->tree.overflow && !find_known_step(path, node->parent, &step))
         remember_step(path, node->parent, node);
     return span;
 }
@@ -203,8 +197,8 @@ static int begin_span(Stepped *self)
         else if (count_loss(core) == 0)
             return 0;
         raised_t raised = take_raised();
-        if (released(close_body(self->awaited)) < 0)
-            PyErr_Clear(); /* the first exception is raised again */
+        Py_XDECREF(close_body(self->awaited));
+        PyErr_Clear(); /* the first exception is raised again */
         raise_again(raised);
         return -1;
     }
@@ -253,11 +247,10 @@ static inline PySendResult end_step(Stepped *self, Stepped *around, PySendResult
     }
     if (ended == PYGEN_ERROR) {
         raised_t raised = take_normal();
-        if (end_span(self, raised.value) < 0) {
+        if (end_span(self, raised.value) < 0)
             drop_raised(raised);
-        } else {
+        else
             raise_again(raised);
-        }
     } else if (end_span(self, NULL) < 0) {
         Py_CLEAR(*result);
         ended = PYGEN_ERROR;
@@ -279,11 +272,9 @@ static PySendResult Stepped_step(Stepped *self, PyObject *value, PyObject **resu
     return end_step(self, around, ended, result);
 }
 
-/* Return a step's outcome as an iterator does: a result becomes a StopIteration. Takes the reference. */
-static PyObject *as_of_iterator(PySendResult ended, PyObject *result)
+/* Raise a StopIteration with a result, whose reference it takes. */
+static __attribute__((noinline)) PyObject *stop_with(PyObject *result)
 {
-    if (ended != PYGEN_RETURN)
-        return result;
     if (result == Py_None) {
         Py_DECREF(result);
         PyErr_SetNone(PyExc_StopIteration);
@@ -296,6 +287,12 @@ static PyObject *as_of_iterator(PySendResult ended, PyObject *result)
     Py_XDECREF(stop);
     Py_DECREF(result);
     return NULL;
+}
+
+/* Return a step's outcome as an iterator does: a result becomes a StopIteration. Takes the reference. */
+static inline PyObject *as_of_iterator(PySendResult ended, PyObject *result)
+{
+    return ended != PYGEN_RETURN ? result : stop_with(result);
 }
 
 static PyObject *StandIn_send(PyObject *self, PyObject *value)
@@ -331,24 +328,21 @@ static PyObject *stepped_coroutine(Function *function, PyObject *coroutine, PyOb
     return (PyObject *)stepped;
 }
 
-/* Return an awaitable that steps another one for an open span, and times the suspensions: stepped_in(frame,
- * awaitable). */
-static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
+/* Return an awaitable that steps another one for an open span, and times the suspensions: a new reference, NULL with an
+ * exception. Return another object itself if it cannot be awaited. */
+static PyObject *stepped_for(Core *core, Frame *frame, PyObject *awaitable)
 {
-    if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType))
-        return PyErr_Format(PyExc_TypeError, "stepped_in(frame, awaitable)");
-    Frame *frame = (Frame *)args[0];
-    if (args[0] == Py_None || frame->frame->state == CLOSED || !is_awaitable(args[1]))
-        return Py_NewRef(args[1]);
-    PyObject *iterator = iterator_of(args[1]);
+    Stepped *stepped = frame->stepped;
+    if (frame->frame->state == CLOSED || !is_awaitable(awaitable))
+        return Py_NewRef(awaitable);
+    PyObject *iterator = iterator_of(awaitable);
     if (iterator == NULL)
         return NULL;
-    Stepped *stepped = frame->stepped;
     if (stepped != NULL && stepped->awaited == Py_None) { /* the previous awaitable has ended */
         Py_SETREF(stepped->awaited, iterator);
         return Py_NewRef((PyObject *)stepped);
     }
-    stepped = new_stepped(self, &SteppedType, iterator);
+    stepped = new_stepped(core, &SteppedType, iterator);
     if (stepped == NULL)
         return NULL;
     leave_stepped(frame);
@@ -356,6 +350,13 @@ static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t n
     frame->stepped = (Stepped *)Py_NewRef((PyObject *)stepped);
     frame->waited_before_ns = 0;
     return (PyObject *)stepped;
+}
+
+static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType))
+        return PyErr_Format(PyExc_TypeError, "stepped_in(frame, awaitable)");
+    return args[0] == Py_None ? Py_NewRef(args[1]) : stepped_for(self, (Frame *)args[0], args[1]);
 }
 
 /* Cold from here on: the other methods of a coroutine, for code that cancels, closes or inspects it. */
@@ -410,24 +411,20 @@ static PyObject *Stepped_throw(Stepped *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
 {
-    static PyObject *closed; /* the exception with which closed spans end */
     Stepped *around;
     if (!self->has_begun || self->is_running)
         return close_body(self->awaited);
-    if ((closed == NULL && (closed = PyObject_CallNoArgs(PyExc_GeneratorExit)) == NULL) || begin_step(self, &around) < 0)
+    if (begin_step(self, &around) < 0)
         return NULL;
-    PyObject *result = NULL;
-    if (released(close_body(self->awaited)) < 0) {
-        end_step(self, around, PYGEN_ERROR, &result);
+    PyObject *closed = close_body(self->awaited), *result = NULL;
+    if (closed != NULL)
+        PyErr_SetNone(PyExc_GeneratorExit); /* the exception with which closed spans end */
+    Py_XDECREF(closed);
+    end_step(self, around, PYGEN_ERROR, &result);
+    if (closed == NULL || !PyErr_ExceptionMatches(PyExc_GeneratorExit))
         return NULL;
-    }
-    Stepped *innermost = thread_cache()->stepping;
-    thread_cache()->stepping = around;
-    self->is_running = 0;
-    int failed = end_span(self, closed);
-    leave_awaited(self);
-    Py_XDECREF(innermost);
-    return failed < 0 ? NULL : Py_NewRef(Py_None);
+    PyErr_Clear();
+    Py_RETURN_NONE;
 }
 
 /* Return an iterator that steps the coroutine, for code that does so by hand. */

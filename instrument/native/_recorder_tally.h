@@ -101,13 +101,13 @@ static void make_spare(Core *core, node_t *node)
 
 static node_t *new_node(Core *core, node_t *parent, PyObject *site)
 {
-    if (core->node_count == core->node_slots) {
-        uint32_t slots = core->node_slots ? core->node_slots * 2 : 64;
-        node_t **nodes = PyMem_Realloc(core->nodes, slots * sizeof(node_t *));
+    if (core->tree.node_count == core->tree.node_slots) {
+        uint32_t slots = core->tree.node_slots ? core->tree.node_slots * 2 : 64;
+        node_t **nodes = PyMem_Realloc(core->tree.nodes, slots * sizeof(node_t *));
         if (nodes == NULL)
             return NULL;
-        core->nodes = nodes;
-        core->node_slots = slots;
+        core->tree.nodes = nodes;
+        core->tree.node_slots = slots;
     }
     int has_room = core->memory != NULL && core->memory->at->parts[PART_NODES].used < core->memory->at->parts[PART_NODES].slots;
     node_t **spare = core->spare != NULL ? &core->spare : &core->private_spare, *node = *spare;
@@ -119,14 +119,14 @@ static node_t *new_node(Core *core, node_t *parent, PyObject *site)
     }
     node->site = Py_NewRef(site);
     node->parent = parent;
-    node->index = core->node_count;
+    node->index = core->tree.node_count;
     read_site(node);
     if (add_child(parent, node) < 0) {
         Py_CLEAR(node->site);
         make_spare(core, node);
         return NULL;
     }
-    core->nodes[core->node_count++] = node;
+    core->tree.nodes[core->tree.node_count++] = node;
     describe_site(core, site);
     /* A reader that sees this also sees the site and the parent. */
     __atomic_store_n(&node->is_known, 1, __ATOMIC_RELEASE);
@@ -136,12 +136,12 @@ static node_t *new_node(Core *core, node_t *parent, PyObject *site)
 /* Return the node that counts the calls of a site on new paths, once the tally is full. */
 static node_t *overflow_of(Core *core, PyObject *site)
 {
-    node_t *node = node_at_end(known_child(core->overflow, site));
-    if (node == NULL && core->overflow->children < OVERFLOW_SITES &&
-        (node = new_node(core, core->overflow, site)) != NULL)
+    node_t *node = node_at_end(known_child(core->tree.overflow, site));
+    if (node == NULL && core->tree.overflow->children < OVERFLOW_SITES &&
+        (node = new_node(core, core->tree.overflow, site)) != NULL)
         node->may_recur = 1;
     PyErr_Clear();
-    return node != NULL ? node : core->overflow;
+    return node != NULL ? node : core->tree.overflow;
 }
 
 /* Make the first step from a node to the node of a site. If an ancestor has the same site, that is the node, so
@@ -157,13 +157,13 @@ static SELDOM node_t *first_step(Core *core, node_t *parent, PyObject *site)
         again->may_recur = 1;
         step = as_edge(again);
     } else {
-        if (core->node_count < core->node_limit && (step = new_node(core, parent, site)) != NULL)
+        if (core->tree.node_count < core->node_limit && (step = new_node(core, parent, site)) != NULL)
             return step;
         PyErr_Clear();
         step = as_edge(overflow_of(core, site));
     }
-    if (core->edges < EDGE_LIMIT && add_child(parent, step) == 0)
-        core->edges++;
+    if (core->tree.edges < EDGE_LIMIT && add_child(parent, step) == 0)
+        core->tree.edges++;
     return step;
 }
 
@@ -172,6 +172,17 @@ static inline node_t *node_of(Core *core, node_t *parent, PyObject *site)
 {
     node_t *step = known_child(parent, site);
     return __builtin_expect(step != NULL, 1) ? step : first_step(core, parent, site);
+}
+
+/* Return the node that is reached from a node by the steps from an ancestor to an old node. Set `is_folded` if a step is
+ * marked. Never fails. */
+static node_t *follow_path(Core *core, node_t *node, const node_t *ancestor, const node_t *old, char *is_folded)
+{
+    if (old == ancestor)
+        return node;
+    node_t *step = node_of(core, follow_path(core, node, ancestor, old->parent, is_folded), old->site);
+    *is_folded |= (char)is_edge(step);
+    return node_at_end(step);
 }
 
 static inline totals_t *known_totals(const book_t *book, uint32_t index)

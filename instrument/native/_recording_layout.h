@@ -40,7 +40,7 @@ typedef struct {
     uint64_t unseen; /* slots that did not fit, and are in private memory */
 } part_t;
 
-enum { STATE_NEW, STATE_RUNNING, STATE_GOODBYE, STATE_FORKED, STATE_OFF };
+#define STATE_GOODBYE 2 /* the session has stopped: see `memory_layout.py` for all states */
 
 /* Events that are counted in addition to spans. */
 typedef struct {

@@ -36,10 +36,7 @@ else:
         node_count = 0
 
         def __init__(self, *_: Any) -> None:
-            self.passes, self.irregular, self.user_sites = {}, Counter(), {}
-
-        def count(self, event: str) -> None:
-            self.irregular[event] += 1
+            self.passes, self.user_sites = {}, {}
 
         def rings(self) -> list[Any]:
             return []
@@ -50,12 +47,10 @@ else:
         def nodes_from(self, first: int) -> tuple[list[Any], bytes]:
             return [], b""
 
-        def current_id(self) -> int:
-            return 0
-
         def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-        annotate_innermost = annotate_request = bind = innermost_manual = site_of_open = _reset = _nothing
+        annotate_innermost = annotate_request = bind = _nothing
+        current_trace = innermost_manual = site_of_open = _reset = _nothing
 
     Core = IdleCore
 
@@ -93,6 +88,7 @@ class Readback(Core):
     """A core that mutes sites, annotates open spans, and reads its own recording."""
 
     scope_name_limit: int
+    irregular: Counter[str]
     renamed: dict[Site, dict[str, Site]]  # by the place's own site
     place_of: dict[Site, Site]
     shapes: dict[Site, str]
@@ -100,6 +96,11 @@ class Readback(Core):
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
     _paths: CallTree
     _reading: Any
+
+    def count(self, event: str) -> None:
+        """Count an irregular event, such as a refused attribute."""
+        with self._reading:
+            self.irregular[event] += 1
 
     def note_shape(self, site: Site, shape: str) -> bool:
         """Store the kind of a site's probe, such as "call" or "method". Return False beyond `MOST_SITE_SHAPES`."""
@@ -156,6 +157,11 @@ class Readback(Core):
     def spans_cut_by_muting(self) -> dict[Site, int]:
         """Return the number of generators' spans that ended early by muting, by site."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
+
+    def current_id(self) -> int:
+        """Return the id of the innermost open span, 0 without one."""
+        trace = self.current_trace()
+        return 0 if trace is None else trace[0]
 
     def bind_innermost(self, key: object) -> None:
         self.annotate_innermost(attribute_checks.key_attributes(key, None, self.complain))
@@ -237,6 +243,9 @@ class Readback(Core):
 
 def calls_by_site(recorder: Readback) -> dict[Site, int]:
     """Return the number of calls by site, on all threads. Needs no numpy."""
-    tree = recorder.paths()
-    calls_of = recorder.calls_by(tree.site_of, len(tree.sites))
-    return {site: calls for site, calls in zip(tree.sites, calls_of, strict=False) if calls}
+    calls: Counter[Site] = Counter()
+    calls_of, tree = recorder.calls_by_node(), recorder.paths()
+    for number, count in zip(tree.site_of, calls_of, strict=False):
+        if count:
+            calls[tree.sites[number]] += count
+    return calls

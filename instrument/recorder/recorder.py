@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -131,6 +132,7 @@ class Recorder(Readback):
         self._manual_open = 0
         self._paths = CallTree()
         self._reading = RLock()
+        self.irregular = Counter()
         self._counters: dict[Site, Any] = {}  # of the calls of each site that is or was muted
         self._mutable: dict[
             Site, weakref.WeakSet[Any] | None
@@ -284,6 +286,7 @@ class Recorder(Readback):
         with self._reading:
             self._reset(ring_bytes)
             self._paths = CallTree()
+            self.irregular.clear()
         self.renamed.clear()
         self.place_of.clear()
         self._manual_open = 0
@@ -300,25 +303,28 @@ class Recorder(Readback):
         ends with the process.
         """
         room_bytes = ring_bytes if directory else max(ring_bytes, LEAST_MEMORY_BYTES)
-        owner = directory, os.getpid() if directory else 0
-        if self._memory_of != owner or room_bytes > self._memory_bytes or self.memory is None:
-            try:
-                new_memory = memory.make_memory(room_bytes, directory, disk_bytes)
-                try:
-                    self.attach(new_memory.fd, bool(directory), None)
-                except BaseException:
-                    os.close(new_memory.fd)
-                    raise
-                self.no_memory, self.memory_path = "", new_memory.path
-                self._memory_of, self._memory_bytes, self._disk_bytes = owner, room_bytes, disk_bytes
-            except (OSError, ValueError) as problem:
-                self.no_memory = str(problem)
-                if self.memory is None or self.memory_fd >= 0 or room_bytes > self._memory_bytes:
-                    self.attach(-1, False, memory.private_head(room_bytes))
-                    self._memory_bytes = room_bytes
+        if self._memory_of != (directory, os.getpid()) or room_bytes > self._memory_bytes or self.memory is None:
+            self._take_memory(room_bytes, directory, disk_bytes)
         self.reset(ring_bytes)
         self.session_ns, self._is_off = time.monotonic_ns(), False
         self.write_facts(facts)
+
+    def _take_memory(self, room_bytes: int, directory: str, disk_bytes: int) -> None:
+        """Record into a new memory from the next reset on."""
+        try:
+            new_memory = memory.make_memory(room_bytes, directory, disk_bytes)
+            try:
+                self.attach(new_memory.fd, bool(directory), None)
+            except BaseException:
+                os.close(new_memory.fd)
+                raise
+            self.no_memory, self.memory_path = "", new_memory.path
+            self._memory_of, self._memory_bytes, self._disk_bytes = (directory, os.getpid()), room_bytes, disk_bytes
+        except (OSError, ValueError) as problem:
+            self.no_memory = str(problem)
+            if self.memory is None or self.memory_fd >= 0 or room_bytes > self._memory_bytes:
+                self.attach(-1, False, memory.private_head(room_bytes))
+                self._memory_bytes = room_bytes
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
         if self.memory is not None:
@@ -347,17 +353,13 @@ class Recorder(Readback):
     def after_fork_in_child(self) -> None:
         """Begin a new recording in a forked child. Spans that were open at the fork are no parents there."""
         self._reading = RLock()
-        if self._memory_of is not None and self._memory_of[0]:
-            folder, self._memory_of = self._memory_of[0], None
-            self.memory_path = ""  # the parent's
-            self.begin(self._memory_bytes, self.facts, folder, self._disk_bytes)
-        else:
-            self.reset()
-            self.session_ns = time.monotonic_ns()
-            if self._memory_of is not None:
-                self.write_facts(self.facts)
-                if not self.no_memory and self.memory_fd < 0:
-                    self.no_memory = "this forked child could not be given a memory of its own"
+        self.memory_path = ""  # the parent's
+        (directory, _), self._memory_of = self._memory_of or ("", 0), None
+        if not self.no_memory:
+            self._take_memory(self._memory_bytes, directory, self._disk_bytes)
+        self.reset()
+        self.session_ns = time.monotonic_ns()
+        self.write_facts(self.facts)
         self._forget_all()
 
 

@@ -198,9 +198,9 @@ DETAIL_BLOCK_BYTES = 64 << 10
 CHUNKS = 60
 """The number of blocks of a histogram. A block has 64 buckets, and is allocated at its first use."""
 
-NEW, RUNNING, GOODBYE, FORKED, OFF = range(5)
+NEW, RUNNING, GOODBYE, OFF = 0, 1, 2, 4
 """The states of a recording. NEW: no session has begun. RUNNING: a session records. GOODBYE: the session was stopped.
-FORKED: a forked child has not begun its session. OFF: a session runs, but is switched off."""
+OFF: a session runs, but is switched off."""
 
 PARTS = (
     "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",
