@@ -103,15 +103,9 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
         return 0
     _write_profile(path, first.text, replaces=options.force)
     count = f"{first.rules} rule{'s' * (first.rules != 1)}"
-    print(
-        f"instrument: wrote {path}: {count}, from {first.summary}; the command {_describe_exit_code(code)}",
-        file=sys.stderr,
-    )
+    end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    print(f"instrument: wrote {path}: {count}, from {first.summary}; the command {end}", file=sys.stderr)
     return 0
-
-
-def _describe_exit_code(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _write_profile(path: Path, text: str, *, replaces: bool) -> None:

@@ -68,7 +68,10 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
         with late_patterns():  # the service waits for this
             import yaml  # noqa: F401
         profile = load(path, environ=consulted)
-        _refuse_missing_grpc(profile)  # a broken profile ends here, not in the service
+        if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
+            from instrument.otlp.senders import require_grpc
+
+            require_grpc()  # a broken profile ends here, not in the service
     command = find_command("run", host)
     environ[environment.RUN_VARIABLE] = name = _name_run()
     environ.pop(board.VARIABLE, None)
@@ -163,13 +166,6 @@ def _describe_files(profile: Profile) -> Iterator[str]:
         yield f"`instrument live` shows {shown}, `instrument dump` saves the newest spans"
 
 
-def _refuse_missing_grpc(profile: Profile) -> None:
-    if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
-        from instrument.otlp.senders import require_grpc
-
-        require_grpc()
-
-
 AGENT_WAIT_S = 5.0
 """Seconds to wait, after the service's end, for the agent's last output."""
 
@@ -225,8 +221,9 @@ def _supervise_service(service: int, agent: int, path: Path, run: str) -> tuple[
             ended = [status for pid, status in reaped if pid == service]
             if agent in dict(reaped):
                 agent, starts = 0 if ended or starts == AGENTS else _restart_agent(path, run, service), starts + 1
-            for pid, status in reaped:
-                _report_exit_status(path, pid, status)
+            for pid, status in reaped:  # the system reports it only to the parent
+                with suppress(OSError), agent_socket.connect_to_agent(path, 0.1) as caller:
+                    agent_socket.send(caller, {"ended": pid, "status": status})
             if ended:
                 return ended[0], agent
         elif number not in _TERMINAL:
@@ -240,12 +237,6 @@ def _reap_children() -> list[tuple[int, int]]:
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
             ended.append(child)
     return ended
-
-
-def _report_exit_status(path: Path, pid: int, status: int) -> None:
-    """Send the exit status of a process to the agent, because the system reports it only to the parent."""
-    with suppress(OSError), agent_socket.connect_to_agent(path, 0.1) as caller:
-        agent_socket.send(caller, {"ended": pid, "status": status})
 
 
 def _kill_all_but_agent(agent: int) -> None:

@@ -80,7 +80,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         _Path(label, path, ids)
         for label in outside.keys() - inside.keys()
         for path, ids in observation.keys.get(label, {}).items()
-        if _shares_values(ids, key_values)
+        if ids.digests and len(ids.digests & key_values) >= max(SHARED * len(ids.digests), 2)
     ]
     singles = _pick_best([path for path in shared if not path.ids.many])
     # A function with one request as its argument serves that request, even if its object has others.
@@ -186,10 +186,6 @@ def _pick_best(paths: Iterable[_Path]) -> dict[str, _Path]:
     return best
 
 
-def _shares_values(ids: SeenPath, key_values: set[str]) -> bool:
-    return bool(ids.digests) and len(ids.digests & key_values) >= max(SHARED * len(ids.digests), 2)
-
-
 def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallGroup) -> RuleProposal:
     for rule in choice.rules:
         if rule.label == label:
@@ -240,8 +236,7 @@ LAYERS = 6
 
 
 class FirstProfile(NamedTuple):
-    """A first profile: its rules and its comments. `summary` is a sentence on the amount of observed calls. `head` is
-    the comment at the top, and `left_out` that on functions without a rule."""
+    """The text of a first profile, the number of its rules, and a sentence on the amount of observed calls."""
 
     text: str
     rules: int

@@ -1,4 +1,5 @@
-"""`instrument report`: print a report on saved files, or on a running service."""
+"""The verbs that evaluate spans: `report` prints views of saved files or of a running service, and `explain` prints the
+cause of a slow request or period, with the evidence."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli import print_json
+from instrument.cli import print_json, print_lines
 from instrument.cli.inputs import (
     WALL,
     add_file_arguments,
@@ -19,6 +20,7 @@ from instrument.cli.inputs import (
     import_file_libraries,
     limit_memory,
     memory_limit_bytes,
+    merge_saved,
     read_saved,
 )
 from instrument.cli.option_values import (
@@ -42,8 +44,16 @@ if TYPE_CHECKING:
 PROCESS = "process"
 """The value of `--by` that asks for a report of each process."""
 
+INCONCLUSIVE = 3
+"""The exit code if the evidence does not determine the cause."""
+
 
 def add_verbs(verbs: Verbs) -> None:
+    _add_report(verbs)
+    _add_explain(verbs)
+
+
+def _add_report(verbs: Verbs) -> None:
     parser = verbs.add_parser(
         "report",
         help="print a report on saved files, or on a running service",
@@ -226,3 +236,51 @@ def _read_recording(path: str, torch_trace: str | None) -> Recording:
     if torch_trace:
         saved = replace(saved, trace=chrome.join_torch_trace(saved.trace, read_saved(torch_trace).trace))
     return Recording.of_saved(saved)
+
+
+def _add_explain(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "explain",
+        help="find the cause of a slow request or of a slow period",
+        usage="instrument explain FILE ... [options]",
+        description="Compares a slow request with similar ones, and names what took the additional time. Exit code: 0, "
+        "or 3 if the evidence does not determine the cause. `instrument help explain` lists the causes.",
+    )
+    add_file_arguments(parser)
+    parser.add_argument("--request", metavar="KEY", help="explain the request of this key or span number")
+    parser.add_argument("--slowest", type=read_count, metavar="N", help="explain the N slowest requests (default: 1)")
+    parser.add_argument("--endpoint", metavar="NAME", help="only requests of this endpoint")
+    parser.add_argument(
+        "--since", type=read_time_ns, metavar="T", help="only requests that began this long after the start, or later"
+    )
+    parser.add_argument(
+        "--until", type=read_time_ns, metavar="T", help="only requests that began this long after the start, or earlier"
+    )
+    parser.add_argument(
+        "--by", metavar="NAME", help="attribute by which a burst of requests is counted (default: tenant)"
+    )
+    add_table_options(parser)
+    parser.set_defaults(verb=explain)
+
+
+def explain(options: argparse.Namespace, host: list[str]) -> int:
+    """Print the explanations. Returns the exit code."""
+    options.traces = find_files("explain", options)
+    import_file_libraries()
+    from instrument.report import explanation
+    from instrument.report.view import Options, Recording, make_json_values
+
+    chosen = Options(**table_options(options), requests_by=options.by or "")
+    choice = explanation.RequestChoice(
+        options.request, options.slowest, options.endpoint or "", options.since, options.until
+    )
+    with limit_memory("explain", options.traces, options.memory):
+        recording = Recording.of_saved(merge_saved(list(map(read_saved, options.traces)), options.clock))
+        explanations = explanation.explain(recording, choice, chosen)
+    is_inconclusive = any(item.verdict == explanation.INCONCLUSIVE for item in explanations)
+    code = INCONCLUSIVE if is_inconclusive else 0
+    if options.json:
+        print_json({"exit_code": code, "explanations": make_json_values(explanations)})
+    else:
+        print_lines(line for item in explanations for line in item.lines())
+    return code
