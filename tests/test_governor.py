@@ -53,21 +53,21 @@ def test_a_budget_may_be_changed_and_taken_back_and_is_looked_at_once_in_a_while
     budget.change(None)
     called(function, 1_000)
     budget.step()
-    assert (recorder.muted, budget.notes(), asked) == (set(), [], [])
+    assert (recorder.passes, budget.notes(), asked) == ({}, [], [])
     budget.change(1e-9)
     budget.step()
-    assert {site.name for site in recorder.muted} == {"short"}
+    assert {site.name for site in recorder.passes} == {"short"}
     called(function, 3)
     assert "3 calls were not recorded" in budget.notes()[0]
     budget.release()
     budget.step()  # too soon to look again
-    assert recorder.muted == set()
+    assert recorder.passes == {}
     monkeypatch.setattr("instrument.recorder.governor.STEP_NS", 0)
     called(function, 1_000)
     budget.step()
-    assert len(recorder.muted) == 1
+    assert len(recorder.passes) == 1
     budget.change(None)
-    assert (recorder.muted, budget.notes()) == (set(), [])
+    assert (recorder.passes, budget.notes()) == ({}, [])
 
 
 def test_within_the_budget_nothing_is_muted(recorder: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_layer_can_be_muted(recorder: Any, torch: Any) -> None:
         assert clock.second() == ["Identity"]
         assert identity(5) == 5
         assert list(recorder.muted_calls().values()) == [1]
-        (site,) = recorder.muted
+        (site,) = recorder.passes
         attach = layers.detach(site)
         assert attach is not None
         assert layers.detach(site) is None
@@ -261,7 +261,7 @@ def test_probes_that_cannot_be_detached_stay_muted_and_detached_ones_return_at_t
     assert {site.name for site in governor.muted} == {"hot", "other"}
     assert detaching.off == {"other"}
     governor.release()
-    assert (detaching.off, recorder.muted) == (set(), set())
+    assert (detaching.off, recorder.passes) == (set(), {})
 
 
 def test_more_calls_than_there_can_be_room_for_are_looked_at_soon(recorder: Any) -> None:
@@ -481,7 +481,7 @@ def test_a_site_that_has_to_be_muted_again_soon_waits_longer_each_time(recorder:
     clock = Clock(recorder, BUDGET)
     states = []
     for _ in range(16):
-        if not recorder.muted:
+        if not recorder.passes:
             called(short, 20_000)  # a burst
         states.append(len(clock.second()))
     assert states == [1, 0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]

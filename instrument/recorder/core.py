@@ -123,10 +123,6 @@ class Readback(Core):
         if site in self.passes:
             wrapping.set_call_switch(function, self.passes[site])
 
-    @property
-    def muted(self) -> set[Site]:
-        return set(self.passes)
-
     def mute(self, site: Site) -> bool:
         """Mute a site: count its calls without recording spans. Return False if it cannot be muted.
 
@@ -212,7 +208,8 @@ class Readback(Core):
     def losses(self) -> Mapping[str, int]:
         """Return the number of spans that are in the tally but not in the rings, by reason."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
-        losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": self._too_short}
+        too_short = sum(ring.too_short for ring in self.rings()) + sum(self._read_header_field("ended_too_short"))
+        losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": too_short}
         return {reason: count for reason, count in losses.items() if count}
 
     def counts(self) -> Mapping[str, int]:
@@ -232,13 +229,8 @@ class Readback(Core):
     @property
     def calls(self) -> int:
         """The number of spans that have ended. Reading it is cheap."""
-        total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
-        return total + self._too_short
-
-    @property
-    def _too_short(self) -> int:
-        total: int = sum(ring.too_short for ring in self.rings()) + sum(self._read_header_field("ended_too_short"))
-        return total
+        total: int = sum(ring.head + ring.too_short for ring in self.rings())
+        return total + self.ended_rows + sum(self._read_header_field("ended_too_short"))
 
 
 def calls_by_site(recorder: Readback) -> dict[Site, int]:

@@ -290,7 +290,7 @@ class Recorder(Readback):
         self.renamed.clear()
         self.place_of.clear()
         self._manual_open = 0
-        for site in self.muted:
+        for site in list(self.passes):
             self.unmute(site)
         self._counters.clear()
         self._scope_sites.clear()

@@ -132,7 +132,7 @@ class SessionDiagnostics:
             pairs_ns=self.pairs_ns(),
             threads_ns=self.threads_ns(),
             passed=self.recorder.muted_calls(),
-            muted=set(self.recorder.muted),
+            muted=set(self.recorder.passes),
             held_rows=sum(min(ring.head, ring.capacity) for ring in rings),
             ring_rows=sum(ring.capacity for ring in rings),
             ring_bytes=ring_bytes,
