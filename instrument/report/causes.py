@@ -121,7 +121,12 @@ class CauseTimes:
             order = np.argsort(trace.start_ns, kind="stable")
             self._is_first_call[order[number_combinations(trace.site[order])[1]]] = True
         self._subtract_separate_causes()
-        self._own_rows = Members(self._requests_of_own_work(), len(joined.rows))
+        # A request's own work is its calls outside of phases and steps.
+        is_phase = trace.are_of_sites([phase_of(site) is not None for site in trace.sites])
+        is_phase[joined.rows] = False
+        is_own = (self.costs.step_of[:-1] == NONE) & ~trace.are_of_kind("request")
+        is_own &= nearest_at_or_above(trace.parent, is_phase) == NONE
+        self._own_rows = Members(np.where(is_own, joined.of, NONE), len(joined.rows))
 
     def _number_processes(self, threads: Int64s) -> Int64s:
         if not self._process_of:
@@ -178,14 +183,6 @@ class CauseTimes:
     def knows_first_calls(self) -> bool:
         """True if the recording begins with the process and lost no row."""
         return self.facts.startup is not None and not self.facts.held_from_ns
-
-    def _requests_of_own_work(self) -> Int64s:
-        """Return, for each row, its request if the row is a call outside of phases and steps, else `NONE`."""
-        trace, joined = self.trace, self.joined
-        is_phase = trace.are_of_sites([phase_of(site) is not None for site in trace.sites])
-        is_phase[joined.rows] = False
-        is_own = (self.costs.step_of[:-1] == NONE) & ~trace.are_of_kind("request")
-        return np.where(is_own & (nearest_at_or_above(trace.parent, is_phase) == NONE), joined.of, NONE)
 
     def engine_thread(self, place: int) -> int | None:
         """Return the thread whose engine steps serve a request, None if no step does."""

@@ -30,7 +30,6 @@ from instrument.report.table import (
     wrap_text,
 )
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Columns
 from instrument.trace.indices import NONE, nearest_above
 
 IMPORTS = "Imports, outside of spans"
@@ -371,23 +370,17 @@ def _divide_preparation_times(
         on_both_sides |= begins_before and row.totals.calls > 1
     if not on_both_sides:
         return before, after, False
-    for word, held_ns in _sum_late_preparation_times(recording.columns, request_ns).items():
-        whole_ns = before[word] + after[word]
-        after[word] = min(max(after[word], held_ns), whole_ns)
-        before[word] = whole_ns - after[word]
-    return before, after, recording.trace.coverage[0] > request_ns
-
-
-def _sum_late_preparation_times(trace: Columns, request_ns: int) -> dict[str, int]:
-    """Return the time of kept spans of loading and compiling that began after the first request."""
+    trace = recording.columns
     phases = [_preparation_phase_of(site) for site in trace.sites]
     # Spans in a request, or in a loading or compiling span that counts itself.
     around = trace.are_of_sites(
         [site.kind == "request" or bool(phase) for site, phase in zip(trace.sites, phases, strict=True)]
     )
     is_within = nearest_above(trace.parent, around) != NONE
-    late = (trace.start_ns >= request_ns) & ~trace.clipped & ~is_within
-    return {
-        WORDS[name]: sum(trace.total_ns[late & trace.are_of_sites([phase == name for phase in phases])].tolist())
-        for name in PREPARING
-    }
+    is_late = (trace.start_ns >= request_ns) & ~trace.clipped & ~is_within
+    for name, word in WORDS.items():
+        rows_of_phase = is_late & trace.are_of_sites([phase == name for phase in phases])
+        late_ns, whole_ns = sum(trace.total_ns[rows_of_phase].tolist()), before[word] + after[word]
+        after[word] = min(max(after[word], late_ns), whole_ns)
+        before[word] = whole_ns - after[word]
+    return before, after, recording.trace.coverage[0] > request_ns
