@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_258, 4),
     "recorder": (2_499, 9),
     "recording": (3_785, 13),
-    "report": (13_138, 37),
+    "report": (13_128, 37),
     "runtime": (2_715, 13),
     "sessions": (6_089, 19),
     "trace": (9_656, 28),
