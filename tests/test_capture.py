@@ -23,9 +23,8 @@ from instrument.recording.memory_layout import FRAME, ROW
 from instrument.recording.spans import Site
 from instrument.recording.trace_context import RemoteParent, encode_remote, is_sampled, tracestate_of_share
 from instrument.trace import unsettled
-from instrument.trace.sampling_criteria import LEAST_CALLS
 from instrument.trace.sent_rows import DECISION_WAIT_NS
-from instrument.trace.unsettled import LEAST_PACKED
+from instrument.trace.unsettled import LEAST_CALLS, LEAST_PACKED
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
 

@@ -34,10 +34,9 @@ from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined, join
 from instrument.trace.merge import merge
 from instrument.trace.request_trees import build_request_trees
-from instrument.trace.sampling_criteria import TailSampler
 from instrument.trace.sent_rows import Settling
 from instrument.trace.stages import make_stage_spans
-from instrument.trace.unsettled import UnsettledRows
+from instrument.trace.unsettled import TailSampler, UnsettledRows
 
 FRONT, ENGINE = 1, 2
 S = 10**9

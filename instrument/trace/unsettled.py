@@ -1,27 +1,32 @@
-"""Keeps the unsettled rows of one recording as columns.
+"""Keeps the unsettled rows of one recording as columns, and the tail sampler that decides about its requests.
 
 Unsettled rows have been read, and wait for a decision. The rows are removed when their requests are settled. Rows with
 keys remain longer, because late rows may need them.
+
+The tail sampler decides after the end of a request. A request is kept if it is sampled, slow or failed, or has the
+attributes in the profile's `capture.where`.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter, eq, ge, gt, le, lt
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.profile.model import Capture, Rate, Where
+from instrument.recording.distributions import LONGEST_NS, percentiles
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.memory_layout import REQUEST_BIT
-from instrument.recording.spans import BATCH_KEYS, KEY, Site
-from instrument.recording.trace_context import RemoteParent, is_sampled
+from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
+from instrument.recording.tally import Tally
+from instrument.recording.trace_context import RANDOM_BITS, RemoteParent, is_sampled, threshold_of
 from instrument.trace.of_recording import RowDetail, have_details
-from instrument.trace.sampling_criteria import TailSampler, are_in_sample
 
 MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
@@ -103,8 +108,7 @@ class _PackedRows(NamedTuple):
 
     def rows(self) -> NDArray[np.void]:
         by_place = np.frombuffer(zlib.decompress(self.data), np.uint8).reshape(-1, self.size)
-        rows: NDArray[np.void] = np.ascontiguousarray(by_place.T).view(ROWS).reshape(-1)
-        return rows
+        return np.ascontiguousarray(by_place.T).view(ROWS).reshape(-1)
 
 
 class UnsettledRows:
@@ -190,11 +194,11 @@ class UnsettledRows:
         """
         self.opened = opened
         self._add_details(details, room_bytes)
-        if not self.has_keys:
-            texts = (text for _, text in details.values())
-            self.has_keys = any(_KEY in text or _BATCH_KEYS in text for text in texts) or any(
-                KEY in span.attributes or BATCH_KEYS in span.attributes for span in opened.values()
-            )
+        self.has_keys = (
+            self.has_keys
+            or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())
+            or any(KEY in span.attributes or BATCH_KEYS in span.attributes for span in opened.values())
+        )
         if self.has_keys:
             self.unpack()
         self._note_begin_of_service(rings, details)
@@ -236,7 +240,8 @@ class UnsettledRows:
     def are_sampled(self, root_ids: NDArray[np.uint64], start_ns: NDArray[Any]) -> NDArray[np.bool_]:
         """Return True for rows in the random sample, given the root and the start time of each."""
         capture, caller = self.sampler.capture, self.caller
-        are_of_share = are_in_sample(self.ids.make_ids(root_ids, 2), capture.sample)
+        random = self.ids.make_ids(root_ids, 2) & np.uint64((1 << RANDOM_BITS) - 1)
+        are_of_share: NDArray[np.bool_] = random >= np.uint64(threshold_of(capture.sample))
         if caller is not None:
             is_kept = is_sampled(caller.trace_id, capture.sample) or (caller.flags & 1 and not capture.is_off)
             are_of_share[start_ns < self.served_from_ns] = is_kept
@@ -260,8 +265,7 @@ class UnsettledRows:
             return rows
         self.lingers = True
         self._packed.append(_PackedRows.from_rows(rows[is_plain], thread_id))
-        left_over: NDArray[np.void] = rows[~is_plain]
-        return left_over
+        return np.asarray(rows[~is_plain])
 
     def unpack(self, horizon_ns: int = 1 << 62, most: int = 1 << 62) -> int:
         """Unpack rows that had ended by a time, until there are `most` of them.
@@ -367,10 +371,130 @@ class UnsettledRows:
     # ---------------------------------------------------------------- settling
 
     def keep_rows(self, is_kept: NDArray[np.bool_]) -> None:
-        is_dropped = ~is_kept
-        if not is_dropped.any():
+        if is_kept.all():
             return
-        if self.details:
-            for span_id in self.rows["span_id"][is_dropped & (self.rows["rare"] != 0)].tolist():
-                self.details.pop(span_id, None)
+        for span_id in self.rows["span_id"][~is_kept & (self.rows["rare"] != 0)].tolist():
+            self.details.pop(span_id, None)
         self.rows, self.thread_id, self.state = self.rows[is_kept], self.thread_id[is_kept], self.state[is_kept]
+
+
+# The tail sampler
+
+LEAST_CALLS = 100
+"""The number of requests after which the usual time of an endpoint is known. Until then, requests that are not notable
+remain undecided."""
+
+USUAL_FOR_NS = 10**9
+"""The time in ns between two computations of the endpoints' usual times."""
+
+_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt, "=": eq}
+
+
+class EndedRequest(NamedTuple):
+    """A request that has ended, with all facts that decide whether it is kept."""
+
+    root_id: int
+    site: Site
+    start_ns: int
+    end_ns: int
+    has_error: bool
+    attributes: Mapping[str, AttributeValue]
+    remote: RemoteParent | None
+
+
+class TailSampler:
+    """Decides which requests of one process are kept. Only one thread may use it.
+
+    `totals` returns the current totals of the process, which give the usual times of endpoints.
+    """
+
+    def __init__(self, capture: Capture, totals: Callable[[], Tally]) -> None:
+        self.capture, self._totals = capture, totals
+        self.allowance = _Allowance(capture.limit)
+        self._slow_ns: dict[object, int] = {}
+        """The time above which a request of an endpoint is slow. An endpoint is a site of requests."""
+        self._looked_ns = 0
+        self.wanted: set[int] = set()
+        """The roots of requests that are kept in any case."""
+
+    def change_settings(self, capture: Capture) -> None:
+        if capture.limit != self.capture.limit:
+            self.allowance = _Allowance(capture.limit)
+        if capture.slow_over != self.capture.slow_over:
+            self._slow_ns, self._looked_ns = {}, 0
+        self.capture = capture
+
+    def update_usual_times(self, ended: Collection[EndedRequest]) -> None:
+        """Compute the usual times of endpoints again if they are old or lack the endpoint of a request."""
+        usual = self.capture.slow_over
+        newest_ns = max((request.end_ns for request in ended), default=0)
+        is_recent = newest_ns - self._looked_ns < USUAL_FOR_NS and not any(map(self.lacks_usual_time, ended))
+        if usual is None or not newest_ns or is_recent:
+            return
+        self._looked_ns = newest_ns
+        totals = self._totals()
+        endpoints = totals.tree.map_sites(lambda site: site.key if site.kind == "request" else None)
+        for endpoint, lines in totals.lines_by_key(endpoints).items():
+            histogram = totals.histogram(totals.nodes_of_lines(lines))
+            calls = sum(histogram.values())
+            (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
+            if calls >= LEAST_CALLS and time_ns is not None:
+                self._slow_ns[endpoint] = round(time_ns * usual.factor)
+
+    def lacks_usual_time(self, request: EndedRequest) -> bool:
+        """Return True if the usual time of the request's endpoint is not known yet."""
+        return self.capture.slow_over is not None and request.site.key not in self._slow_ns
+
+    def is_asked_for(self, request: EndedRequest) -> bool:
+        """Return True if `wanted` has the request, or if its caller's trace is kept. Removes it from `wanted`."""
+        if request.root_id in self.wanted:
+            self.wanted.discard(request.root_id)
+            return True
+        return request.remote is not None and bool(request.remote.flags & 1) and not self.capture.is_off
+
+    def is_notable(self, request: EndedRequest) -> bool:
+        """Return True for a request that failed, was slow, or has the attributes in `capture.where`."""
+        capture = self.capture
+        return (
+            (capture.errors and request.has_error)
+            or (capture.slow_ns is not None and request.end_ns - request.start_ns >= capture.slow_ns)
+            or request.end_ns - request.start_ns > self._slow_ns.get(request.site.key, LONGEST_NS)
+            or (bool(capture.where) and all(_condition_holds(condition, request) for condition in capture.where))
+        )
+
+
+def _condition_holds(condition: Where, request: EndedRequest) -> bool:
+    """Return True if a condition is true for an attribute of the request or, without that attribute, of its site."""
+    value = request.attributes.get(condition.attribute)
+    if value is None:
+        value = dict(request.site.attributes).get(condition.attribute)
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(
+        isinstance(value, bool) == isinstance(bound, bool)
+        and (comparison == "=" or isinstance(value, int | float))
+        and _COMPARED[comparison](value, bound)
+        for value in values
+        for comparison, bound in condition.any_of
+    )
+
+
+class _Allowance:
+    """A token bucket: up to `count` requests per `per_ns`, refilled evenly. The rate None allows everything."""
+
+    def __init__(self, rate: Rate | None) -> None:
+        self._rate = rate
+        self._tokens = float(rate.count) if rate is not None else 0.0
+        self._at_ns = 0
+
+    def take_token(self, now_ns: int) -> bool:
+        """Take a token for a request, if one is left at this time. Return True if so."""
+        if self._rate is None:
+            return True
+        if self._at_ns and now_ns > self._at_ns:
+            refill = (now_ns - self._at_ns) * self._rate.count / self._rate.per_ns
+            self._tokens = min(self._tokens + refill, float(self._rate.count))
+        self._at_ns = max(now_ns, self._at_ns)  # delayed ones come late, and no time refills twice
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
