@@ -49,19 +49,15 @@ class Timing:
     """The last stream of each thread with numba. Set together with the timer."""
 
     def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
-        self._memory_bytes = memory_bytes
         self._ranges = ranges
         self._holds_gil = holds_gil
         self._undo_imports: Callable[[], None] | None = None
         self._inherited: list[Timer] = []
         self._hosts: list[ModuleType] = []
         self._undos: list[Callable[[], None]] = []
-        self.intervals = self._new_intervals()
+        self.intervals = IntervalRing(memory_bytes, partial(RECORDER.room_for, "intervals"))
         self.timer: Timer | None = None
         self.reason = ""
-
-    def _new_intervals(self) -> IntervalRing:
-        return IntervalRing(self._memory_bytes, partial(RECORDER.room_for, "intervals"))
 
     def _new_timer(self, driver: Driver) -> Timer:
         from instrument.device.timer import Timer
@@ -141,7 +137,6 @@ class Timing:
 
     def after_fork_in_child(self) -> None:
         """Begin again without CUDA, which a forked child cannot use. The parent's objects are not released."""
-        self.intervals = self._new_intervals()
         if self.timer is not None:
             before = self.timer
             self._inherited.append(before)
