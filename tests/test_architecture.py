@@ -345,7 +345,7 @@ LINES_AND_FILES = {
     "chrome": (3_269, 9),
     "cli": (2_893, 15),
     "compat": (1_152, 6),
-    "device": (3_504, 10),
+    "device": (3_499, 10),
     "docs": (0, 0),
     "fleet": (136, 1),
     "instrumentors": (11_432, 37),
