@@ -27,7 +27,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 
 class Questions:
-    """The unanswered requests, such as `off` or `reload`, that commands have sent to processes."""
+    """The requests of commands, such as `off` or `reload`, that processes have not answered yet."""
 
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop
@@ -41,7 +41,6 @@ class Questions:
         self._questions = {number: pair for number, pair in self._questions.items() if pair[0] is not asker}
 
     def answer_question(self, connection: Connection, message: Message) -> None:
-        """Answer a command's request, or pass it on to the processes of the runs."""
         subject = message["ask"]
         if subject == "processes":
             for run in self._runs:
@@ -64,8 +63,7 @@ class Questions:
             connection.is_broken = True
 
     def _scrape(self, connection: Connection, run: str) -> None:
-        """Make a pair of connected sockets for a scrape: the exporter writes to one, and the command reads from the
-        other."""
+        """Give one end of a socket pair to the command, and the other end to the exporter, which writes the metrics."""
         asked_run = next((member for member in self._runs if member.name == run), None)
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -97,7 +95,6 @@ class Questions:
         self._end_if_answered(number)
 
     def inherit_switch(self, process: Process) -> None:
-        """Send a joined process the command that last switched its parent's recording on or off, if any."""
         parent = next((member for member in process.run.processes if member.pid == process.facts.get("parent")), None)
         if parent is not None and process.switch is None and process.connection is not None:
             process.switch = parent.switch
@@ -135,11 +132,12 @@ STOP_POLL_S = 0.1
 
 
 class Agent:
-    """An agent that listens on `listener`. It serves `run` until the run ends, or, if `run` is None, any process until
-    a signal comes.
+    """An agent, which serves the processes that connect to its socket.
 
-    `folder` has the files for runs' reports, `captures` the captures of vanished processes. `says` is called with each
-    message that no process of a run can print.
+    - `run`: the only run to serve. If it is None, the agent serves any process until a signal comes
+    - `folder`: the folder for the recordings that runs' reports need
+    - `captures`: the folder for captures of vanished processes
+    - `says`: called with each message that no process of a run can print
     """
 
     def __init__(
@@ -182,7 +180,7 @@ class Agent:
         return not (self._loop.is_replaced or (self._is_of_run and go_on))
 
     def _handle_packet(self, connection: Connection, message: Message, descriptors: list[int]) -> list[int]:
-        """Handle a packet. Return those of its descriptors that the caller must leave open."""
+        """Handle a packet. Return the received descriptors that the caller must not close."""
         if connection is self._runs.exports.connection:
             self._runs.exports.handle_message(message)
             return []
@@ -233,7 +231,6 @@ class Agent:
     # ---------------------------------------------------------------- the end
 
     def _end_after_signal(self, descriptor: int) -> None:
-        """End because of a signal, at once if no process lives, else after up to `STOP_WAIT_S`."""
         os.read(descriptor, 64)
         if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + STOP_LIMIT_S
@@ -242,14 +239,12 @@ class Agent:
         self._end_if_done()
 
     def _stop_waiting(self) -> None:
-        """Stop waiting for living processes: end the exports, and the agent once all recordings are saved."""
         self._has_waited = True
         self._end_exports()
         self._end_if_done()
         self._loop.call_later(STOP_POLL_S, self._stop_waiting)
 
     def _end_if_done(self) -> None:
-        """End if the run is over and reported, or if a signal has come and no work is left."""
         is_asked, runs = self._ends_at < math.inf, self._runs
         if runs.own_is_over or (is_asked and (runs.are_done or (self._has_waited and runs.are_saved))):
             self._end_exports()
@@ -257,7 +252,6 @@ class Agent:
                 self._stop()
 
     def _end_exports(self) -> None:
-        """Have the exporter send the last spans within the time that remains, and end."""
         exports = self._runs.exports
         if not (exports.is_done or exports.is_ending):
             within_s = min(self._ends_at - time.monotonic(), LAST_SEND_S + OUTCOME_WAIT_S)
@@ -272,8 +266,8 @@ class Agent:
 
 
 def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
-    """Run the agent of a run on the socket `descriptor`. `first` is the run's first process. With `says`, messages that
-    no process of the run can print go to standard error."""
+    """Run the agent of a run on an inherited socket. `first` is the process id of the run's first process, 0 if
+    unknown."""
     listener = socket.socket(fileno=descriptor)
     listener.setblocking(False)
     listener.listen(agent_socket.MOST_WAITING)  # a client sees the process that listens, not the one that made it
@@ -290,8 +284,7 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
 def serve_on(
     listener: socket.socket, folder: Path, run: Run | None, *, captures: Path | None = None, says: bool
 ) -> bool:
-    """Serve as the agent at a socket until its run is over or a signal comes. Return False if the run goes on without
-    this agent. `captures` is the folder for captures of all runs."""
+    """Serve at a socket until the run is over or a signal comes. Return False if another agent continues the run."""
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -44,7 +44,7 @@ class _Child:
 
 
 class Jobs:
-    """A queue of jobs that run in children of the agent. `selector` is the selector of the agent's event loop."""
+    """A queue of jobs, each of which runs in a child process of the agent."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -56,7 +56,8 @@ class Jobs:
         return not self._running and not self._waiting
 
     def start(self, job: Job, on_answer: Callable[[Answer], object]) -> None:
-        """Run `job` in a child, and call `on_answer` with its result, or with `{"error": ...}` if it fails."""
+        """Run a job in a child process, and call `on_answer` with the result. If the job fails, the result is
+        `{"error": ...}`."""
         self._waiting.append((job, on_answer))
         self._start_waiting()
 
@@ -139,10 +140,10 @@ MOST_SAVES_PER_CHILD = 64
 
 
 class Saves:
-    """A queue of processes whose recordings are saved in children, at the path `Process.saved`. `folder` has the
-    processes' note files.
+    """A queue of processes whose recordings are saved by child processes.
 
-    After each attempt, `on_saved` is called with the process, whose `saved` is empty after a failure.
+    `on_saved` is called with each process after the attempt. `Process.saved` is then the path of the file, or empty
+    after a failure.
     """
 
     def __init__(self, jobs: Jobs, folder: Path, on_saved: Callable[[Process], object]) -> None:
@@ -153,7 +154,6 @@ class Saves:
         self._running = 0
 
     def add(self, process: Process) -> None:
-        """Save a process's recording at once, or after the running job with the other waiting recordings."""
         self._waiting.append(process)
         self._start_waiting()
 
@@ -187,7 +187,7 @@ _MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
 
 
 class AgentEnd:
-    """The connection to the agent, as seen from a child."""
+    """The child's end of its connection to the agent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -199,8 +199,6 @@ class AgentEnd:
         self.has_gone = False
 
     def receive(self, wait_s: float) -> Iterator[tuple[agent_socket.Message, list[int]]]:
-        """Wait up to `wait_s` seconds for messages of the agent, and yield those that arrived with their
-        descriptors."""
         if not self._waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)):
             return
         with suppress(BlockingIOError):
@@ -258,7 +256,6 @@ def fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Con
 
 
 def _serve_in_child(connection: socket.socket, serve: Callable[[socket.socket], object], name: str, agent: int) -> None:
-    """Close the agent's other descriptors in the forked child, then serve."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the agent, which ends this one in its time
     descriptor = 3

@@ -18,7 +18,10 @@ from instrument.runtime import agent_socket
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of a run, as the agent describes it, and the descriptor of its recording, -1 for none."""
+    """A process of a run, as the agent describes it.
+
+    `memory` is a descriptor of the process's recording, or -1.
+    """
 
     facts: Mapping[str, Any]
     memory: int = -1
@@ -34,10 +37,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A run and its processes, as its agent has reported them. `problem` is the reason if the agent did not answer.
+    """A run and its processes, as the agent describes them.
 
-    `folded` counts ended processes that are not in `members`. `unseen` is a sentence on processes that record nothing.
-    `name` is the path of the socket while the agent has no run.
+    - `name`: the name of the run, or the path of the agent's socket while the agent has no run
+    - `problem`: the reason why the agent did not answer
+    - `folded`: the number of ended processes that are not in `members`
+    - `unseen`: a sentence on the processes that record nothing
     """
 
     socket: Path
@@ -55,7 +60,6 @@ class Asked:
 
     @property
     def description(self) -> str:
-        """The name of the run with its services, the count of its living processes, and its age in seconds."""
         members = self.living or self.members
         if not members:
             return f"{self.name} ({self.problem or 'no process has joined'})"
@@ -66,7 +70,6 @@ class Asked:
 
     @property
     def none_joined(self) -> str:
-        """A sentence that no process has joined, "" if one has, or if the agent did not answer."""
         if self.problem or self.members:
             return ""
         if self.name != str(self.socket):
@@ -76,11 +79,11 @@ class Asked:
 
 @contextmanager
 def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
-    """Yield this user's runs that match `name`, by default the run in `INSTRUMENT_AGENT`, else all runs. Raises
-    `InstrumentError` if no run matches.
+    """Yield this user's runs that match a name. Raises `InstrumentError` if no run matches.
 
-    `name` is a prefix of a run's name, a service, a process id, or the path of an agent's socket. With `memory`, open
-    the runs' recordings until the `with` block ends.
+    The name is the beginning of a run's name, a service, a process id, or the path of an agent's socket. Without a
+    name, yield the run in the variable `INSTRUMENT_AGENT`, or all runs if it is not set. With `memory`, the runs'
+    recordings remain open until the `with` block ends.
     """
     own_agent = os.environ.get(agent_socket.VARIABLE, "")
     asked_name = name or own_agent
@@ -107,8 +110,6 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
 
 
 def single_run(verb: str, runs: Sequence[Asked]) -> Asked:
-    """Return the only run whose agent answers, or the only one of several with living processes. Raises
-    `InstrumentError` for none or several."""
     answering = [run for run in runs if not run.problem]
     if len(answering) > 1:
         answering = [run for run in answering if run.living] or answering
@@ -179,7 +180,8 @@ def _why_silent(socket: Path, error: Exception) -> str:
 def request_of(
     run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Send the request `do` to processes of a run. Yield their process ids and answers for up to `wait_s` seconds."""
+    """Send a request to processes of a run. Yield the process id and the answer of each process, for up to `wait_s`
+    seconds."""
     end = time.monotonic() + wait_s
     with agent_socket.connect_to_agent(run.socket, min(ANSWER_POLL_S, wait_s)) as caller:
         agent_socket.send(caller, {"ask": "do", "do": do, "pids": list(pids)})

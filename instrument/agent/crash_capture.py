@@ -43,14 +43,13 @@ def save_recording(
     goodbye: Mapping[str, Any] | None = None,
     copies: Sequence[str] = (),
 ) -> Mapping[str, Any]:
-    """Save the recording behind the descriptor `fd` to a file, and return a summary of what was saved. Raises
-    `TraceError` for an invalid recording.
+    """Save a recording as a file, and return a summary. Raises `TraceError` for an invalid recording.
 
-    - `end_kind` says how the process died. With it, the file and the summary list the open spans under `died`.
-    - `end_ns` is the time of the process's end, None if unknown.
-    - `goodbye` has costs and losses, which are added to the file.
-    - `copies` are paths at which copies are written, as recordings or Chrome traces. The summary lists the written
-      ones.
+    - `fd`: a descriptor of the recording
+    - `end_kind`: a phrase that says how the process died. If it is given, the file and the summary name the open spans
+    - `end_ns`: the time at which the process ended, or None if it is unknown
+    - `goodbye`: the last message of the process, with its losses and the cost of recording
+    - `copies`: paths to which copies are written. The summary has the paths of the written copies
     """
     from dataclasses import replace
 
@@ -84,7 +83,8 @@ def _write_copy(path: str, trace: Trace, tally: Tally | None) -> bool:
 
 
 def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
-    """Return the summary that `save_recording` returned for a capture, None for another file or another run."""
+    """Read a capture, and return the summary that `save_recording` returned for it. Return None for another file or
+    another run."""
     from instrument.errors import TraceError
     from instrument.trace import file
 
@@ -99,8 +99,6 @@ def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
 
 
 def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
-    """Return the trace with the costs, losses and notes from its process's goodbye. Raises `TraceError` if
-    malformed."""
     from dataclasses import replace
 
     from instrument.errors import TraceError
@@ -118,7 +116,6 @@ def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
 
 
 def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
-    """Return a sentence with the newest readings of `NAMED_GAUGES`, "" if there are none."""
     newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
     texts: dict[int, list[str]] = {}
     for (device, name), sample in newest.items():
@@ -165,7 +162,7 @@ def _describe_tree(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
 
 
 def attributes_text(span: OpenSpan) -> str:
-    """Return the first attributes of a span in brackets, without those that begin with `TRANSPORT_PREFIXES`."""
+    """Return the first attributes of a span in brackets, without attributes of the transport, such as `http.method`."""
     names = [name for name in span.attributes if name != REMOTE and not name.startswith(TRANSPORT_PREFIXES)]
     texts = [f"{name}={span.attributes[name]!s:.{VALUE_LENGTH}}" for name in names]
     more = [f"{len(texts) - MOST_ATTRIBUTES} more"] if len(texts) > MOST_ATTRIBUTES else []

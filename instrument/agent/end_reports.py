@@ -42,8 +42,11 @@ _PIDFD_GETFD = 438
 
 
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
-    """Write a message to the standard error of `process`, or of the run for None. On failure, write it to the system's
-    log. If that fails too, pass it to `says` or, without `says`, write a text file next to the capture."""
+    """Write a message to the standard error of a process, or to that of the run if no process is given.
+
+    If this fails, the message goes to the system's log. If that fails too, it goes to `says`, or into a text file next
+    to the capture.
+    """
     line = text if text.endswith("\n") else f"{text}\n"
     data = line.encode(errors="backslashreplace")
     targets = [run.stderr, *(str(member.facts.get("stderr", "")) for member in run.processes)]
@@ -59,8 +62,6 @@ def deliver_message(says: Says, run: Run, text: str, process: Process | None = N
 
 
 def _paths_to_stderr(run: Run, target: str) -> Iterator[str]:
-    """Yield paths by which the standard error `target` can be opened: first through living processes that have it open,
-    then its own path."""
     elsewhere = {process.pid for process in run.processes if process.is_elsewhere}
     numbers = {process.pid for process in run.processes if not process.ended_ns} | {run.first}
     for pid in numbers - elsewhere - {0}:
@@ -94,7 +95,7 @@ def _write_to_path(path: str, data: bytes) -> bool:
 
 
 def _open_descriptor(path: str) -> int:
-    """Open a path for writing. A process's descriptor is duplicated, so that the file offset is shared."""
+    """Open a path for writing. A path to a descriptor of a process gives a duplicate, which shares the file offset."""
     parts = Path(path).parts
     if parts[1:2] == ("proc",):
         with suppress(OSError, AttributeError, ImportError):
@@ -139,7 +140,6 @@ _RUN_IN_NAME, _NUMBER_IN_NAME = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\
 
 
 def collect_process_facts(process: Process) -> dict[str, Any]:
-    """Return a process's values for commands that query the agent, such as `instrument ps`."""
     names = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
     return {
         **{name: process.facts.get(name) for name in names},
@@ -157,7 +157,6 @@ def collect_process_facts(process: Process) -> dict[str, Any]:
 
 
 def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
-    """Return a job that makes a run's report. `left_before` are its processes that ended under an earlier agent."""
     of = next(
         (process.facts["report"] for process in reversed(run.processes_with_spans()) if process.facts.get("report")),
         None,
@@ -177,8 +176,7 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
 
 
 def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes of a run that ended under an earlier agent, from their files in a folder. A process with a
-    capture has vanished."""
+    """Return the processes of a run that ended under an earlier agent, from the files that it has left."""
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
@@ -194,7 +192,6 @@ def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
 
 
 def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Return the files in a folder that were saved for reports of runs, with the `_REPORT_FILE` match of each name."""
     paths = agent_socket.paths_in(folder, f"*{REPORT_SUFFIX}")
     return [(path, of) for path in paths if (of := _REPORT_FILE.fullmatch(path.name)) is not None]
 
@@ -223,8 +220,7 @@ def make_batch_save_job(processes: Sequence[Process], folder: Path) -> Callable[
 
 
 def save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
-    """Return a job that saves the recording of an ended process, with the open spans if it vanished. The job goes on if
-    the agent is killed."""
+    """Return a job that saves the recording of an ended process. The job continues if the agent is killed."""
     copies = process.facts.get("files", ()) if process.end_kind == EXITED else ()
     end_kind = _describe_vanishing(process) if process.end_kind == VANISHED else ""
     end_ns, goodbye = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
@@ -246,12 +242,10 @@ def path_for_report(folder: Path, process: Process) -> str:
 
 
 def path_for_merged(folder: Path, run: Run) -> str:
-    """Return the path of the recording into which a run's oldest ended processes are merged, for the run's report."""
     return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_safe_name(run)}{REPORT_SUFFIX}")
 
 
 def link_to_capture(folder: Path, process: Process) -> str:
-    """Link to a process's capture in the run's folder, where a later agent finds it. Return the link, "" on failure."""
     link = path_for_report(folder, process)
     try:
         Path(link).symlink_to(process.saved)
@@ -269,7 +263,6 @@ def remove_for_report(folder: Path, run: Run) -> None:
 
 
 def remove_saved(folder: Path, paths: Iterable[str]) -> None:
-    """Remove those of the given paths that are files for a report in `folder`. Raises nothing."""
     for path in paths:
         if path.endswith(REPORT_SUFFIX) and Path(path).parent == folder:
             with suppress(OSError):
@@ -277,7 +270,6 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
 
 
 def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
-    """Remove the report files of an earlier agent, except those of `runs`. `says` gets a line on each removed run."""
     living_runs, counts = {_safe_name(run) for run in runs}, Counter[str]()
     for path, of in _report_files(folder):
         if of["run"] not in living_runs:
@@ -297,7 +289,6 @@ def why_unread(process: Process) -> str:
 
 
 def path_of_capture(process: Process, folder: Path | None) -> str:
-    """Return the path at which to save a process's capture: in `folder`, or next to the process's files if None."""
     path = Path(str(process.facts["captures"]))
     path = path if folder is None else folder / path.name
     number = "" if f"-{process.pid}" in path.stem else f"-{process.pid}"
@@ -305,8 +296,10 @@ def path_of_capture(process: Process, folder: Path | None) -> str:
 
 
 def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
-    """Remove a service's oldest files in the folder of `saved` until the others fit into `disk_bytes`. `saved` and
-    `kept_paths` remain. Return the number of removed files."""
+    """Remove the oldest files of a service until the others fit into `disk_bytes`. Return the number of removed files.
+
+    The file `saved` and the files in `kept_paths` remain.
+    """
     service_part, files = _mask_numbers(saved.name, service), []
     for path in agent_socket.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
         if _mask_numbers(path.name, service) != service_part:
@@ -325,14 +318,14 @@ def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes
 
 
 def _mask_numbers(name: str, service: str) -> str:
-    """Return a file name with the numbers of run and process masked. The files of one service then have equal names."""
+    """Return a file name without the numbers of the run and the process, which is then equal for all files of a
+    service."""
     run = _RUN_IN_NAME.search(name)
     at = run.start() if run is not None else len(service) if name.startswith(service) else 0
     return f"{name[:at]}*{_NUMBER_IN_NAME.sub('', name[at:])}"
 
 
 def end_line(process: Process, answer: Answer) -> str:
-    """Return the message on a vanished process: how it ended, its open spans, and the saved file."""
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
     saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
     return f"instrument: process {process.pid}{service} {answer.get('died') or _describe_vanishing(process)}; {saved}"
@@ -345,7 +338,6 @@ def _describe_vanishing(process: Process) -> str:
 
 
 def describe_end(process: Process) -> str:
-    """Return a few words that say how a process ended, such as "in order (exit code 0)"."""
     words = {GOODBYE: "in order", EXITED: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
     return f"{words.get(process.end_kind, 'runs')}{_describe_status(process.status)}"
 
@@ -362,13 +354,11 @@ def _describe_status(status: int | None) -> str:
 
 
 def export_loss_line(lost: Mapping[str, int]) -> str:
-    """Return the message with the number of a run's spans that reached neither the collector nor the dataset."""
     counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
     return f"instrument: some data of this run has not arrived at its destination: {counts}"
 
 
 def none_joined_text(pid: int, after_s: float) -> str:
-    """Return the message on a run in which no process records. The environment of process `pid` shows the cause."""
     return (
         f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unrecorded(pid)}. "
         "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
@@ -377,7 +367,6 @@ def none_joined_text(pid: int, after_s: float) -> str:
 
 
 def _why_unrecorded(pid: int) -> str:
-    """Read from the environment of process `pid` why it did not load this package's `sitecustomize`."""
     try:
         environ = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
     except OSError:
@@ -401,10 +390,12 @@ MOST_NAMED_PROCESSES = 12
 
 
 class ReportedProcess(NamedTuple):
-    """A line of a run's report on one process, or on a group of `processes`. `path` is the recording, "" for none.
+    """An entry of the process list in a run's report: one process, or several processes with a common recording.
 
-    A process `is_notable` if it vanished or failed. It `is_reported` if it printed a report of its own before others
-    joined.
+    - `path`: the path of the recording, or empty
+    - `is_notable`: True if a process vanished or failed
+    - `processes`: the number of processes
+    - `is_reported`: True if the process printed a report before other processes joined
     """
 
     name: str
@@ -417,7 +408,6 @@ class ReportedProcess(NamedTuple):
 def combined_report(
     parts: Sequence[ReportedProcess], views: Sequence[str], options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return one report on all processes of a run, with a list of the processes. Raises `InstrumentError`."""
     from instrument.errors import TraceError
     from instrument.report.section import summary
     from instrument.report.view import Options, Recording
@@ -448,8 +438,7 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into one of bounded size at `into`, and remove the merged files in the same folder. Return the
-    path and the number of unreadable files."""
+    """Merge recordings into one file of bounded size. Remove the merged files that are in the same folder."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold_recordings

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _LateInspect(ModuleType):
-    """A substitute that imports `inspect` (1 MB) only if it is used. `dataclasses` rarely needs it."""
+    """A substitute for the module `inspect`, which takes 1 MB. The real module is imported at the first access."""
 
     def __getattr__(self, name: str) -> Any:
         import inspect

@@ -53,7 +53,7 @@ Send = Callable[[agent_socket.Message], object]
 
 
 class _WatchedProcess:
-    """A process whose gauges this exporter reads into the process's recording."""
+    """A process whose gauges the exporter reads, and writes into the recording of the process."""
 
     def __init__(self, pid: int, facts: Mapping[str, Any], fd: int) -> None:
         self._pid = pid
@@ -67,7 +67,6 @@ class _WatchedProcess:
         self._place = GaugePlace(fd)
 
     def store_environment(self, facts: Mapping[str, Any]) -> None:
-        """Store the current values of the process's environment variables, which may name the devices that it uses."""
         self._environ.clear()
         self._environ.update({str(name): str(value) for name, value in dict(facts.get("environ") or {}).items()})
 
@@ -83,9 +82,11 @@ class _WatchedProcess:
         return math.inf if wait_ns is None else wait_ns / 1e9
 
     def read_due(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
-        """Read the due gauges. Return the devices, and notes on unreadable gauges, or None before the first reading.
+        """Read the gauges that are due. Return the GPUs and notes on unreadable gauges, or None before the first
+        reading.
 
-        Raises `_UnreadableHereError` if the process must read its gauges itself, and `Gone` if the process has ended.
+        Raises `_UnreadableHereError` if only the process itself can read its gauges, and `Gone` if the process has
+        ended.
         """
         if self._sources is None and time.monotonic() >= self._begin_at:
             self._begin()
@@ -129,10 +130,9 @@ class _UnreadableHereError(Exception):
 
 
 class GaugeThread:
-    """A thread that reads the gauges of processes.
+    """A thread of the exporter that reads gauges of processes. A hanging driver then delays only this thread.
 
-    The agent gives each process a number. `send` sends a message to the agent. The exporter's main thread calls `ask`
-    and `report_silence`.
+    The agent gives each process a number. The exporter's main thread calls the public methods.
     """
 
     def __init__(self, send: Send) -> None:
@@ -149,7 +149,6 @@ class GaugeThread:
         """The processes that were sent a note about the current hang of a driver."""
 
     def ask(self, message: agent_socket.Message, descriptors: Sequence[int]) -> None:
-        """Queue a message of the agent about a process's gauges for the thread, and start the thread if needed."""
         if descriptors:
             self._reports[int(message["process"])] = {"gpus": [], "notes": []}
         self._asked.put((message, descriptors))
@@ -158,7 +157,8 @@ class GaugeThread:
             self._thread.start()
 
     def report_silence(self, now: float) -> None:
-        """Send each process a note if the thread hangs in a driver: one reading takes longer than `HANG_S`."""
+        """Send each process a note if the thread hangs in a driver, which means that a reading takes longer than
+        `HANG_S`."""
         if now - self._busy_at <= HANG_S:
             self._silent.clear()
             return
@@ -168,7 +168,7 @@ class GaugeThread:
             self._report(number)
 
     def stop(self) -> None:
-        """Have the thread end once its current call of a driver returns."""
+        """Ask the thread to end. It ends once the current call of a driver returns."""
         self._is_over = True
         self._asked.put(None)
 
@@ -190,7 +190,6 @@ class GaugeThread:
             self._forget(number)
 
     def _attempt(self, number: int, action: Callable[[], object]) -> None:
-        """Call an action on a process. If it fails, have the process read its gauges itself."""
         try:
             action()
         except Gone:
@@ -228,7 +227,6 @@ class GaugeThread:
             self._report(number)
 
     def _report(self, number: int) -> None:
-        """Send a process the last report on its gauges. Add a note if a driver did not answer."""
         report, count = self._reports.get(number, {}), self._silences[number]
         notes = list(report.get("notes", ()))
         if count:
@@ -240,7 +238,6 @@ class GaugeThread:
         self._send_gauges(number, {"gpus": report.get("gpus", []), "notes": notes})
 
     def _return_to_process(self, number: int, why: str) -> None:
-        """Stop reading a process's gauges, and have the process read them itself."""
         self._forget(number)
         self._send_gauges(number, {"yours": why})
 
@@ -255,7 +252,7 @@ class GaugeThread:
 
 
 def explain_unreliable_gauges(pid: int) -> str:
-    """Return why readings in this process may differ from readings in process `pid`, "" if they cannot differ."""
+    """Return the reason why this process may read other gauges than the process `pid`, or an empty string."""
     try:
         own_namespace, namespace = (os.readlink(f"{PROC}/{name}/ns/mnt") for name in ("self", pid))  # noqa: PTH115 - no file to find
     except OSError as problem:
@@ -299,7 +296,8 @@ MOST_MESSAGE_CHARACTERS = 1000
 
 
 def import_without_tls() -> None:
-    """Import what the exporter uses, without optional modules that take 3 MB. Later imports get these modules."""
+    """Import the modules of the exporter without `ssl` and other optional modules, which take 3 MB. Later imports load
+    those modules."""
     hidden = dict.fromkeys(name for name in ("ssl", "_hashlib", "typing_extensions") if name not in sys.modules)
     sys.modules.update(hidden)  # type: ignore[arg-type]
     try:
@@ -322,7 +320,7 @@ class _AgentLogHandler(logging.Handler):
 
 
 class ExporterChild:
-    """The exporter, which serves the agent at the other end of `connection`."""
+    """The exporter, a child process of the agent. `connection` connects it to the agent."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
@@ -409,7 +407,6 @@ class ExporterChild:
                 self._loop.attempt(number, actions[name])
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
-        """Answer one scrape on a connection, or all scrapes at an address."""
         try:
             self._scrapes = self._scrapes or scrapes.Scrapes(self._agent.wake)
         except ExportError as problem:
@@ -422,7 +419,6 @@ class ExporterChild:
             self._scrapes.answer_on(descriptor, str(message["scrape"]))
 
     def _scrape_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
-        """Return the metrics of the living processes in a scope, and the totals of the ended ones by service."""
         exports = [export for number, export in self._loop.recordings.items() if scope in self._scopes[number]]
         metered_of = self._loop.metered(exports)
         return list(metered_of.values()), self._ended_metrics.totals_of(scope, metered_of)
@@ -430,7 +426,6 @@ class ExporterChild:
     # ---------------------------------------------------------------- recordings
 
     def _begin(self, number: int, message: Mapping[str, Any], descriptors: list[int]) -> None:
-        """Begin the export of a recording, with the settings in the agent's message."""
         settings, run, disk_bytes = message["settings"], str(message["run"]), int(message.get("disk_bytes") or 0)
         listens = settings.get("prometheus")
         self._scopes[number] = [("run", run), *([("listen", str(listens))] if listens else [])]
@@ -455,7 +450,6 @@ class ExporterChild:
         self._loop.begin_dataset(export, file_exports.decode_dataset_settings(settings), run, disk_bytes)
 
     def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
-        """Return the exporter for a collector, and start it. For None, return one that sends nothing."""
         if settings not in self._exporters:
             self._stop_unused()
             origin = Origin(os.getpid(), "", 0, 0)
@@ -466,7 +460,6 @@ class ExporterChild:
         return self._exporters[settings]
 
     def _stop_unused(self) -> None:
-        """Stop the oldest exporters without a recording until fewer than `MOST_EXPORTERS` remain."""
         used = set(self._settings.values())
         unused = [
             otlp for otlp, sender in self._exporters.items() if otlp not in used and not sender.counts()["pending"]
@@ -475,7 +468,6 @@ class ExporterChild:
             self._exporters.pop(settings).stop(0)
 
     def _report_end(self, number: int, ended: export_loop.EndedExport) -> None:
-        """Report to the agent how many spans of a recording were sent and lost."""
         self._settings.pop(number, None)
         scopes, problem = self._scopes.pop(number, []), ended.problem
         if ended.metered is not None:

@@ -80,7 +80,6 @@ class Exports:
         self.problem = ""
 
     def waits_for(self, run: Run) -> bool:
-        """Return True while the child still exports recordings of a run's ended processes."""
         return any(process.run is run and not process.lives for process, *_ in self._recordings.values())
 
     @property
@@ -89,11 +88,10 @@ class Exports:
 
     @property
     def lost_by_reason(self) -> Mapping[str, int]:
-        """The number of ended processes' lost spans, by reason."""
         return losses_by_name(self.fates)
 
     def add(self, process: Process) -> None:
-        """Have the child read a process's recording, if its profile exports it or its run is scraped."""
+        """Export the recording of a process, if the profile says so or if the run is scraped."""
         if process.number in self._recordings:
             return
         settings = process.facts.get("export") or {}
@@ -116,7 +114,6 @@ class Exports:
         self._start_export(process.number)
 
     def scrape(self, run: Run, connection: socket.socket) -> None:
-        """Have the child answer a scrape of a run on a connection, and read the run's recordings from now on."""
         run.is_scraped = True
         for process in run.living_processes():
             self.add(process)
@@ -143,7 +140,7 @@ class Exports:
             self._send_child({"process": process.number, "ended": True})
 
     def send_window(self, process: Process, begin_ns: int, end_ns: int) -> None:
-        """Have the child send all spans that a process recorded in an interval, including unsampled ones."""
+        """Send all spans that a process recorded in an interval, including the spans that sampling has dropped."""
         if process.number in self._recordings:
             self._send_child({"window": process.number, "begin_ns": begin_ns, "end_ns": end_ns})
 
@@ -153,7 +150,6 @@ class Exports:
             self._send_child({"flush": process.number})
 
     def end(self, within_s: float) -> None:
-        """Have the child send the remaining spans for up to `within_s` seconds, and end."""
         if not self.is_ending:
             self.is_ending = True
             self._send_child({"end": within_s})
@@ -174,7 +170,6 @@ class Exports:
     # ---------------------------------------------------------------- gauges
 
     def read_gauges(self, process: Process) -> None:
-        """Have the child read the gauges that a process's profile names, or pass it new settings for them."""
         settings = process.facts.get("gauges")
         if not isinstance(settings, dict) or not process.lives or process.memory < 0:
             return
@@ -187,7 +182,7 @@ class Exports:
             self._start_gauges(process)
 
     def handle_gauges(self, process: Process, message: agent_socket.Message) -> None:
-        """Pass a process's message on to the child: new settings of gauges, None to stop, or the process's readings."""
+        """Pass a message of a process on to the child. It has readings, new settings, or None to end the reading."""
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]
         if process.number in self._gauged:
@@ -228,7 +223,6 @@ class Exports:
             self._send_child({"ended": number})
 
     def _note_problem(self, problem: str) -> None:
-        """Keep the newest reason why a recording is not exported, and print the first one."""
         if problem and not self.problem:
             self._says(f"instrument: the agent could not export what a process records: {problem}")
         self.problem = problem or self.problem
@@ -238,7 +232,6 @@ class Exports:
         return self.connection is not None
 
     def _try_to_begin_child(self) -> str:
-        """Start the child if none runs. Return the reason if the start failed, "" on success."""
         if self.connection is None:
             now = time.monotonic()
             if len(self._begun) > MOST_RESTARTS and now - self._begun[0] < RESTART_WINDOW_S:
@@ -313,7 +306,8 @@ class Exports:
             self._write_unsent()
 
     def count_unread_rows(self, process: Process, memory: int, *, is_reported: bool) -> None:
-        """Count an ended process's unread rows. Count its spans by outcome, too, unless that `is_reported`."""
+        """Count the rows of an ended process that the child has not read. Unless `is_reported`, also count sent and
+        lost spans."""
         if process.lives or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
@@ -321,7 +315,6 @@ class Exports:
             self.fates["unread"] += place.count_unread()
 
     def _restart_exporter(self) -> None:
-        """Start another child after the last one has ended, which is a crash unless `is_ending`."""
         self._handed_over.clear()
         if self.is_ending:
             self._gauged.clear()
@@ -341,7 +334,7 @@ class Exports:
         self._changed()
 
     def _send_unexported(self, process: Process) -> None:
-        """Notify a process that its recording is not exported, so that it does not wait for the export at its exit."""
+        """Notify a process that its recording is not exported. Otherwise it would wait for the export when it exits."""
         if exports_spans(process):
             self._send(process, {"unexported": True})
 
@@ -350,7 +343,6 @@ class Exports:
             self._end_export(number, is_reported=False)
 
     def _note_unsent(self, process: Process, memory: int) -> None:
-        """Count an ended process's spans that may be unsent, and write the sum to the file."""
         if process in self._unsent or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:

@@ -38,9 +38,11 @@ MOST_TABLE_ROWS = 12
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """An open request and its age. `now` is the request's innermost open span, and `now_ns` the age of that span.
+    """An open request of the live view.
 
-    `bears` is the text of the request's first attributes.
+    - `bears`: the first attributes of the request as text
+    - `now`: the name of the innermost open span, or empty
+    - `now_ns`: the age of the innermost open span
     """
 
     pid: int
@@ -54,7 +56,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The requests with one name that ended in the window. `cancelled` counts the cancelled ones."""
+    """The requests with the same name that ended in the time of a screen."""
 
     name: str
     requests: int
@@ -67,7 +69,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A site (an instrumented function) with the times of its calls. `ratio` is its share of all self time."""
+    """A site with the times of its calls. `ratio` is its share of the self time of all sites."""
 
     name: str
     calls: int
@@ -80,9 +82,11 @@ class Place:
 class ProcessNow:
     """A process in the live view.
 
-    `calls` is the number of recorded calls, `cost_ratio` the estimated share of time that recording them cost. `calls`,
-    `cost_ratio` and `lost` are None for an ended process or an unreadable recording. `up_ns` is None if the agent did
-    not see the process begin and end.
+    - `up_ns`: the age of the process, or None if the agent has missed its begin or end
+    - `calls`: the number of recorded calls
+    - `cost_ratio`: the estimated share of time that recording has cost
+
+    `calls`, `cost_ratio` and `lost` are None for an ended process or an unreadable recording.
     """
 
     pid: int
@@ -98,10 +102,10 @@ class ProcessNow:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """One screen of the live view of a run.
+    """A screen of the live view of a run.
 
-    Rates and shares cover the last `window_ns`, or the whole life of a younger process. All numbers but `ended` are
-    of living processes. The screen `is_uneven` if some processes are much younger than others.
+    Rates and shares cover the last `window_ns` nanoseconds, or the whole life of a younger process. Only `ended` counts
+    ended processes. `is_uneven` is True if some processes are much younger than others.
     """
 
     run: str
@@ -170,7 +174,7 @@ def count_text(number: int, noun: str, plural: str = "s") -> str:
 
 
 class LiveSampler:
-    """A sampler that makes successive screens of a run. Each screen has the numbers since the previous screen."""
+    """Makes the screens of a run. Each screen has the calls and times since the previous screen."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -180,7 +184,7 @@ class LiveSampler:
         return self._run == run
 
     def make_screen(self, members: Sequence[Member], folded: int = 0) -> Screen:
-        """Return the current screen. `folded` counts ended processes that are not in `members`."""
+        """Return a screen of the present state. `folded` counts the ended processes that are not in `members`."""
         windows_ns, grown = list[int](), list[Tally]()
         processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
         losses: Counter[str] = Counter()
@@ -219,7 +223,7 @@ class LiveSampler:
 
 
 class _Contents:
-    """The contents of a recording at the time `at_ns`. Raises `TraceError` for an invalid recording."""
+    """The contents of a recording, read at the time `at_ns`. Raises `TraceError` for an invalid recording."""
 
     def __init__(self, memory: int) -> None:
         with closing(Mapped(memory)) as mapped:
@@ -279,8 +283,7 @@ def _request_rows(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list
 
 
 def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
-    """Return the ended requests by name. Rates are measured in each process's own window, and added up over all
-    processes."""
+    """Sum the ended requests by name. The rate of each process refers to the time since the previous screen."""
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in sum_topmost_by_name(part, is_request).items():
@@ -296,8 +299,7 @@ def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[in
 
 
 def _site_rows(tally: Tally) -> tuple[Place, ...]:
-    """Return the called sites, sorted by self time with the largest first. Interruptions are left out, because they are
-    parts of other calls."""
+    """Sum the calls by site, the largest self time first. Interruptions are part of other calls, and are left out."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
     sums = [(name, tally.total_of_lines(places)) for (name, _), places in tally.lines_by_key(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)

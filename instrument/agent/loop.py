@@ -41,9 +41,10 @@ class Connection:
         return bool(self._waiting)
 
     def send(self, message: agent_socket.Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a packet, or queue it with copies of its descriptors while the socket is full. Raises nothing.
+        """Send a packet, or queue it while the socket is full. Raises nothing.
 
-        If the other end is closed, packets to it are dropped. Packets that it had sent before can still be received.
+        The queue has copies of the descriptors. If the other end is closed, the packet is dropped, but packets from
+        there can still be received.
         """
         if self._is_deaf:
             return
@@ -57,7 +58,6 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send waiting packets until the socket is full."""
         while self._waiting and not self.is_broken:
             message, descriptors = self._waiting[0]
             try:
@@ -77,7 +77,8 @@ class Connection:
             os.close(descriptor)
 
     def receive(self) -> tuple[agent_socket.Message | None, list[int]]:
-        """Return the next packet, None if the other end has closed. Raises `BlockingIOError` and `PacketError`."""
+        """Return the next packet, or None if the other end is closed. Raises `BlockingIOError` if no packet has
+        arrived, and `PacketError`."""
         while True:
             try:
                 return agent_socket.receive(self.sock)
@@ -109,10 +110,12 @@ FAULT_PAUSE_S = 0.01
 
 @dataclass(eq=False)
 class EventLoop:
-    """The event loop of an agent that listens on `_listener`.
+    """The event loop of an agent.
 
-    `_heard(connection, message, descriptors)` handles a packet, and returns the descriptors to leave open.
-    `_dropped(connection)` is called at the end of a connection, `_says(text)` with a message on the first fault.
+    - `_listener`: the socket at which processes connect
+    - `_heard`: handles a packet. It returns the received descriptors that must remain open
+    - `_dropped`: called with each connection that has ended
+    - `_says`: called with a message on the first fault
     """
 
     _listener: socket.socket
@@ -134,7 +137,6 @@ class EventLoop:
         self._listen()
 
     def run_once(self) -> None:
-        """Call the actions of due timers, then wait for events and handle them."""
         now = time.monotonic()
         due = [timer for timer in self._timers if timer[0] <= now]
         self._timers = [timer for timer in self._timers if timer[0] > now]
@@ -153,7 +155,7 @@ class EventLoop:
                 self.attempt(partial(key.data, key.fd))
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Call an action. Count a fault, and print the first one."""
+        """Call an action. An exception is counted, and the first one is printed."""
         try:
             action()
         except Exception as fault:
@@ -222,13 +224,12 @@ class EventLoop:
         self.watch(connection)
 
     def receive(self, connection: Connection, *, is_last: bool = False) -> None:
-        """Handle the packets of a connection: all if `is_last`, else up to `MOST_PACKETS_PER_TURN`."""
+        """Handle the waiting packets of a connection. At most `MOST_PACKETS_PER_TURN` are handled unless `is_last`."""
         count = 0
         while (is_last or count < MOST_PACKETS_PER_TURN) and self._handle_packet(connection):
             count += 1
 
     def _handle_packet(self, connection: Connection) -> bool:
-        """Handle the next packet of a connection. Return False if there was none or the connection has ended."""
         try:
             message, descriptors = connection.receive()
         except BlockingIOError:
@@ -270,7 +271,6 @@ class EventLoop:
             self.selector.modify(connection, events)
 
     def send(self, connection: Connection, message: agent_socket.Message, descriptors: list[int] | None = None) -> None:
-        """Send a packet, or queue it while the socket is full. Do nothing on a closed connection."""
         if connection in self._connections:
             connection.send(message, descriptors or [])
             self.watch(connection)

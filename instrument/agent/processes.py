@@ -35,7 +35,8 @@ _EXIT_CODE_FIELD = 49
 
 
 def status_of(exit_fd: int, pid: int) -> int | None:
-    """Return the exit status of an ended process in the form of `os.waitpid`, None if unknown."""
+    """Return the exit status of an ended process, or None if it is unknown. `os.waitpid` returns it in the same
+    form."""
     with suppress(OSError):
         info = _PIDFD_INFO.unpack(fcntl.ioctl(exit_fd, _PIDFD_GET_INFO, _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13)))
         if info[0] & _PIDFD_INFO_EXIT:
@@ -48,13 +49,13 @@ def status_of(exit_fd: int, pid: int) -> int | None:
 
 
 def memory_events(pid: int) -> Path | None:
-    """Return the path of a process's `memory.events`, which counts kills for lack of memory in its control group."""
+    """Return the path of the file `memory.events`, in which a process's control group counts kills for lack of
+    memory."""
     groups = [group for controller, group in environment.control_groups(pid) if not controller] if pid else []
     return next((path for group in groups[:1] if (path := group / "memory.events").is_file()), None)
 
 
 def oom_kills(events: Path | None) -> int:
-    """Return the number of kills for lack of memory in a control group, from its `memory.events`."""
     with suppress(OSError, ValueError, IndexError):
         for line in events.read_text().splitlines() if events is not None else ():
             if line.startswith("oom_kill "):
@@ -71,24 +72,30 @@ recording replaces it. It exits by `os._exit(0)` without an open span, as forked
 
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """A process that has joined its run with a recording. One process has several if it records several times.
+    """A process that has joined its run, with one recording. A process that records again is a further `Process`.
 
-    - `facts` are the values that the process sent as it joined, `goodbye` those that it sent as it left.
-    - `memory` is the descriptor of its recording. `exit_fd` becomes readable when the process ends. Both are -1 for
-      none.
-    - It `hears` commands once its control thread runs. `switch` is the newest command to record or not.
-    - `saved` is the file of its recording for the run's report, unfinished while `is_saving`. The process writes it if
-      `saves_itself`. `link` is a symbolic link to that file if the file is a capture.
-    - A process with `is_reported` printed its own report, so no file is saved for it.
-    - `files` are the profile's files that the agent wrote on behalf of the process.
-    - `is_missed`: an earlier agent ended before it saved the recording.
-    - `is_elsewhere`: the process is in another process namespace, so it counts as living while it is connected.
-    - `ended_ns` is 0 while it lives. `status` is its exit status as in `os.waitpid`, None if unknown.
-    - `ports` are the ports at which it `listened` and got connections without recording a request.
-    - The process `has_requests` once it has recorded a request.
-    - `number` names it in messages to the exporter.
-    - `memory_events` is the file in which its control group counts kills for lack of memory. `oom_kills` is the count
-      at the time of its join.
+    - `started`: the start time in clock ticks since boot, 0 if unknown
+    - `facts`: the values that the process sent when it joined
+    - `memory`: a descriptor of the recording, or -1
+    - `exit_fd`: a descriptor that becomes readable when the process ends, or -1
+    - `hears`: True once the process accepts commands
+    - `switch`: the newest command to switch recording on or off
+    - `goodbye`: the values that the process sent when it left
+    - `saved`: the path of the saved recording, which is unfinished while `is_saving`
+    - `link`: the link to the saved recording if that is a capture
+    - `saves_itself`: True if the process saves the recording, False if the agent does
+    - `files`: the files that the agent wrote because the profile names them
+    - `is_reported`: True if the process printed a report of itself, so that no recording is saved for the run's report
+    - `is_missed`: True if the process joined an earlier agent, which ended first
+    - `is_elsewhere`: True if the process is in another process namespace. It counts as living while it is connected
+    - `ports`: the ports with connections while no request was recorded
+    - `listened`: the ports at which the process has listened
+    - `has_requests`: True once the process has recorded a request
+    - `ended_ns`: the time of the end, 0 before
+    - `status`: the exit status as in `os.waitpid`, or None if it is unknown
+    - `memory_events`: the file in which the control group counts kills for lack of memory
+    - `oom_kills`: the count in that file when the process joined
+    - `number`: the number of the process in messages to the exporter
     """
 
     run: Run
@@ -129,21 +136,19 @@ class Process:
         return not self.ended_ns and self.goodbye is None
 
     def check_recorded(self) -> bool:
-        """Return True if the process has recorded a span, and remember that in `has_recorded`."""
         self.has_recorded = self.has_recorded or self.read_head(
             lambda head: any(ring.head for ring in head.read_rings()) or head.has_open_span(), default=False
         )
         return self.has_recorded
 
     def read_head(self, read: Callable[[RecordingHead], Value], default: Value) -> Value:
-        """Return a value that `read` reads from the recording's head, `default` for an unreadable recording."""
         try:
             return read(RecordingHead(self.memory)) if self.memory >= 0 else default
         except OSError:
             return default
 
     def has_exited(self) -> bool | None:
-        """Return True if the operating system reports the process as ended, None if unknown."""
+        """Return True if the process has ended, or None if that is unknown."""
         if self.exit_fd >= 0:
             return _is_readable(self.exit_fd)
         if self.started and not self.is_elsewhere:
@@ -163,15 +168,17 @@ class Process:
 
 @dataclass(eq=False)
 class Run:
-    """A run: the processes that one `instrument run` started.
+    """The processes that one `instrument run` started.
 
-    - `first` is the process id of the command that it ran, 0 if unknown. `stderr` is the standard error of that
-      process, or of the first one to join.
-    - The run `is_reported` once a report of all spans so far is printed or in work. `waiting` is the connection of the
-      process that prints that report.
-    - The oldest ended processes are merged into the file `folded`. `folded_ends` counts them by how they ended,
-      `unfolded` counts unreadable recordings.
-    - `captures` counts the captures of vanished processes. The run `is_scraped` after its first scrape.
+    - `first`: the process id of the command that was run, 0 if unknown
+    - `is_reported`: True once the report on all spans so far is printed or in work
+    - `waiting`: the connection of the process that waits for the report to print it
+    - `captures`: the number of captures of vanished processes
+    - `is_scraped`: True after the first scrape of the run
+    - `stderr`: the standard error of the first process, or of the first one to join
+    - `folded`: the file into which the oldest ended processes are merged
+    - `folded_ends`: the number of merged processes, by the way they ended
+    - `unfolded`: the number of recordings that could not be read and merged
     """
 
     name: str
@@ -206,7 +213,7 @@ class Run:
         return any(process.pid == self.first and process.goodbye is not None for process in self.processes)
 
     def must_print_report(self, leaving: Process) -> bool:
-        """Return True if a leaving process must print the run's report, because no other process could print it
+        """Return True if a leaving process must print the report of the run, because no other process can print it
         later."""
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False
@@ -228,7 +235,7 @@ def _is_readable(descriptor: int) -> bool:
 
 
 def exit_fd_of(pid: int, started: int) -> int:
-    """Return a descriptor that becomes readable at a process's end, -1 if the process has ended or none can be made."""
+    """Return a descriptor that becomes readable when a process ends, or -1 on failure."""
     if pid <= 0:
         return -1
     try:
@@ -242,8 +249,10 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def find_other_exit_fd(variable: str, value: str) -> int:
-    """Find another process, except children, that has `variable` with this value in its environment. Return a
-    descriptor that becomes readable at its end, -1 for none."""
+    """Find a process that has a variable with a value in its environment, and is no child of this one.
+
+    Return a descriptor that becomes readable when that process ends, or -1 if there is no such process.
+    """
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
     for path in agent_socket.paths_in(PROC, "[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
@@ -258,7 +267,8 @@ def find_other_exit_fd(variable: str, value: str) -> int:
 
 
 def write_note(folder: Path, process: Process) -> None:
-    """Write the note of a process, without the collector's settings, which may contain secrets. Raises nothing."""
+    """Write the note file of a process. The settings of the collector are left out, because they may contain secrets.
+    Raises nothing."""
     if process.exit_fd >= 0:
         facts = {name: fact for name, fact in process.facts.items() if name != "export"}
         facts.update(
@@ -278,7 +288,6 @@ def remove_note(folder: Path, process: Process) -> None:
 
 @contextmanager
 def locked_note(folder: Path, process: Process) -> Iterator[None]:
-    """Lock a process's note within the block. First wait until no other process has the lock."""
     try:
         descriptor = os.open(_note_path(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # its end cannot be seen, or is reported already
@@ -293,8 +302,7 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
 
 
 def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """Read the notes of an earlier agent, and return the ended processes whose ends were not reported. `run_of` returns
-    the run with a name."""
+    """Return the processes that have note files of an earlier agent and have ended since. Add them to their runs."""
     processes = []
     for facts, pid, started in _notes(folder):
         with suppress(OSError, TypeError, ValueError, LookupError):
@@ -313,7 +321,7 @@ def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process
 
 
 def has_unjoined_processes(folder: Path, run: Run) -> bool:
-    """Return True if a living process of a run joined an earlier agent and has yet to join this one."""
+    """Return True if a living process of a run has joined an earlier agent, but not this one."""
     joined = {(process.pid, process.started) for process in run.processes}
     return any(
         facts.get("run") == run.name and (pid, started) not in joined and _is_running(pid, started)
@@ -322,8 +330,8 @@ def has_unjoined_processes(folder: Path, run: Run) -> bool:
 
 
 def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
-    """Return how many living and how many ended processes have notes, and the folders with the ended processes'
-    recordings."""
+    """Count the living and the ended processes that have note files. Also return the folders with recordings of ended
+    ones."""
     living, ended, folders = 0, 0, dict[str, None]()
     for facts, pid, started in _notes(folder):
         if _is_running(pid, started):
@@ -338,7 +346,6 @@ def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
 
 
 def _notes(folder: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    """Yield the facts, the id and the start time of each process with a valid note."""
     for path in agent_socket.paths_in(folder, f"*{agent_socket.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())

@@ -62,10 +62,13 @@ whose processes have joined again."""
 
 
 class Runs:
-    """The runs of an agent. `own_run` is its only run, None for an agent that any process may join.
+    """The runs of an agent, with their processes.
 
-    `folder` has the files for runs' reports, `captures` the captures of vanished processes. `says` is called with each
-    message that no process of a run can print. `changed` is called when the agent may be done.
+    - `own_run`: the only run of the agent, or None if any process may join
+    - `folder`: the folder for the recordings that runs' reports need
+    - `captures`: the folder for captures of vanished processes
+    - `says`: called with each message that no process of a run can print
+    - `changed`: called when the agent's work may be done
     """
 
     def __init__(
@@ -118,12 +121,11 @@ class Runs:
         return iter(list(self._runs.values()))
 
     def member(self, connection: Connection) -> Process | None:
-        """Return the process at the other end of a connection, None for none."""
         return self._members.get(connection)
 
     @property
     def are_done(self) -> bool:
-        """True if no process lives, and no job for an ended process runs."""
+        """True if no process is alive, and no child is saving a recording."""
         return self.are_saved and not any(run.living_processes() for run in self)
 
     @property
@@ -131,7 +133,7 @@ class Runs:
         return self._jobs.is_idle
 
     def close(self, kept_runs: Collection[Run] = ()) -> None:
-        """Stop all work and close all descriptors. The next agent finds the report files of `kept_runs`."""
+        """Stop all work and close all descriptors. The report files of `kept_runs` remain for the next agent."""
         self._jobs.stop()
         self.exports.stop()
         if self._another_fd >= 0:
@@ -144,7 +146,8 @@ class Runs:
     # ---------------------------------------------------------------- who joins
 
     def add_process(self, connection: Connection, facts: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Add a process that joins, or connects again. Return the descriptors that the caller must leave open."""
+        """Add a process that joins or connects again. Return the received descriptors that the caller must not
+        close."""
         if connection in self._members:
             raise ValueError("a connection joins once")
         name = str(facts.get("run", ""))[:64]
@@ -192,7 +195,6 @@ class Runs:
         return [memory] if memory >= 0 else []
 
     def _report_missed(self) -> None:
-        """Handle the processes that joined an earlier agent and ended before they could join this one."""
         for process in processes.missed_processes(self._folder, self._run_of):
             self._note_vanished(process)
             if process.memory >= 0:
@@ -214,8 +216,8 @@ class Runs:
     # ---------------------------------------------------------------- who leaves
 
     def handle_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
-        """Answer the goodbye of a process: it must save its recording, or, as the last process of a run, print the
-        run's report."""
+        """Answer the goodbye of a process. The answer asks it to save its recording, or to print the run's report if it
+        is the last process."""
         connection, run = process.connection, process.run
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
@@ -253,7 +255,6 @@ class Runs:
         self._report_if_due(run)
 
     def _report_if_due(self, run: Run) -> None:
-        """Make the report for the process that waits for it, once all other recordings of the run are saved."""
         connection = run.waiting
         if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
@@ -273,7 +274,6 @@ class Runs:
         self._end_if_over(process.run)
 
     def _handle_exit(self, process: Process) -> None:
-        """Handle the last messages of a process that has exited, then note the process's end."""
         if process.connection is not None:
             self._loop.receive(process.connection, is_last=True)
         if process.lives:
@@ -282,8 +282,6 @@ class Runs:
             self._note_ended(process, GOODBYE)
 
     def note_closed(self, connection: Connection) -> None:
-        """Handle the end of a connection. If its process was waiting for the run's report, the agent prints the
-        report."""
         if connection is self.exports.connection:
             self.exports.handle_end()
             return
@@ -297,7 +295,6 @@ class Runs:
                 self._end_if_over(run)
 
     def _note_disconnected(self, process: Process) -> None:
-        """Find out why a process has closed its connection: it ended, runs another program, or closed descriptors."""
         if not process.lives:
             if process.is_saving and process.saves_itself:  # it has gone over it, or before it said that it is done
                 end_reports.remove_saved(self._folder, [process.saved])
@@ -322,8 +319,6 @@ class Runs:
         self._report_unrecorded(process, "")
 
     def _report_unrecorded(self, process: Process, reason: str) -> None:
-        """Print why a process recorded no requests although it got connections, unless the process's own report says
-        so."""
         if reason and process.facts.get("report"):
             return
         is_asked = process.facts.get("asks_for_requests", True)
@@ -335,7 +330,6 @@ class Runs:
             self._say(process.run, f"instrument: process {process.pid}: {reason}", process)
 
     def _note_replaced(self, process: Process) -> None:
-        """Note that a process runs another program, and save its recording for the run's report."""
         process.is_saving = process.check_recorded()
         self._note_ended(process, REPLACED)
         if process.has_recorded:
@@ -377,7 +371,8 @@ class Runs:
                     process.status = status
 
     def _capture(self, process: Process) -> None:
-        """Make a capture of a process that vanished, and print a message. For exit code 0 only save the recording."""
+        """Save a capture of a vanished process, and print a message. After exit code 0, save only the recording for the
+        run's report."""
         run = process.run
         if process.status == 0 and not process.read_head(RecordingHead.has_open_span, default=True):
             process.end_kind = EXITED
@@ -416,8 +411,6 @@ class Runs:
             self._loop.call_later(RUN_END_S, lambda: self._end_if_over(run))
 
     def _drop_ended(self, run: Run) -> None:
-        """Drop ended processes that recorded nothing. If `MOST_ENDED` others remain, merge the older half of them into
-        totals."""
         ended = [process for process in run.processes if process.ended_ns and not process.is_saving]
         for process in [member for member in ended if not member.has_recorded]:
             run.processes.remove(process)
@@ -448,7 +441,6 @@ class Runs:
             self._jobs.start(lambda: end_reports.merge_files(paths, into), note_merged)
 
     def _end_if_over(self, run: Run) -> None:
-        """End a run that has no living processes. If no process has printed the run's report, print it first."""
         now_ns = time.monotonic_ns()
         if not run.is_over() or any(now_ns - process.ended_ns < RUN_END_S * 1e9 for process in run.processes):
             if run.is_over():
@@ -473,8 +465,7 @@ class Runs:
         self._changed()
 
     def _may_another_process_join(self) -> bool:
-        """Return True if a living process of the agent's own run may still join, and watch for the end of that
-        process."""
+        """Return True if a process that has not joined has the agent's socket in its environment. Watch for its end."""
         if self._another_fd < 0:
             self._another_fd = find_other_exit_fd(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
             if self._another_fd >= 0:
@@ -496,7 +487,6 @@ class Runs:
         self._runs.pop(run.name, None)
 
     def _print_report(self, run: Run, answer: Any, connection: Connection | None = None) -> None:
-        """Send a run's report to the process that waits for it, or print it if that process has gone."""
         answer = self._complete_report(run, answer)
         if connection is not None and self._loop.is_open(connection):
             self._loop.send(connection, {"goodbye": answer})
@@ -505,7 +495,6 @@ class Runs:
         self._end_if_over(run)
 
     def _complete_report(self, run: Run, answer: Any) -> Any:
-        """Return a run's report with the agent's own lines: processes without a session, and losses of the export."""
         if not answer.get("report"):
             return answer
         unseen = self.unseen.describe_unseen(for_report=True)
@@ -523,7 +512,7 @@ class Runs:
             self._say(run, end_reports.none_joined_text(run.first, NONE_JOINED_S))
 
     def _check_for_missed_ends(self) -> None:
-        """Look for ended processes and runs whose end caused no event. Retry exports that have failed."""
+        """Look for ended processes and runs whose end caused no event, and retry failed exports."""
         self._loop.call_later(CHECK_INTERVAL_S, self._check_for_missed_ends)
         self._report_missed()
         for run in self:

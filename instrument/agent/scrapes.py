@@ -41,7 +41,7 @@ _Part = tuple[str, list[Scope], str, list[tuple[str, str, str, str, list[tuple[L
 
 
 class EndedMetrics:
-    """The totals of ended processes, stored in a file of `folder`."""
+    """The metrics of ended processes, stored in a file for the next exporter."""
 
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / ENDED_METRICS_FILE
@@ -57,7 +57,6 @@ class EndedMetrics:
                         self._together[scopes[0], service] = metrics
 
     def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
-        """Store the totals of the ended process `key`, in place of the totals stored earlier."""
         if metered.snapshot is None or not scopes:
             return
         metrics = [metric for metric in metered.snapshot.metrics if metric.kind in (COUNTER, HISTOGRAM)]
@@ -71,7 +70,6 @@ class EndedMetrics:
         self._write()
 
     def totals_of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
-        """Return a scope's totals by service, without the processes whose keys are in `living`."""
         lives, metrics_by_service = set(living), dict[str, list[Metric]]()
         parts = [part for key, part in self._apart.items() if key not in lives]
         together = [([part_scope], service, metrics) for (part_scope, service), metrics in self._together.items()]
@@ -94,10 +92,9 @@ class EndedMetrics:
 
 
 class Scrapes:
-    """An HTTP server that answers each scrape on a separate thread. Raises `ExportError` if `prometheus_client` is not
-    installed.
+    """An HTTP server that answers scrapes, each on a separate thread.
 
-    `wake` wakes the thread that calls `answer_waiting`.
+    `wake` wakes the thread that calls `answer_waiting`. Raises `ExportError` if `prometheus_client` is not installed.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -106,8 +103,8 @@ class Scrapes:
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[MetricAndOrigin]]]] = SimpleQueue()
 
     def answer_waiting(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
-        """Answer the waiting scrapes. `look` returns the metrics of the living processes in a scope, and the totals of
-        the ended ones."""
+        """Answer the waiting scrapes. For each scope, `look` returns the living processes' metrics and the ended
+        processes' sums."""
         with suppress(Empty):
             while True:
                 scope, reply = self._asked.get_nowait()
@@ -120,7 +117,8 @@ class Scrapes:
         return reply.get(timeout=SCRAPE_TIMEOUT_S)
 
     def listen(self, descriptor: int, address: str) -> None:
-        """Answer the scrapes that arrive at a listening socket from now on. `address` selects the processes."""
+        """Answer the scrapes that arrive at a listening socket. They get the metrics of the processes with this address
+        in their profile."""
         server = self._server(("listen", address))
         server.socket = socket.socket(fileno=descriptor)
         Thread(server.serve_forever, "instrument-scrapes").start()

@@ -35,10 +35,10 @@ _OFF = (b"off", b"0", b"false", b"no")
 
 @dataclass(eq=False)
 class Unseen:
-    """A counter of a run's Python processes without a session, by reason.
+    """A search for the Python processes of a run that have no session.
 
-    `_first` is the run's first process. If it is 0, nothing is counted. `_joined()` returns the ids of the processes
-    that have joined.
+    - `_first`: the process id of the run's first process. If it is 0, nothing is searched
+    - `_joined`: returns the ids of the processes that have joined
     """
 
     _loop: EventLoop
@@ -105,9 +105,9 @@ class Unseen:
         return "" if has_ours or is_off else "its own environment"
 
     def describe_unseen(self, *, for_report: bool = False) -> str:
-        """Return a sentence that counts the processes without a session by reason, "" for none.
+        """Return a sentence that counts the processes without a session by reason, or an empty string.
 
-        Returns "" after a call with `for_report`, because the run's report has the sentence.
+        After a call with `for_report`, it returns an empty string, because the report has the sentence.
         """
         if self._is_reported:
             return ""
@@ -135,8 +135,11 @@ check."""
 
 @dataclass(eq=False)
 class ConnectionWatch:
-    """A repeated check of living processes for connections without a recorded request. `_send` sends a message,
-    `_living` returns the processes."""
+    """A repeated check for processes that get connections but record no requests.
+
+    - `_send`: sends a message to a process
+    - `_living`: returns the living processes
+    """
 
     _loop: EventLoop
     _send: Callable[[Process, Mapping[str, Any]], None]
@@ -172,7 +175,7 @@ class ConnectionWatch:
             process.ports |= connections.closed
 
     def _owns_sockets(self, process: Process, connections: environment.Connections) -> bool:
-        """Return True if no other process of the run listens on the same sockets, as workers of a server do."""
+        """Return True if no other process of the run listens at the same sockets. Workers of a server share sockets."""
         other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(
             connections.sockets & environment.list_socket_inodes(PROC / str(other_process.pid))

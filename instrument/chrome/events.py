@@ -46,23 +46,25 @@ Value = TypeVar("Value")
 
 
 class LeftOut:
-    """Counts what was left out or changed while a file was read, by reason."""
+    """Counts the damaged or unsupported parts of a file that reading has left out or changed."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
 
     def add(self, reason: str, place: str, count: int = 1) -> None:
-        """Count omissions for a reason. Only the first place is stored."""
+        """Count an omission. Only the first place of each reason is kept."""
         self._found.setdefault(reason, [0, place])[0] += count
 
     def losses(self) -> dict[str, int]:
-        """Return the count of each reason. The key is the reason with its first place in the file."""
         return {f"{reason}, the first at {place}": count for reason, (count, place) in self._found.items()}
 
 
 class JsonText:
-    """Reads a JSON text in pieces. `read` returns the next bytes. A text of more than `limit_bytes` or `unpacked_bytes`
-    is refused. Invalid UTF-8 is replaced and counted."""
+    """A JSON text that is read in blocks. Invalid UTF-8 is replaced and counted.
+
+    - `read`: returns up to the given number of bytes of the text
+    - `limit_bytes`, `unpacked_bytes`: the maximum size of the text. A longer text raises `ValueError`
+    """
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int, unpacked_bytes: int) -> None:
         self._read, self._limit_bytes, self._unpacked_bytes, self._seen_bytes = read, limit_bytes, unpacked_bytes, 0
@@ -84,7 +86,7 @@ class JsonText:
         return self._passed + self._at
 
     def peek(self) -> str:
-        """Return the next non-blank character, "" at the end, without moving past it."""
+        """Return the next character that is not blank, or an empty string at the end of the text. It remains unread."""
         while True:
             blanks = _BLANKS.match(self._text, self._at)
             self._at = blanks.end() if blanks else self._at
@@ -98,7 +100,6 @@ class JsonText:
         return self._text.startswith(codecs.BOM_UTF8, self._at)
 
     def take(self, expected: str) -> str:
-        """Take the next non-blank character. Raises `ValueError` if it is not `expected`."""
         mark = self.peek()
         if not mark or mark not in expected:
             problem = f"{mark!r} comes" if mark else "it ends"
@@ -107,7 +108,6 @@ class JsonText:
         return mark
 
     def take_value(self) -> Any:
-        """Take the next JSON value. Raises `ValueError` for damaged text."""
         self.peek()
         size = FIRST_BYTES
         error: json.JSONDecodeError | None
@@ -131,8 +131,8 @@ class JsonText:
         return value
 
     def take_values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
-        """Take the next values of a list, at least one, and return them decoded and as text. The decoded result is None
-        if one is damaged."""
+        """Read the next values of a JSON list. Return them decoded and as text. If a value is damaged, return None and
+        the text."""
         if len(self._text) - self._at < BLOCK_BYTES:
             self._read_block()
         while True:
@@ -151,14 +151,14 @@ class JsonText:
                 return None, text
 
     def _find_likely_ends(self, closing: bytes) -> Iterator[int]:
-        """Yield likely ends of values, last first: closing brackets that precede another value or end the text."""
+        """Yield positions at which a value may end, the last first. Another value or the end of the text follows
+        there."""
         end = len(self._text)
         while (end := self._text.rfind(closing, self._at, end)) >= 0:
             if _NEXT_VALUE.match(self._text, end + 1):
                 yield end + 1
 
     def _read_block(self) -> bool:
-        """Read the next block. Return False at the end of the text."""
         size = len(self._text) - self._at
         if size > LIMIT_VALUE:
             raise ValueError("a value in it is too long; give a Chrome trace in JSON")
@@ -190,7 +190,6 @@ class JsonText:
 
 
 def find_ends(text: bytes | memoryview) -> Iterator[int]:
-    """Yield the end of each value in brackets, up to the end of the enclosing list."""
     depth = 0
     for token in _TOKEN.finditer(text):
         mark = token[0]
@@ -219,15 +218,13 @@ Scalar = int | str | float | bool | None
 
 
 class ScopedId(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """The id of an async slice, for all processes or for one."""
+    """The id of an async slice. It is unique in one process or in all processes."""
 
     local: Scalar = None
     of_all: Scalar = msgspec.field(default=None, name="global")
 
 
 class TraceEvent(msgspec.Struct, gc=False):
-    """An event of any writer. `args` remains JSON text, because its fields depend on the kind of event."""
-
     ph: str = ""
     ts: Any = None
     dur: Any = None
@@ -241,21 +238,21 @@ class TraceEvent(msgspec.Struct, gc=False):
 
 
 class TimedEvent(TraceEvent, gc=False):
-    """An event whose times are numbers, NaN for a missing time."""
+    """An event whose times are floats. A missing time is NaN."""
 
     ts: float = np.nan
     dur: float = np.nan
 
 
 class ExactEvent(TraceEvent, gc=False):
-    """An event whose times are beyond the nanosecond precision of floats."""
+    """An event with times so large that floats are not exact to the nanosecond."""
 
     ts: Decimal | None = None
     dur: Decimal | None = None
 
 
 class Remote(msgspec.Struct, omit_defaults=True):
-    """A span's parent in another process, as the file stores it."""
+    """The parent of a span in another process, in the form of the file."""
 
     trace_id: str
     span_id: str
@@ -280,8 +277,10 @@ UNTOLD = -INT64
 
 
 class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
-    """The arguments of a slice that `dump` writes. The slice is a device interval of the span `owner`, or a span if
-    `owner` is omitted. Numbers that other slices imply are omitted."""
+    """The arguments of a slice that `dump` writes. Numbers that follow from other slices are left out.
+
+    With `owner`, the slice is a device interval of the span with that id. Without it, the slice is a span.
+    """
 
     thread: Number = UNTOLD
     lane: Number = UNTOLD
@@ -309,7 +308,7 @@ class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
 
 
 class OwnEvent(msgspec.Struct, gc=False):
-    """An event that `dump` writes, except a sample."""
+    """An event of a file that `dump` has written, except samples."""
 
     ph: Literal["X", "b", "e", "n", "s", "f", "M"]
     ts: float = np.nan
@@ -328,8 +327,8 @@ _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
 def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
-    """Convert microseconds to nanoseconds, exactly for three decimals. Raises `ValueError` for a time of `limit_ns` or
-    more."""
+    """Convert microseconds to nanoseconds, exactly if they have up to three decimals. Raises `ValueError` for a time of
+    `limit_ns` or more."""
     if Decimal not in set(map(type, times_us)):
         times = np.array(times_us, dtype=np.float64)
         if not len(times) or np.abs(times).max() < EXACT_US:
@@ -358,14 +357,14 @@ _decode_any = json.JSONDecoder(strict=False).decode
 
 
 class EventBatch(NamedTuple):
-    """Successive events. `times_us` has their `ts` and `dur` if all are floats, NaN for a missing one."""
+    """Successive events of a file. `times_us` has the arrays of their `ts` and `dur`, or is None unless all of them are
+    floats."""
 
     events: Sequence[Any]
     times_us: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
 
 def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatch:
-    """Return the next available events of a list. `first` is the position of the first one in the file."""
     events, raw = text.take_values(_decode_ours if are_ours else _decode, b"}")
     if events is None:
         return EventBatch(_repaired_events(raw, first, text.left_out))
@@ -398,7 +397,6 @@ def _decode_ours(text: bytes) -> list[Any]:
 
 
 def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
-    """Return the events of a text in which some are damaged. An event that cannot be repaired becomes an empty one."""
     events: list[TraceEvent] = []
     for chunk, is_whole in _split_events(text):
         number = first + len(events)
@@ -414,7 +412,8 @@ def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEv
 
 
 def _split_events(text: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the text of each event, and True if the event is complete. Text between events counts as an event."""
+    """Yield the text of each event, and True if it is complete. Other text between two events is yielded like an
+    event."""
     begin = 0
     for end in find_ends(text):
         opening = min(at for mark in b"{[" if (at := text.find(mark, begin)) >= 0)
@@ -476,16 +475,14 @@ class Block:
 
     @cached_property
     def are_begins(self) -> NDArray[np.bool_]:
-        """A mask of the slices with a begin: complete slices and begin events."""
         return np.asarray(self.phases | LOWER_CASE != ord("e"))
 
     @cached_property
     def texts(self) -> bytes:
-        """The arguments, separated by zero bytes, which JSON cannot contain."""
+        """The arguments of all slices as text. Zero bytes separate them, because JSON has no zero bytes."""
         return b"\0".join([event.args for event in self.slices])
 
     def arguments(self) -> list[Arguments]:
-        """Return the arguments of slices that `dump` wrote. Raises `msgspec.MsgspecError` for invalid texts."""
         if self.slices and type(self.slices[0]) is OwnEvent:
             return [event.args for event in self.slices]
         return _decode_arguments(b"[%b]" % self.texts.replace(b"\0", b","))
@@ -499,7 +496,6 @@ class Block:
 
 
 def make_block(slices: Sequence[Any], limit_ns: int) -> Block:
-    """Return valid slices with their times. Raises `ValueError` for a time of `limit_ns` or more."""
     times_us = [event.ts for event in slices], [event.dur if event.ph == "X" else 0 for event in slices]
     start_ns, length_ns = (times_ns(times, limit_ns) for times in times_us)
     has_parts = any(map(_has_fractions_of_ns, times_us, (start_ns, length_ns)))
@@ -509,7 +505,7 @@ def make_block(slices: Sequence[Any], limit_ns: int) -> Block:
 def read_block_if_valid(
     events: EventBatch, slices: Sequence[Any], phases: NDArray[np.uint8], are_slices: NDArray[np.bool_]
 ) -> Block | None:
-    """Return slices with their times, None if a fast test finds that some may be invalid."""
+    """Return a block of slices, or None if a slice may be invalid. The test is fast, and may fail for a valid slice."""
     if events.times_us is None:
         return None
     phases, (starts, lengths) = phases[are_slices], (times[are_slices] for times in events.times_us)
@@ -536,7 +532,6 @@ _PARTS_NS = 1e-3
 
 
 def _has_fractions_of_ns(times_us: Sequence[Any] | NDArray[np.float64], rounded_ns: NDArray[np.int64]) -> bool:
-    """Return True if a time has a fraction of a nanosecond, within the precision of floats."""
     if not len(times_us) or type(times_us[0]) is Decimal:
         return any(type(time) is Decimal and time * 1000 % 1 for time in times_us)
     exact_ns = np.array(times_us, dtype=np.float64) * 1000
@@ -544,7 +539,8 @@ def _has_fractions_of_ns(times_us: Sequence[Any] | NDArray[np.float64], rounded_
 
 
 def is_sound(event: Any, left_out: LeftOut, number: int) -> bool:
-    """Return True for a slice with valid times. Invalid slices are counted, and invalid arguments are removed."""
+    """Return True if the times of a slice are valid. Invalid slices are counted. Invalid arguments are counted and
+    removed."""
     fault = ""
     event.ts, event.dur = _time(event.ts), _time(event.dur) if event.ph == "X" else 0
     if event.ts is None:
@@ -563,7 +559,7 @@ def is_sound(event: Any, left_out: LeftOut, number: int) -> bool:
 
 
 def _time(value: Any) -> Any:
-    """Return a time in microseconds from a number or a text, None if it is invalid."""
+    """Return a time in microseconds, which a file may have as text. Return None if it is invalid."""
     if type(value) is float and -FARTHEST_US < value < FARTHEST_US:
         return value
     if isinstance(value, str):
@@ -578,14 +574,13 @@ def _time(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str | None:
-    """Return a name or a category as text. Other types, which some writers use, become JSON."""
+    """Return a name or a category as text. Some writers use other types, which become JSON."""
     if value is None or isinstance(value, str):
         return value
     return attributes_to_json({"": value})[4:-1].decode("utf-8", "replace")
 
 
 def lane_of(value: Any) -> int | str | None:
-    """Return the id of a process or thread as a number, or as text if it is no number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):

@@ -67,8 +67,8 @@ def has_flop_formula(name: str) -> bool:
 
 
 def count_flops(name: str, args: Mapping[str, Any]) -> int | None:
-    """Return the floating-point operations of a call of torch's operator, from the arguments of its event. Return None
-    for an operator that is not counted, and for missing or invalid shapes."""
+    """Return the floating-point operations of a torch operator, from the arguments of the event. Return None if they
+    cannot be counted."""
     formula = _FORMULAS.get(name)
     shapes, values = args.get("Input Dims"), args.get("Concrete Inputs")
     if formula is None or not isinstance(shapes, list):
@@ -82,7 +82,6 @@ def count_flops(name: str, args: Mapping[str, Any]) -> int | None:
 
 
 def _read_shape(sizes: object) -> Shape:
-    """Return a tensor's shape, () for another argument."""
     if not isinstance(sizes, list) or len(sizes) > MOST_DIMENSIONS:
         return ()
     if not all(type(size) is int and 0 <= size < INT64 for size in sizes):
@@ -91,7 +90,6 @@ def _read_shape(sizes: object) -> Shape:
 
 
 def _count_product(first: Shape, second: Shape) -> int:
-    """Return the operations of a batch of products: matrix by matrix, or matrix by vector."""
     *batch, rows, inner = first
     *other_batch, inner_too, columns = second if len(second) > 1 else (*second, 1)
     if inner != inner_too or batch != other_batch:
@@ -100,7 +98,6 @@ def _count_product(first: Shape, second: Shape) -> int:
 
 
 def _product_formula(first: int) -> _Formula:
-    """Return the formula for a product of the tensor arguments `first` and `first + 1`."""
     return lambda shapes, _: _count_product(shapes[first], shapes[first + 1])
 
 
@@ -127,15 +124,13 @@ def _count_convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) 
 
 
 def _count_convolved(source: Shape, weight: Shape, size: Shape) -> int:
-    """Return the operations of a convolution that applies `weight` at each point of `size`, per item of `source`."""
+    """Return the operations of a convolution. `size` is the number of positions of the kernel in each dimension."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
     return 2 * source[0] * prod(size) * prod(weight)
 
 
 def _read_numbers(value: str, dimensions: int) -> list[int]:
-    """Parse a number for each dimension. A single number applies to all dimensions. Raises `ValueError` for any other
-    text."""
     match = _NUMBERS.fullmatch(value)
     if match is None or not match[1]:
         raise ValueError("there are no numbers")
@@ -198,8 +193,11 @@ back, because such a time makes them invalid."""
 
 
 class _Facts(NamedTuple):
-    """The properties that all slices of one category and name share. `step` is the step's number if they are steps.
-    `counts` is True for operators whose operations are counted."""
+    """The properties of all slices with the same category and name.
+
+    - `step`: the number of the step, or None if the slices are no steps
+    - `counts`: True if floating-point operations are counted
+    """
 
     name: str
     step: int | None
@@ -207,7 +205,6 @@ class _Facts(NamedTuple):
 
 
 def look_up_or_make(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], Value]) -> list[Value]:
-    """Return the values of keys. Missing values are made and added."""
     values = list(map(table.get, keys))
     if None in values:
         for place in [place for place, value in enumerate(values) if value is None]:
@@ -219,8 +216,11 @@ def look_up_or_make(table: dict[Key, Value], keys: Sequence[Key], make: Callable
 
 
 class NumberedLanes:
-    """The numbered lanes (process and thread) of a file. Paddle's two lanes of a thread, for Python and C++, share a
-    thread id. Slices nest within a line: a thread or an async id. `line` and `thread_id` are by lane number."""
+    """The lanes of a file, which are pairs of process id and thread id, by number.
+
+    `thread_id` and `line` are by the number of the lane. Slices nest within a line, which is a thread or an async id.
+    Paddle has a lane for Python and a lane for C++ per thread, with the same thread id.
+    """
 
     def __init__(self, *, are_ours: bool = False) -> None:
         self._are_ours = are_ours
@@ -254,7 +254,6 @@ class NumberedLanes:
         return len(self.rows) - 1
 
     def _assign_thread(self, row: tuple[Any, Any]) -> int:
-        """Return the thread's own id, or a spare one if it is taken or not a number."""
         if self._are_ours:
             return int(check_type(row[1], int))
         if row not in self.thread_ids:
@@ -270,8 +269,12 @@ def _row_of(lane: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 class Rows(NamedTuple):
-    """The slices of a file, sorted by start time, then by length with the longest first. `rank` has the row of each
-    slice, in the order of the file."""
+    """The slices of a file, sorted by start time. Slices that begin at the same time are sorted by length, the longest
+    first.
+
+    - `order`: the position in the file of each row
+    - `rank`: the row of each slice in the order of the file
+    """
 
     order: Int64s
     rank: Int32s
@@ -287,7 +290,7 @@ class Rows(NamedTuple):
 
 
 class ForeignSlices:
-    """Reads the arguments of other profilers' slices, and their further events. Rows are in the order of the file."""
+    """Reads the arguments of slices in files of other profilers, and the events that are no slices."""
 
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
@@ -318,7 +321,6 @@ class ForeignSlices:
         self._allocations = array("q")
 
     def add_fact(self, key: str, value: Any) -> None:
-        """Read a top-level key of the file, such as the host's name."""
         if key == "host_name" and isinstance(value, str):
             self._host = value
         elif key == "baseTimeNanoseconds":
@@ -329,7 +331,6 @@ class ForeignSlices:
                 self._left_out.add("times of day that are no number", "the key 'baseTimeNanoseconds'")
 
     def add(self, events: Sequence[TraceEvent], first: int) -> None:
-        """Read events other than slices. `first` is the number of the first event."""
         if {"M", "i"}.isdisjoint([event.ph for event in events]):
             return
         for number, event in enumerate(events, first):
@@ -339,7 +340,8 @@ class ForeignSlices:
                 self._add_allocation(event, number)
 
     def hold_back_slices_at_zero(self, block: Block, events: Sequence[TraceEvent], first: int) -> Sequence[TraceEvent]:
-        """Return the slices except those at time 0, which wait until a later time shows whether times are absolute."""
+        """Return the slices that do not begin at time 0. The others wait, because they are invalid if later times are
+        absolute."""
         slices = block.slices
         if not slices or self._at_zero is None:
             return slices
@@ -369,7 +371,8 @@ class ForeignSlices:
         self._names[lane_of(event.pid), thread] = paddle_traces.strip_language(name)
 
     def add_rows(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
-        """Add complete slices and begins. Times are corrected in place."""
+        """Add complete slices and begin events. Paddle's slices have exact times in their arguments, which replace
+        `start_ns` and `end_ns`."""
         slices, first = block.slices, len(self._kind)
         kinds = np.array(
             look_up_or_make(self._kinds, [(event.cat, event.name) for event in slices], self._add_kind), dtype=np.int64
@@ -401,7 +404,6 @@ class ForeignSlices:
     def _add_arguments(
         self, at: int, is_paddles: bool, facts: _Facts, phase: str, args: dict[str, Any], start_ns: int, end_ns: int
     ) -> tuple[int, int]:
-        """Add the decoded arguments of a slice. Return its start and end in ns."""
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
         if is_paddles:
             exact = self._clock_of_paddle.take_times(start_ns, attributes)
@@ -419,7 +421,6 @@ class ForeignSlices:
         return start_ns, end_ns
 
     def _add_kind(self, key: tuple[object, object]) -> int:
-        """Add the properties that all slices of a category and name share. Return the index of the new entry."""
         category, label = key
         kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
@@ -447,7 +448,7 @@ class ForeignSlices:
         start_ns: Int64s,
         end_ns: Int64s,
     ) -> None:
-        """Add device work, and host calls that launch device work. A correlation number joins the two."""
+        """Add device work, and the host calls that have launched it. Both have the same correlation number."""
         correlation, paddles, device, stream = (
             np.fromiter(map(attrgetter(name), args), np.int64, len(args)) for name in _WorkArguments.__struct_fields__
         )
@@ -544,7 +545,6 @@ class ForeignSlices:
         return trace
 
     def _collect_kernels(self, rows: Rows) -> KernelColumns:
-        """Return the device work sorted by start time, each with the call that launched it."""
         numbers = view_numbers(self._work_numbers).reshape(-1, 6)
         works, firsts = number_by_first_sight(numbers[:, 0])
         used = [list(self._work)[number] for number in numbers[firsts, 0].tolist()]
@@ -560,7 +560,8 @@ class ForeignSlices:
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _add_flops(self, parent: Int32s, rank: Int32s) -> None:
-        """Add the number of operations to slices as an attribute. Of nested operators, only the outermost gets it."""
+        """Add floating-point operations as an attribute of slices. Nested operators count only once, at the outermost
+        one."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and flops_in(json.loads(text)) > 0
@@ -579,7 +580,8 @@ _LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[
 
 
 def are_plain_attributes(args: bytes) -> bool:
-    """Return True if arguments need no decoding: numbers, texts and booleans, without escapes or `flops`."""
+    """Return True if arguments need not be decoded, because they are short and have no lists, escapes or floating-point
+    operations."""
     return not args.rfind(b"{") and len(args) < LONGEST_PLAIN and not _has_escapes_or_flops(args)
 
 
@@ -596,7 +598,8 @@ _NO_NUMBER = UNTOLD + 1
 
 
 class _WorkArguments(msgspec.Struct, gc=False):
-    """The arguments of device work and of its launches. Paddle's traces have another key for correlation numbers."""
+    """The arguments of device work and of host calls that launch it. Paddle has another key for the correlation
+    number."""
 
     correlation: Int64 = UNTOLD
     paddles: Int64 = msgspec.field(default=UNTOLD, name="correlation id")
@@ -605,7 +608,7 @@ class _WorkArguments(msgspec.Struct, gc=False):
 
 
 def _decode_work(texts: Sequence[bytes]) -> list[_WorkArguments]:
-    """Return the arguments of device work. A value that is not a number becomes `_NO_NUMBER`."""
+    """Return the arguments of device work. A value that should be a number but is not becomes `_NO_NUMBER`."""
     try:
         return _decode_all_work(b"[%b]" % b",".join(texts))
     except msgspec.MsgspecError:
@@ -622,7 +625,6 @@ _decode_all_work = msgspec.json.Decoder(list[_WorkArguments]).decode
 
 
 def _decode_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Any]:
-    """Return the arguments of events, also with numbers beyond 64 bits."""
     try:
         decoded: list[Any] = msgspec.json.decode(b"[%b]" % b",".join(texts))
     except msgspec.MsgspecError:

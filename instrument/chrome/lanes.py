@@ -58,7 +58,12 @@ DEEPEST = 511
 
 
 class ShownProcess(NamedTuple):
-    """A process with its unique number in the viewer. `label` has the real pid and the host if they are needed."""
+    """A process as the viewer shows it.
+
+    - `pid`: the number in the viewer, unique in the file
+    - `label`: the real process id and the host, if the viewer must show them
+    - `facts`: the trace of the process
+    """
 
     pid: int
     name: str
@@ -67,7 +72,7 @@ class ShownProcess(NamedTuple):
 
 
 class ShownProcesses:
-    """The processes of a trace. Threads without a process belong to the first one."""
+    """The processes of a trace. A thread without a process counts to the first process."""
 
     def __init__(self, facts: Trace) -> None:
         self._merged = list[MergedProcess](facts.processes)
@@ -93,7 +98,6 @@ class ShownProcesses:
         return self.all[self.process_number_of(thread_id)]
 
     def own_thread_id_of(self, thread_id: int) -> int:
-        """Return the id of a thread in its own process."""
         return (
             self._merged[self.process_number_of(thread_id)].threads.get(thread_id, thread_id)
             if self._merged
@@ -110,7 +114,8 @@ class ShownProcesses:
 
 
 class Board:
-    """The lanes of threads and streams in a file, created on demand. Each lane has a process id and a thread id."""
+    """The lanes of a file. A lane is identified by a process id and a thread id, and is added when it is first
+    requested."""
 
     def __init__(self, processes: ShownProcesses) -> None:
         self.processes = processes
@@ -119,14 +124,14 @@ class Board:
         self._spare_tids = count(SPARE_TIDS)
 
     def find_thread_lane(self, thread_id: int, number: int = 1) -> tuple[int, int]:
-        """Return the process id and thread id of a thread's lane. Lanes are numbered from 1."""
+        """Return the process id and the thread id of a thread's lane. The number of the first lane is 1."""
         processes = self.processes
         return self._assign_lane(
             processes.process_of_thread(thread_id).pid, thread_id, processes.own_thread_id_of(thread_id), number
         )
 
     def find_stream_lane(self, device: int, stream: int, number: int) -> tuple[int, int]:
-        """Return the process id and thread id of a stream's lane. Lanes are numbered from 1."""
+        """Return the process id and the thread id of a stream's lane. The number of the first lane is 1."""
         return self._assign_lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, stream, number)
 
     def _assign_lane(self, pid: int, known_id: int, own_id: int, number: int) -> tuple[int, int]:
@@ -138,7 +143,8 @@ class Board:
 
 
 class _Lanes:
-    """The lanes of one thread, task or stream. Each lane has its open slices as pairs of end and row."""
+    """The lanes of a thread, task or stream. Each lane is a stack of open slices, which are pairs of end time and
+    row."""
 
     __slots__ = ("lanes", "moved", "until")
 
@@ -149,8 +155,6 @@ class _Lanes:
         self.moved: dict[int, int] = {}
 
     def place_slice(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:
-        """Place a slice in the lane of its caller if it fits there, else in the first lane, else in an empty one.
-        Return the number of the lane from 1, and the innermost slice around it."""
         lanes, until = self.lanes, self.until
         for lane in {self.moved.get(caller, 0): None, 0: None}:
             stack = lanes[lane]
@@ -178,9 +182,15 @@ class _Lanes:
 
 
 def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
-    """Return the number of each slice's lane within its group, and the slice around each slice or `NONE`. Slices are
-    sorted by start time, the longest first. `above` is each slice's caller. `deep` slices have `DEEPEST` or more
-    ancestors."""
+    """Return the number of the lane of each slice, and the index of the innermost slice around it, or `NONE`.
+
+    The slices must be sorted by start time, the longest first. A slice whose caller is in the same group goes into the
+    lane of the caller if it fits.
+
+    - `groups`: the thread, task or stream of each slice
+    - `above`: the index of the caller of each slice, or `NONE`
+    - `deep`: True for slices with `DEEPEST` or more ancestors
+    """
     number = np.ones(len(groups), dtype=np.int64)
     if not len(groups):
         return number, above
@@ -202,7 +212,7 @@ def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, de
 
 
 def iterate_rows(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
-    """Yield the rows of columns as tuples, some thousand at a time to save memory."""
+    """Yield the rows of columns as tuples. Only `BATCH` rows are in memory at a time."""
     for first in range(0, len(numbers[0]), BATCH):
         yield from zip(*(column[first : first + BATCH].tolist() for column in numbers), strict=True)
 
@@ -211,8 +221,13 @@ def iterate_rows(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 
 
 class Spans:
-    """The spans of a file, sorted by start time, then by length with the longest first. `row` is the row of each span
-    in the trace, and `place_of` the span of each row. Times count from the file's base."""
+    """The spans of a file, sorted by start time. Spans that begin at the same time are sorted by length, the longest
+    first.
+
+    - `row`: the row of each span in the trace
+    - `place_of`: the index in this order of each row
+    - `start_ns`, `end_ns`: times since the base time of the file
+    """
 
     def __init__(self, trace: Columns, base_ns: int, processes: ShownProcesses) -> None:
         self.trace, self.row = trace, order_by_start(trace)
@@ -228,8 +243,6 @@ class Spans:
         self.process = processes.process_numbers_of(self.thread_id)
 
     def number_groups(self) -> Int64s:
-        """Return a number for the thread or task of each span. Tasks of different trees or processes have different
-        numbers."""
         threads, groups = rank_distinct(self.thread_id)
         slices = np.flatnonzero(self.is_async)
         trees, tasks = (rank_distinct(column[slices])[1] for column in (self.trace.root_id[self.row], self.task_id))
@@ -241,14 +254,15 @@ class Spans:
         return groups, *assign_lanes(groups, self.parent, self.start_ns, self.end_ns, deep)
 
     def find_batch_threads(self) -> set[int]:
-        """Return the threads with slices of steps and batches, which viewers should show first."""
+        """Return the ids of threads that run steps or batches. Viewers show these threads first."""
         kinds = np.array([site.kind in ("step", "batch") for site in self.sites], dtype=np.bool_)
         is_batch = kinds[self.site]
         is_batch[self.place_of[self.trace.attributes.having(BATCH_KEYS)]] = True
         return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
 
     def find_cross_thread_calls(self) -> tuple[Int64s, Int32s]:
-        """Return the spans that ran on another thread or task than their callers, and the callers."""
+        """Return the spans that ran on another thread or task than the span that called them. Also return the calling
+        spans."""
         called = np.flatnonzero(self.parent != NONE)
         callers = self.parent[called]
         away = self.thread_id[callers] != self.thread_id[called]
@@ -257,8 +271,12 @@ class Spans:
 
 
 class OrderedIntervals:
-    """The device intervals of a file, sorted by start time, then by length with the longest first. `owner` is the index
-    of an interval's span, and `number` its number within that span."""
+    """The device intervals of a file, sorted by start time. Intervals that begin at the same time are sorted by length,
+    the longest first.
+
+    - `owner`: the index of the span of each interval
+    - `number`: the number of each interval among the intervals of the span
+    """
 
     def __init__(self, spans: Spans, base_ns: int) -> None:
         device = spans.trace.device
@@ -268,14 +286,12 @@ class OrderedIntervals:
         self.start_ns, self.end_ns = device.start_ns[row] - base_ns, device.end_ns[row] - base_ns
 
     def assign_lanes(self, device: DeviceIntervals) -> tuple[Int64s, Int64s, Int32s]:
-        """Return the stream of each interval, the number of its lane there, and the innermost interval around it."""
         streams = number_combinations(device.device[self.row], device.stream[self.row])[0]
         nothing = np.full(len(self.row), NONE, dtype=np.int32)
         return streams, *assign_lanes(streams, nothing, self.start_ns, self.end_ns, nothing != NONE)
 
 
 def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the first index and the end index of each chunk of `BATCH` items."""
     for first in range(0, count, BATCH):
         yield first, min(first + BATCH, count)
 
@@ -284,8 +300,12 @@ def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
 
 
 class BatchMarks(NamedTuple):
-    """Marks on the lanes of requests at which their batches begin. An arrow leads from the batch to each mark. `batch`
-    and `request` are the spans of each mark. `left_out` counts the pairs without a mark."""
+    """Marks on the lanes of requests that show when a batch of the request begins.
+
+    - `batch`: the span of the batch of each mark
+    - `request`: the span of the request of each mark
+    - `left_out`: the number of pairs of batch and request without a mark
+    """
 
     batch: Int64s
     request: Int64s
@@ -344,7 +364,5 @@ class Arrows:
         self.left_out += marks.left_out + int((~is_free).sum())
 
     def _mask_drawable(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
-        """Return a mask of the arrows that Perfetto accepts. With a bind id, the target must start later than the
-        source."""
         starts_ns = self._spans.start_ns[sources]
         return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))

@@ -18,7 +18,12 @@ Attributes = tuple[tuple[str, AttributeValue], ...]
 
 
 class Meaning(NamedTuple):
-    """The meaning of a category of events: the kind of span, the sites' attributes, and the kind of device work."""
+    """The meaning of an event category of Paddle.
+
+    - `kind`: the kind of the spans
+    - `attributes`: the attributes of the spans
+    - `work`: the kind of device work, or None for work of the host
+    """
 
     kind: str
     attributes: Attributes = ()
@@ -67,8 +72,10 @@ ignored."""
 
 
 def find_meaning(category: str, name: str) -> tuple[str, Meaning] | None:
-    """Return an event's name without the appended duration, and the event's meaning. Return None if the category is not
-    Paddle's."""
+    """Return the name of an event without the duration that Paddle appends, and the meaning of the category.
+
+    Return None if the category is not Paddle's.
+    """
     base = _MEANINGS.get(category)
     took = None if base is None else _TOOK.fullmatch(name)
     if base is None or (base.work is not None and took is None):
@@ -83,25 +90,24 @@ def find_meaning(category: str, name: str) -> tuple[str, Meaning] | None:
 
 
 def parse_thread_id(lane: object) -> object:
-    """Return the thread id in the name of a lane of Python or C++. Another name is returned unchanged."""
+    """Return the thread id in the name of a lane, such as `123(Python)`. Any other name is returned unchanged."""
     match = _LANE.fullmatch(lane) if isinstance(lane, str) else None
     return lane if match is None else int(match[1])
 
 
 def strip_language(name: str) -> str:
-    """Return the name of a thread without the language of its lane."""
     match = _THREAD.fullmatch(name)
     return name if match is None else match[1]
 
 
 class EventClock:
-    """Computes the times of events in ns from their arguments, which count from the first event."""
+    """Computes the exact times of Paddle's events from their arguments, which count from the first event."""
 
     def __init__(self) -> None:
         self._first_ns: int | None = None
 
     def take_times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
-        """Remove start and end from the arguments, and return both in ns. Return None if they are invalid."""
+        """Remove the start and end time from arguments. Return both in nanoseconds, or None if they are invalid."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))
         if not isinstance(start, str) or not isinstance(end, str):
             return None
@@ -117,7 +123,6 @@ class EventClock:
 
 
 def read_allocation(event: Mapping[str, Any], thread_id: int) -> Allocation | None:
-    """Return the allocation of an event, None for another kind of event."""
     args = event.get("args")
     if event.get("cat") not in ("Allocate", "Free") or not isinstance(args, dict):
         return None

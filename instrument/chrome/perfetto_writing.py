@@ -48,7 +48,6 @@ LIMIT_PID = 1 << 31
 
 
 def import_protos() -> Any:
-    """Import Perfetto's messages. Raises `InstrumentError` with the extra's name if they are not installed."""
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
     except ImportError as problem:
@@ -62,7 +61,7 @@ def write_perfetto(path: str | os.PathLike[str], trace: Trace) -> Path:
 
 
 class _Packets:
-    """Makes the packets of a trace, some thousand at a time."""
+    """Makes the packets of a trace in Perfetto's format. Only some thousand packets are in memory at a time."""
 
     def __init__(self, pb: Any, facts: Trace) -> None:
         self._pb, self._facts, trace = pb, facts, facts.columns
@@ -129,8 +128,7 @@ class _Packets:
             track.uuid, track.name, track.child_ordering = REQUESTS, "requests", pb.TrackDescriptor.EXPLICIT
 
     def _intern(self, table: str, entry: Any, **facts: Any) -> int:
-        """Return the number of an interned entry. An entry without a number gets one, and is defined in the current
-        packet."""
+        """Return the number of a text that is stored only once. A new text is defined in the current packet."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
         if number is None:
@@ -140,7 +138,6 @@ class _Packets:
         return number
 
     def _make_shared_begin(self, site: Site, *, on_device: bool = False) -> Any:
-        """Return the part that the begin events of a site's slices have in common."""
         is_layer = site.kind == "layer" and site.instance
         name, kind = (
             remove_surrogates(site.instance if is_layer else site.name),
@@ -327,12 +324,12 @@ class _Packets:
 
 
 def _convert_to_buffers(*columns: NDArray[Any]) -> list[Any]:
-    """Return columns as buffers. A read of one number from a buffer takes a third of the time of a read from numpy."""
+    """Return columns as buffers. Reading a single number from a buffer takes a third of the time of reading it from
+    numpy."""
     return [np.ascontiguousarray(column).data for column in columns]
 
 
 def _set_annotation_value(annotation: Any, value: Any) -> None:
-    """Set a debug annotation to a value that `make_safe` has returned."""
     if isinstance(value, bool):
         annotation.bool_value = value
     elif isinstance(value, int) and -INT64 <= value < INT64:
@@ -350,8 +347,10 @@ def _set_annotation_value(annotation: Any, value: Any) -> None:
 
 
 def _iterate_begins_and_ends(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
-    """Yield the begin and end events of slices, lane by lane. Each has the slice's index, True for a begin, and True
-    for a lane's first event. Simultaneous events are in the order of nesting."""
+    """Yield the begin and end events of slices, lane by lane. Events at the same time are in the order of nesting.
+
+    Each event is the index of the slice, True for a begin, and True for the first event of a lane.
+    """
     is_first = mask_of(firsts, len(lane))
     order = np.argsort(lane, kind="stable")
     stack: list[int] = []
@@ -365,8 +364,10 @@ def _iterate_begins_and_ends(lane: Int64s, firsts: Int64s, around: Int32s) -> It
 
 
 class _Arrows:
-    """Arrows from a span to its work on another thread, task or device, and from a request to its batches. They are
-    numbered from 1, those of one span consecutively. An arrow into the past is left out."""
+    """Arrows from a span to work on another thread, task or device, and from a request to the batches that serve it.
+
+    The arrows are numbered from 1. An arrow into the past is left out.
+    """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
         called, callers = spans.find_cross_thread_calls()
@@ -388,5 +389,4 @@ class _Arrows:
             self.into_batches.setdefault(place, []).append(number)
 
     def arrow_numbers_from(self, place: int) -> range:
-        """Return the numbers of the arrows that begin at a span."""
         return range(int(self._firsts[place]), int(self._firsts[place + 1]))

@@ -42,15 +42,19 @@ more."""
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
-    """Read a trace and its tally from Chrome JSON, plain or packed with gzip. A file of `dump` is restored exactly. In
-    other profilers' traces, lanes become threads, and containment gives the trees. A missing tally is counted from the
-    spans. Raises `TraceError` for an unreadable file, or for more than `limit_bytes` of text."""
+    """Read a trace and its tally from a file of Chrome JSON. The file may be packed with gzip.
+
+    A file of `dump` is restored exactly. In the files of other profilers, each lane becomes a thread, and a slice
+    becomes the parent of the slices within it. If the file has no tally, the spans are counted.
+
+    Raises `TraceError` if the file cannot be read, or has more than `limit_bytes` of text.
+    """
     saved = read(path, limit_bytes=limit_bytes)
     return saved.trace, saved.tally_or_count()
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read a file as `load` does, but count a missing tally only on demand, which saves most of the time."""
+    """Read a file as `load` does. A missing tally is counted only when it is used, which saves most of the time."""
     with _convert_file_errors(path):
         with _open_text(Path(path), limit_bytes) as text:
             saved = _read_content(text)
@@ -62,7 +66,6 @@ def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 @contextmanager
 def _convert_file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert every error that a file may cause to a `TraceError`."""
     cause: Exception
     try:
         yield
@@ -83,10 +86,8 @@ def _convert_file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_facts(path: str | os.PathLike[str]) -> Trace | None:
-    """Read the facts of a file of `dump`, but not its events.
-
-    Return None for another profiler's file. Raises `TraceError`.
-    """
+    """Read the metadata of a file that `dump` has written. Return None for the file of another profiler. Raises
+    `TraceError`."""
     with _convert_file_errors(path), _open_text(Path(path), LIMIT_BYTES) as text:
         for key, value in _top_level_values(text):
             if _are_facts(key, value):
@@ -134,12 +135,11 @@ def _read_content(text: JsonText) -> Saved:
 
 
 def _are_facts(key: str | None, value: Any) -> bool:
-    """Return True if a top-level value is the metadata of `dump`."""
     return key == "instrument" and isinstance(value, dict) and "format" in value
 
 
 def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
-    """Yield the file's top-level keys and values. Events come in batches, with the key None."""
+    """Yield the keys and values of the file. Events are yielded in batches, with None as the key."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take("{[") == "[":
@@ -171,7 +171,7 @@ def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
 
 
 def _take_closing_bracket(text: JsonText, bracket: str) -> None:
-    """Take the closing bracket. A missing one, which a killed writer leaves out, is counted."""
+    """Read a closing bracket. A missing bracket is counted, because the writer may have been killed."""
     if text.peek():
         text.take(bracket)
     else:
@@ -202,8 +202,10 @@ TORCHS = "trace of torch.profiler"
 
 
 def join_torch_trace(trace: Trace, profiled: Trace) -> Trace:
-    """Add the kernels, allocations and floating-point operations of a torch.profiler trace to a trace of ours, and
-    return the result. Raises `TraceError` if the recorders, processes or times do not match."""
+    """Return a trace with the kernels, allocations and floating-point operations of a torch.profiler trace.
+
+    Raises `TraceError` if the traces are of different processes or times, or if one of them has the wrong recorder.
+    """
     if trace.origin.recorder == "other" or profiled.origin.recorder != "other":
         kinds = [TORCHS if side.origin.recorder == "other" else OURS for side in (trace, profiled)]
         raise TraceError(

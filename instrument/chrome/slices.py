@@ -90,7 +90,7 @@ _NOTHING: tuple[Int64s, Int64s, Int64s] = (np.zeros(0, np.int64),) * 3
 
 
 class Slices:
-    """Reads slices in the order of the file: complete ones, begins and ends, and async ones."""
+    """Reads the slices of a file: complete slices, begin and end events, and async slices."""
 
     def __init__(self, left_out: LeftOut, ours: Metadata | None = None) -> None:
         self._left_out = left_out
@@ -137,7 +137,6 @@ class Slices:
             self._add_marks(block, are_marks)
 
     def _add_rows(self, block: Block) -> None:
-        """Add complete slices, and slices whose end comes later."""
         self._rounding_ns = max(self._rounding_ns, int(block.has_parts))
         start_ns, end_ns = block.start_ns.copy(), block.start_ns + block.length_ns
         lanes = self._lanes.number_lanes_of_events(block.slices)
@@ -149,7 +148,6 @@ class Slices:
         self._row_count += len(lanes)
 
     def _add_marks(self, block: Block, are_marks: Bools) -> None:
-        """Add the begins and ends of slices."""
         rows: Int64s = np.cumsum(block.are_begins)
         rows += self._row_count - 1 - rows[-1]
         phases = block.phases[are_marks]
@@ -190,8 +188,6 @@ class Slices:
         return Rows(order, invert_order(order), start_ns, end_ns, line, *further)
 
     def _match_begins_with_ends(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Match begins with ends on each line (a thread or an async id). Set each row's end and line. Return each row's
-        place in the file's order, and the number of ends without a begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
         at_ns, rows, of = map(np.concatenate, zip(*self._mark_parts, strict=True))
         if not len(of):
@@ -227,8 +223,10 @@ class Slices:
 
 
 def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
-    """Return the parent of each row: the last earlier row on its line that contains it, or `NONE`. A parent may end up
-    to `rounding_ns` before its child. Rows that overlap only in part are not parents."""
+    """Return the parent of each row, or `NONE`. The parent is the innermost row around it on the same line.
+
+    A parent may end up to `rounding_ns` before its child. A row that overlaps another only in part is not its parent.
+    """
     parent_of_nested = _find_parents_if_nested(start_ns, end_ns, line)
     if parent_of_nested is not None:
         return parent_of_nested
@@ -245,8 +243,6 @@ def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: i
 
 
 def _find_parents_if_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s | None:
-    """Return the parent of each row if no rows of a line overlap in part, else None. It is faster than
-    `_find_parents`."""
     count, length = len(line), int(end_ns.max(initial=0) - start_ns.min(initial=0)) + 1
     if not count or (int(line.max()) + 1) * length >= 1 << 62:
         return None
@@ -272,7 +268,7 @@ def _find_parents_if_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> I
 
 
 class OwnSlices:
-    """Reads the arguments of slices, the device intervals and the samples in a file of `dump`."""
+    """Reads the spans, device intervals and samples of a file that `dump` has written."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
@@ -289,7 +285,7 @@ class OwnSlices:
         self._waiting: list[Arguments] = []
 
     def add(self, events: Sequence[Any], block: Block) -> Block:
-        """Read events and slices' arguments. Return the slices of spans for `add_rows`."""
+        """Read samples and device intervals. Return the slices of spans."""
         for event in events if type(events[0]) is not OwnEvent else ():
             if event.ph == "C":
                 self._add_sample(event)
@@ -314,7 +310,6 @@ class OwnSlices:
         self._samples.append(Sample(check_type(event.name, str), device, at_ns, check_type(value, float, int)))
 
     def add_rows(self) -> None:
-        """Add the arguments of complete slices and begins of spans."""
         arguments, self._waiting = self._waiting, []
         first = len(self._numbers["error"])
         for name, read in _NUMBERS.items():
@@ -384,7 +379,6 @@ class OwnSlices:
         return view_numbers(self._numbers.pop(name))[rows.order]
 
     def _device(self, span_id: Int64s, base_ns: int) -> DeviceIntervals:
-        """Return the device intervals in the order of rows, without those of missing spans."""
         columns = {name: view_numbers(self._intervals.pop(name)) for name in _OF_INTERVALS}
         if any((columns[name] == UNTOLD).any() for name in ("device", "stream")) or (columns["place"] < 0).any():
             raise ValueError("an interval in it belongs to no device, stream or site; it is damaged")
@@ -411,12 +405,12 @@ def _number_values(values: list[Any], first: int) -> list[tuple[int, Any]]:
 
 
 def _with_default(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
-    """Return the numbers, with `otherwise` in place of omitted ones."""
     return np.where(numbers == UNTOLD, otherwise, numbers)
 
 
 def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
-    """Return the root id of each row: the given one, else the parent's, else its own."""
+    """Return the id of each row's root. A missing id is that of the parent's root, or of the span if it has no
+    parent."""
     parent: NDArray[np.int32] = rows_of(span_id, parent_id)
     parent[(parent_id == 0) | (root_id != UNTOLD)] = NONE
     top = topmost_rows(parent)

@@ -67,7 +67,6 @@ class DrawnEvent(msgspec.Struct, gc=False):
 
 
 def choose_shown_name(site: Site) -> str:
-    """Return the name of a site's slices: a layer's instance, else the site's name."""
     return remove_surrogates(site.instance if site.kind == "layer" and site.instance else site.name)
 
 
@@ -79,7 +78,6 @@ def convert_to_us(times_ns: Int64s) -> list[Any]:
 
 
 def _select_values(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
-    """Return the values as objects, with `UNSET` where `has` is False."""
     if not has.any():
         return NOT
     objects = values.astype(object)
@@ -88,7 +86,6 @@ def _select_values(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
 
 
 def _split_columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
-    """Return the columns of a table as arrays, to select rows by number."""
     table = np.empty((len(rows), len(rows[0])), dtype=object) if rows else np.empty((0, 0), dtype=object)
     for number, row in enumerate(rows):
         table[number] = row
@@ -96,7 +93,7 @@ def _split_columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
 
 
 class Drawing:
-    """Makes the events of spans, intervals, marks and arrows, some thousand at a time.
+    """Makes the events of a trace: spans, device intervals, marks and arrows.
 
     `place_of` returns the index of a site in the metadata.
     """
@@ -151,7 +148,6 @@ class Drawing:
     def _number_lanes_with_sites(
         self, number: Int64s, of_request: Bools, board: Board, place_of: Callable[[Site], int]
     ) -> tuple[Int64s, list[NDArray[Any]]]:
-        """Number the pairs of lane and site. Return each span's number, and the event fields of each pair."""
         spans = self._spans
         thread = rank_distinct(spans.thread_id)[1]
         kind, examples = number_by_first_sight(spans.is_async, thread, number, of_request, spans.site)
@@ -171,8 +167,8 @@ class Drawing:
         return kind, _split_columns(rows)
 
     def _collect_span_facts(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
-        """Return the columns of `Arguments` after the id, each with a mask of the stored numbers. Readers derive the
-        other numbers."""
+        """Return columns of arguments, each with a mask of the numbers that are stored. Readers compute the other
+        numbers."""
         spans = self._spans
         trace, row = spans.trace, spans.row
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
@@ -220,7 +216,8 @@ class Drawing:
         )
 
     def _make_span_events(self, first: int, end: int) -> list[DrawnEvent]:
-        """Return the events from the start of span `first` to the start of span `end`, or to the trace's end."""
+        """Return the events from the start of span `first` to the start of span `end`. The last call also returns all
+        later events."""
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
@@ -257,8 +254,11 @@ class Drawing:
     # ---------------------------------------------------------------- intervals, arrows and marks
 
     def _number_streams_with_sites(self, board: Board) -> None:
-        """Number the intervals' pairs of lane and site, and set their common fields. Only intervals without inner ones
-        have `stream`, because HolisticTraceAnalysis adds up all events with it."""
+        """Number the pairs of lane and site of the intervals, and set the event fields of each pair.
+
+        An interval around other intervals has no field `stream`, because HolisticTraceAnalysis adds up all events with
+        this field.
+        """
         spans, intervals = self._spans, self._intervals
         work, row = spans.trace.device, intervals.row
         streams, number, _ = intervals.assign_lanes(work)
@@ -294,7 +294,7 @@ class Drawing:
     def _draw_flows(
         self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s
     ) -> Iterator[list[DrawnEvent]]:
-        """Yield the arrows between complete events. Both ends attach to the innermost slice at their time."""
+        """Yield arrows as pairs of events. Viewers attach each end to the innermost slice at that time."""
         spans = self._spans
         begins = mask_of(number_by_first_sight(sources)[1], len(sources))
         for first, end in split_into_batches(len(sources)):
@@ -339,14 +339,16 @@ _encoder = msgspec.json.Encoder(decimal_format="number")
 
 
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """Write a trace as Chrome JSON, packed with gzip if the name ends in `.gz`. The file appears complete, with mode
-    0600, or not at all, and replaces an older one. Missing directories are made. The text is never completely in
-    memory. Raises `TraceError` if the file cannot be written."""
+    """Write a trace as Chrome JSON. The file is packed with gzip if the name ends in `.gz`.
+
+    An older file is replaced, and missing folders are made. The file has mode 0600. On an error no file is written.
+    Only a part of the text is in memory at a time. Raises `TraceError` if the file cannot be written.
+    """
     return write_whole_file(path, _make_document_chunks(trace, tally))
 
 
 def write_whole_file(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
-    """Write a file from parts, packed with gzip if the name ends in `.gz`. The file appears complete or not at all."""
+    """Write a file from parts. It is packed with gzip if the name ends in `.gz`. On an error no file is written."""
     target = Path(path)
     try:
         with file_writing.open_replacement(target) as file:
@@ -362,7 +364,6 @@ def write_whole_file(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Pa
 
 
 def _make_document_chunks(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
-    """Yield the text of the file in chunks of some thousand events."""
     columns, processes = trace.columns, ShownProcesses(trace)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
     base_ns = min(int(starts.min(initial=since_ns)) for starts in (columns.start_ns, columns.device.start_ns))
@@ -386,8 +387,8 @@ def _make_document_chunks(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
 
 
 def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
-    """Yield counters for the samples whose value is a number, and add their processes to `counted`. The unit is the
-    name of the argument, which viewers add to the track's name."""
+    """Yield a counter event for each sample with a number. Viewers show the argument's name, which is the unit, after
+    the track's name."""
     for sample in samples:
         if is_number(sample.value):
             process_id = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS
@@ -403,7 +404,6 @@ def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: s
 
 
 def _make_lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[DrawnEvent]:
-    """Yield the names of all lanes and devices. Threads of batches come first."""
     order = sorted(trace.threads, key=lambda thread_id: thread_id not in of_batches)
     rank_by_id = {thread_id: position for position, thread_id in enumerate(order)}
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}

@@ -67,8 +67,8 @@ _SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
 class SeenPath:
     """The values at one path, such as `batch[].request_id`, in the arguments or results of calls.
 
-    `many` is True if a call has several values. `looks` counts the calls with a value, `items` the values. `largest` is
-    the maximum number of values in a call. `weights` is the path of the weights.
+    `looks` is the number of calls with a value, and `items` the number of values. `largest` is the maximum number of
+    values in a call. `many` is True if a call has several values.
     """
 
     many: bool
@@ -84,9 +84,9 @@ class SeenPath:
 
 
 class ArgumentWatch:
-    """A watch of the arguments and results of this process's calls, for keys of requests.
+    """Searches the arguments and results of calls for keys of requests.
 
-    `is_own` returns True for the name of a module of the service. `spent_ns` is the time that the watch has taken.
+    `is_own` returns True for the name of a module of the service. `spent_ns` is the total time of the search.
     """
 
     def __init__(self, is_own: Callable[[str], bool]) -> None:
@@ -98,7 +98,7 @@ class ArgumentWatch:
         self.spent_ns = 0
 
     def clear(self) -> None:
-        """Drop all observed values. A forked child calls this, because the values are its parent's."""
+        """Drop all observed values. A forked child calls this, because the values are the parent's."""
         for paths in self._seen.values():
             paths.clear()
         self.spent_ns = 0
@@ -111,10 +111,9 @@ class ArgumentWatch:
         }
 
     def make_examiners(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """Return two functions: one examines the arguments of a call, the other its result. Either may be None.
+        """Make two functions, which examine the arguments and the result of a call. Either may be None.
 
-        Both are None for a function that only calls builtins. Its examination would take several times as long as a
-        call.
+        A function that only calls builtins is not examined, because that would take several times as long as a call.
         """
         if not isinstance(function, FunctionType) or label.rpartition(":")[2].rpartition(".")[2] in _SKIPPED:
             return None, None
@@ -150,7 +149,6 @@ class ArgumentWatch:
         return arguments, self._examine_first(examine_result)
 
     def _examine_first(self, look: Callable[..., None]) -> Callable[..., None]:
-        """Return an examiner of the first `LOOKS` calls of a function. Faults are counted, never raised."""
         looks_left = LOOKS
 
         def examine(*values: Any) -> None:
@@ -170,7 +168,6 @@ class ArgumentWatch:
         return examine
 
     def _examine_value(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
-        """Store the keys of requests in the value at a path, and in the value's attributes."""
         kind = type(value)
         if kind in (str, int):
             if _is_id(path) and len(str(value)) <= 256:
@@ -188,8 +185,6 @@ class ArgumentWatch:
     def _examine_attributes(
         self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None
     ) -> None:
-        """Examine sequences and mappings in an object's attributes. `read` has the names of the attributes, None for
-        all."""
         for name, attribute in islice(_read_attributes(value).items(), ATTRIBUTES):
             if _is_identifier(name) and (read is None or name in read) and type(attribute) in (*_SEQUENCES, *_MAPPINGS):
                 self._examine_value(paths, f"{path}.{name}", attribute, inside=False)
@@ -223,8 +218,7 @@ class ArgumentWatch:
     def _note_identifying_attribute(
         self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1
     ) -> bool:
-        """Note the values of the attribute that identifies a request, one per object. Return False if there is no such
-        attribute."""
+        """Note the keys in an attribute such as `request_id`. Return False if the objects have no such attribute."""
         attributes = [_read_attributes(thing) for thing in things]
         first = attributes[0] if attributes else {}
         names = [name for name, value in first.items() if type(value) in (str, int) and _is_id_key(name)]
@@ -289,7 +283,6 @@ def _is_identifier(key: object) -> TypeGuard[str]:
 
 
 def _rank_name(name: str) -> tuple[bool, int, str]:
-    """Return a sort key that puts the likeliest names for keys of requests first."""
     return not ID.match(name), len(name), name
 
 

@@ -43,7 +43,6 @@ class Parameter(NamedTuple):
 
 
 def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
-    """Return the named parameter of a function, or a text with the reason why it cannot be read."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -60,7 +59,7 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
 
 
 class Result(Parameter):
-    """The result of a call, in place of a parameter."""
+    """A marker for the result of a call, in place of a parameter."""
 
     def argument_in_call(self, result: Any) -> Any:  # type: ignore[override]
         return result
@@ -70,9 +69,9 @@ RESULT = Result(RETURN, -1, LEFT_OUT)
 
 
 class CallReader:
-    """The readers of the values that a rule names in calls of a function.
+    """Reads the values that a rule names from the calls of a function.
 
-    `of_call` reads a call's (args, kwargs), and `of_result` its result. Either is None if there is nothing to read.
+    `of_call` reads a call's (args, kwargs), and `of_result` the result. Either is None if there is nothing to read.
     `missing` has a message for each parameter that the function lacks.
     """
 
@@ -83,7 +82,7 @@ class CallReader:
         self.missing: list[str] = []
 
     def find(self, path: str, *, in_result: bool = True) -> tuple[Parameter, ...]:
-        """Return the parameter with which a path begins, in a tuple. Note a missing one, and return an empty tuple."""
+        """Return a tuple with the parameter at the begin of a path. It is empty if the function lacks the parameter."""
         name = first_name_of_path(path)
         parameter = RESULT if name == RETURN and in_result else parameter_of(self.function, name)
         if isinstance(parameter, str):
@@ -92,7 +91,6 @@ class CallReader:
         return (parameter,)
 
     def add(self, parameter: Parameter, read: Callable[..., Any]) -> None:
-        """Add a reader of a call's arguments, or of its result if `parameter` is `RESULT`."""
         if parameter is RESULT:
             self.of_result = join_readers([self.of_result, read])
         else:
@@ -100,7 +98,7 @@ class CallReader:
 
 
 class AttributeRead(NamedTuple):
-    """An attribute to read: its parameter, the path from there to the value, and `take`, which converts the value."""
+    """An attribute to read. `path` leads from the parameter to the value, and `take` converts the value."""
 
     name: str
     parameter: Parameter
@@ -110,8 +108,7 @@ class AttributeRead(NamedTuple):
 
 
 class ArgumentReader(NamedTuple):
-    """A function that reads a call's arguments as attributes of the span. Unreadable arguments are left out and
-    logged."""
+    """Reads a call's arguments as attributes of the span. Unreadable arguments are left out and logged."""
 
     attributes: Sequence[AttributeRead]
     place: str
@@ -135,7 +132,6 @@ class ArgumentReader(NamedTuple):
 
 
 def add_attributes(reader: CallReader, rule: FunctionRule) -> None:
-    """Add a reader of the arguments that a rule records as attributes."""
     reads = [
         AttributeRead(item.name, parameter, split_steps(item.argument), READERS[item.record], item.argument)
         for item in rule.attributes
@@ -147,8 +143,7 @@ def add_attributes(reader: CallReader, rule: FunctionRule) -> None:
 
 
 def read_key_or_attribute(value: Any, name: str) -> Any:
-    """Return the value of a name in a mapping, or the attribute of any other object. This adds no item to a
-    `defaultdict`."""
+    """Return the item of a mapping, or the attribute of any other object. A `defaultdict` gets no new item."""
     if not is_mapping(value):
         return getattr(value, name)
     if isinstance_of(value, dict):
@@ -177,17 +172,14 @@ READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": len, "type": _rea
 
 
 def first_name_of_path(path: str) -> str:
-    """Return the first name of a path, which is a parameter or `return`."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
 def split_steps(path: str) -> list[str]:
-    """Split a path into the steps after its first name."""
     return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
 
 
 def join_readers(readers: Sequence[Callable[..., dict[Any, Any] | None] | None]) -> Callable[..., Any] | None:
-    """Join several readers into one that returns the values of all. Without readers, return None."""
     reads = [read for read in readers if read is not None]
     if len(reads) < 2:
         return reads[0] if reads else None
@@ -209,14 +201,13 @@ def is_mapping(value: Any) -> bool:
 
 
 def add_gauges(reader: CallReader, rule: FunctionRule) -> None:
-    """Add readers of a rule's gauges."""
     for gauge in rule.gauges:
         for parameter in reader.find(gauge.argument):
             reader.add(parameter, _Gauge(gauge, parameter, rule))
 
 
 class _Gauge:
-    """A gauge of a rule, which is read along a path from a parameter or from the result."""
+    """Reads a gauge of a rule, along a path from a parameter or from the result."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter, rule: FunctionRule) -> None:
         self._parameter, self._steps, self._is_size = parameter, split_steps(gauge.argument), gauge.record == "size"

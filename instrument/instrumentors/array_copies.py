@@ -149,7 +149,6 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
 
 
 def _locate_value(value: Any) -> tuple[str, int] | None:
-    """Return the name and number of the device that holds an `OrtValue`, None for the host."""
     name = value.device_name()
     if name == "cpu":
         return None
@@ -238,7 +237,7 @@ def attach_numba(module: Any, patched: PatchedFunctions) -> None:
 
 
 def _read_device(array: Any) -> tuple[Any]:
-    """Return a one-item tuple with the number of an array's device, None if the array does not report it."""
+    """Return the number of an array's device in a tuple, because a plain None would mean the host."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
 
@@ -250,7 +249,6 @@ _MEMORY_TYPES = {1: "h", 2: "d", 3: "d"}  # CUmemorytype: host, device, array; u
 
 
 def attach_cuda(module: Any, patched: PatchedFunctions) -> None:
-    """Record copies by the functions of a cuda-python module, for the driver or for the runtime."""
     for name in sorted(vars(module)):
         function = getattr(module, name)
         if re.match("cu(da)?Memcpy", name) and callable(function) and not isinstance(function, type):
@@ -302,7 +300,7 @@ CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
 
 
 def why_absent(torch: Any) -> str:
-    """Return the reason why this build of torch has no device, "" if it has one. Does not call the driver."""
+    """Return the reason why this build of torch has no device, or "". The driver is not called."""
     return (
         ""
         if _make_device_use_tests(torch)
@@ -311,8 +309,8 @@ def why_absent(torch: Any) -> str:
 
 
 def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable[[], bool] | None = None) -> None:
-    """Replace the methods that copy. They record nothing until `initialised()` is true, as torch uses no device
-    before."""
+    """Replace torch's methods that copy. They record nothing before `initialised()` is True, because torch uses no
+    device until then."""
     used = _make_device_use_test(torch, patched.copies) if initialised is None else initialised
     compiling = get_compiling_test(torch)
 
@@ -340,10 +338,7 @@ def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable
 
 
 def _find_device(args: Any, kwargs: Any) -> Any:
-    """Return the device on which a method call such as `tensor.to` is timed, None for the current one.
-
-    It is the source's device or, if the source is on the host, the target's.
-    """
+    """Return the device that times a method call such as `tensor.to`. None means the current device."""
     source = args[0]
     if source.is_cuda:
         return Work("torch", (source.device.index,))
@@ -360,7 +355,8 @@ def _find_device(args: Any, kwargs: Any) -> Any:
 
 
 def device_direction(source: Any, target: Any) -> str | None:
-    """Return the direction of a copy between two torch devices, None for `meta`, which has no data."""
+    """Return the direction of a copy between two torch devices. Tensors on the device `meta` have no data, so it is
+    None."""
     if "meta" in (source.type, target.type):
         return None
     return direction_between(*(None if device.type == "cpu" else device for device in (source, target)))
@@ -415,7 +411,6 @@ def _read_storage_copy(out: Any, args: Any, kwargs: Any, *, moves: bool = False)
 
 
 def _skip_same(facts: Facts, fake: Any) -> Facts:
-    """Make a reader of transfers ignore calls that return their input tensor or a fake tensor."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
@@ -424,15 +419,13 @@ def _count_bytes(tensor: Any) -> int:
 
 
 def _is_asynchronous(args: Any, kwargs: Any) -> bool:
-    """Return True if `non_blocking` is true in a call, by name or as the first boolean argument."""
     return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
 
 
 def _make_device_use_tests(torch: Any) -> list[Callable[[], bool]]:
-    """Return a test for each kind of device of this torch build. A test returns True once the process uses such a
-    device, for MPS if one exists.
+    """Return a test per kind of device of this torch build. A test is True once the process uses such a device.
 
-    The tests call no driver, because that would break forked children.
+    The tests do not call the driver, because that would break forked children.
     """
     version = getattr(torch, "version", None)
     tests: list[Any] = []
@@ -450,7 +443,7 @@ def _make_device_use_tests(torch: Any) -> list[Callable[[], bool]]:
 
 
 def _find_private_backend(torch: Any) -> str:
-    """Return the kind of device that another package has added to torch, such as `npu`, "" without one."""
+    """Return the kind of device that another package has added to torch, such as `npu`, or ""."""
     read_name = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
     name = read_name() if read_name is not None else ""
     return name if name and hasattr(torch, name) else ""

@@ -28,8 +28,8 @@ from instrument.runtime.faults import FAULTS
 class Transfer(NamedTuple):
     """The data that one call has copied. `direction` is `h2d`, `d2h`, `d2d`, `p2p` or `h2h`.
 
-    `sync` is True if the call's arguments make it wait for the copy. `pinned` is True for page-locked memory of the
-    host, None if only the driver knows.
+    `sync` is True if the call waits for the copy. `pinned` is True for page-locked memory of the host, or None if
+    unknown.
     """
 
     direction: str
@@ -53,8 +53,6 @@ It returns None for the framework's current stream, and a `Work` for the current
 
 
 class _ThreadState(threading.local):
-    """The state of one thread. `busy` is True within a call that may copy."""
-
     busy = False
 
 
@@ -62,10 +60,10 @@ _STATE = _ThreadState()
 
 
 class FrameworkAdapter(NamedTuple):
-    """The adapter of a framework, whose functions that copy it replaces. `framework` is the name in rules.
+    """A framework whose copies can be recorded.
 
-    At the import of one of `modules`, the function `attach_FRAMEWORK` of `array_copies` is called. `unseen`
-    describes the copies that cannot be recorded.
+    At the import of one of `modules`, the function `attach_FRAMEWORK` of `array_copies` is called. `unseen` describes
+    the copies that cannot be recorded.
     """
 
     framework: str
@@ -155,8 +153,6 @@ class Copies(Instrumentor):
             self._patched.popitem()[1].undo()
 
     def find_site(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
-        """Return the site of a copy, and count the copy for the first rule that selects it. Without such a rule, return
-        None."""
         direction, moved_bytes, sync, pinned = transfer
         for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):
             if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
@@ -178,7 +174,6 @@ class Copies(Instrumentor):
         return site
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on all rules, then one verdict per framework on copies that cannot be recorded."""
         met = {adapter.framework: adapter for adapter in self._met.values()}
         verdicts = [self._make_verdict(rule, hits, met) for rule, hits in zip(self.rules, self.hits, strict=True)]
         verdicts += [Verdict("copies", "partly", name, f"not seen: {adapter.unseen}") for name, adapter in met.items()]
@@ -200,7 +195,7 @@ class Copies(Instrumentor):
 
 
 class PatchedFunctions:
-    """The replaced functions of one framework, which record their copies while `ready()` is true."""
+    """The replaced functions of a framework. They record copies while `ready()` is True."""
 
     def __init__(self, copies: Copies, framework: str) -> None:
         self.copies = copies
@@ -211,8 +206,7 @@ class PatchedFunctions:
         self._bound: list[tuple[Any, Any]] = []
 
     def wrap_methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace methods of a class, if they exist. The first argument that `facts` gets for a classmethod is the
-        class. `stream` defaults to that of the framework."""
+        """Replace the methods that a class has. For a classmethod, the first of a call's `args` is the class."""
         for name in names:
             raw, method = vars(owner).get(name), getattr(owner, name, None)
             function = raw.__func__ if isinstance(raw, classmethod) else method
@@ -222,16 +216,15 @@ class PatchedFunctions:
                 self._undos.append(replace_attribute(owner, name, new))
 
     def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
-        """Replace a property. A read counts as a copy only if `is_fresh(object)` was true before it."""
         read = vars(owner)[name].fget
         watched = self._wrap(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self._undos.append(replace_attribute(owner, name, replacement))
 
     def wrap_functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace those of the named functions that a module has. `bind` later replaces them in other modules, too.
+        """Replace the functions that a module has, and later also their names in other modules.
 
-        Do not use it for functions that numba or torch.compile compares by identity.
+        Do not use this for functions that numba or torch.compile compares by identity.
         """
         for name in names:
             function = getattr(module, name, None)
@@ -241,7 +234,6 @@ class PatchedFunctions:
                 self._bound.append((function, watched))
 
     def bind(self) -> None:
-        """Replace the wrapped functions under their names in all modules, in one search."""
         rebind(self._bound)
 
     def undo(self) -> None:
@@ -288,7 +280,6 @@ class PatchedFunctions:
             return wrapper
 
     def _start_timer(self, stream: Stream, args: Any, kwargs: Any) -> Any:
-        """Start the device timer of a call that may copy. Return None if no device time can be measured."""
         begin = self.copies._recorder.begin_device
         try:
             stream_object = stream(args, kwargs)
@@ -303,7 +294,7 @@ class PatchedFunctions:
 
 
 def direction_between(source: object, target: object) -> str:
-    """Return the direction of a copy between two memories. None is the host, any other object a device."""
+    """Return the direction of a copy between two memories. None means the host, any other object a device."""
     if source is None or target is None:
         return f"{'h' if source is None else 'd'}2{'h' if target is None else 'd'}"
     return "d2d" if source == target else "p2p"

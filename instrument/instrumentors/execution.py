@@ -95,7 +95,8 @@ STARTS = ("_start_new_thread", "_start_joinable_thread")
 
 
 def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
-    """Link work on other threads to the requests that hand it over. Return the function that stops this."""
+    """Link a new thread, or a call in a thread pool, to the request that starts it. Return the function that stops
+    this."""
     undos: list[Undo] = []
 
     def wrap_start(owner: Any, name: str, form: str) -> None:
@@ -127,7 +128,6 @@ def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
 
 
 def get_compiling_test(torch: Any) -> Callable[[], bool]:
-    """Return a function that returns True while torch compiles the calling code."""
     is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return is_compiling or (lambda: False)
 

@@ -35,7 +35,7 @@ Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
 
 
 class Entry(NamedTuple):
-    """An entry point: a method of the class `owner`, or of its base class. Its spans have the `name`.
+    """An entry point of a framework, which is a method of the class `owner`. Its spans have the `name`.
 
     `modules` are the modules of the class in different versions of the framework.
     """
@@ -62,7 +62,6 @@ _ENCODERS = (
 
 
 def _describe_session(session: Any) -> Facts:
-    """Return the file name of a session's model, and the session's providers as an attribute."""
     path = getattr(session, "_model_path", None)
     return PurePath(path).name if path else "(bytes)", (("providers", tuple(session.get_providers())),)
 
@@ -111,11 +110,11 @@ class Observer(Instrumentor):
         return list(self._verdicts.values())
 
     def _note_verdict_on_entry(self, state: str, label: str, why: str = "", *, key: str = "") -> None:
-        """Note the verdict on an entry point, in place of an earlier verdict with the same label or `key`."""
+        """Note the verdict on an entry point. It replaces the earlier verdict with the same `key`, by default the
+        label."""
         self._verdicts[key or label] = Verdict(self.rule.text, state, label, why)
 
     def _note_missing(self, label: str) -> None:
-        """Note that this version of the framework lacks an entry point."""
         name = self.rule.name
         version = next(
             (module_namespace(module).get("__version__") for key, module in loaded_modules() if key == name), None
@@ -126,8 +125,6 @@ class Observer(Instrumentor):
         self._note_verdict_on_entry("unreachable", label, f"it is a {type(value).__name__}, not a function")
 
     def _note_if_already_recorded(self, label: str, function: Any) -> bool:
-        """Return True if a function rule or a decorator already records an entry point. In that case, note a
-        verdict."""
         site = getattr(function, "__instrument__", None)
         if isinstance(site, Site):
             self._note_verdict_on_entry("attached", label, f"it is recorded as {site.name!r} already")
@@ -162,8 +159,6 @@ class Entries(Observer):
         self._shared.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on all entry points and, unless the rule is `auto`, one on modules that are not
-        imported."""
         verdicts = list(self._verdicts.values())
         waiting = {entry.modules for entry in self._entries if entry.label not in self._verdicts}
         if waiting and not self.rule.auto:

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Probe:
-    """A probe on a target: `set` replaces the target's function by a recording one, and `undo` restores it."""
+    """A probe on a target. It replaces the target's function by a recording one, until `undo` is called."""
 
     __slots__ = ("_aliases", "_places", "is_set", "site", "target", "wrapped")
 
@@ -79,7 +79,7 @@ class Probe:
             self._places.append(replace_attribute(owner, attribute, self.wrapped))
 
     def _put_in_target(self, function: Any) -> Any:
-        """Put `function` in place of the target's. Restore the name of a property, which error messages need."""
+        """Put a function in place of the target's. A changed property loses its name, which error messages need."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
@@ -120,14 +120,14 @@ def replace_attribute(owner: Any, attribute: str, new: Any) -> Undo:
 
 
 def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
-    """Return a decorator. It replaces `owner.attribute` by the decorated function, and returns a function that restores
-    the original."""
+    """Return a decorator that replaces `owner.attribute` by the decorated function. The decorated name becomes the
+    function that restores the original."""
     original = getattr(owner, attribute)
     return lambda function: replace_attribute(owner, attribute, functools.wraps(original)(function))
 
 
 def call_before(owner: Any, attribute: str, note: Callable[..., object]) -> Undo:
-    """Call `note` with the call's arguments before each call of `owner.attribute`. Return the function that undoes
+    """Call `note` before each call of `owner.attribute`, with the same arguments. Return the function that undoes
     this."""
     original = getattr(owner, attribute)
 
@@ -169,7 +169,7 @@ def undo_all(undos: list[Undo]) -> None:
 
 
 def count_other_refs(target: Target) -> int:
-    """Return how many objects refer to a target's function, except its own module or class.
+    """Count the objects that refer to a target's function, except the module or class of the function.
 
     The number is 0 for an inherited method and for functions of a `singledispatchmethod`.
     """
@@ -186,7 +186,6 @@ def _count_references(target: Target) -> int:
 
 @lru_cache(maxsize=1)
 def _count_references_of_unshared() -> int:
-    """Return the reference count of a function that only its own module refers to."""
     module = ModuleType("usual")
     module_namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find_functions(module, "usual:usual")
@@ -204,16 +203,18 @@ def profiled(name: T, *, kind: str | None = None, device: bool = False, phase: s
 
 
 def profiled(name: Any = None, *, kind: str | None = None, device: bool = False, phase: str | None = None) -> Any:
-    """Record each call of a function, or each call of the public methods of a class.
+    """Record each call of a function, or each call of the public methods of a class. Works as `@profiled` and as
+    `@profiled("conv_layer", phase="compute", device=True)`.
 
-        @profiled  # named after the function
-        @profiled("conv_layer")
-        @profiled(phase="compute", device=True)
+    - `name`: the name of the spans, by default that of the function
+    - `kind`: the kind of work, "op" by default. The error for an unknown kind lists all kinds
+    - `phase`: the part of the work, such as "prepare" or "post"
+    - `device`: also take the time on the current stream of torch, cupy or numba
 
-    `kind` (default "op"), `phase` and `device` are those of `scope`. Works on functions, coroutines, generators, async
-    generators and methods; above or below `classmethod`, `staticmethod`, `property`, `cached_property`, `lru_cache`,
-    `singledispatchmethod` and `contextmanager`. Returns the object itself when `INSTRUMENT=off`. Raises `TargetError`
-    for an object that cannot be recorded.
+    The function may be a coroutine function, a generator or a method. The decorator may be above or below others, such
+    as `classmethod`, `property`, `lru_cache` and `contextmanager`.
+
+    Returns the object itself when `INSTRUMENT=off`. Raises `TargetError` for an object that cannot be recorded.
     """
     if kind is not None and kind not in KINDS:
         raise TargetError(f"profiled: there is no kind {kind!r}; allowed: {', '.join(KINDS)}")
@@ -262,7 +263,6 @@ def _register_hint() -> None:
 
 
 def _print_hint(pid: int) -> None:
-    """Print a hint that decorated functions recorded no call. Child processes print none."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
     if _decorated and os.getpid() == pid and parent is None and sys.stderr is not None:
         functions = f"@profiled on {len(_decorated)} function{'s' * (len(_decorated) != 1)}"
@@ -301,17 +301,14 @@ class Instrumentor(ABC):
         return {rule.text: rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Remove all probes, the last one first."""
         undo_all(self._undos)
 
     @abstractmethod
-    def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on all rules and their targets."""
+    def verdicts(self) -> list[Verdict]: ...
 
     def _record_once(
         self, function: Any, site: Site, recordings: dict[Any, Any], key: Any, works: CallWork | None = None
     ) -> Any:
-        """Return the recording function for a function and a site. All threads get the same one."""
         new_recording = wrapping.make_function(self._recorder, function, site, works)
         recording = recordings.setdefault(key, new_recording)
         if recording is new_recording:
@@ -320,10 +317,7 @@ class Instrumentor(ABC):
 
 
 class Switch(Instrumentor):
-    """The base class of instrumentors for a key of the profile that is `auto` or `off`.
-
-    `rules` is empty for `off`. `_met` stays True once the module has been imported.
-    """
+    """The base class of instrumentors for a key of the profile that is `auto` or `off`. `rules` is empty for `off`."""
 
     key: ClassVar[str]
     module: ClassVar[str]

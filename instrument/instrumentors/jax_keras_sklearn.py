@@ -133,7 +133,6 @@ class JaxFunctions(Observer):
         return jitted
 
     def _wrap_jitted(self, jitted: Any) -> Any:
-        """Return a proxy of a jitted function. Functions with the same code share a site."""
         names = f"{getattr(jitted, '__module__', '')}.{getattr(jitted, '__qualname__', '')}"
         key = getattr(getattr(jitted, "__wrapped__", jitted), "__code__", None) or names
         site = self._sites.get(key) or self._sites.setdefault(key, site_of(jitted))
@@ -154,7 +153,7 @@ class JaxFunctions(Observer):
         return call
 
     def _wrap_call(self, function: Any, name: str) -> Any:
-        """Wrap a function of JAX. Within its calls, other wrapped functions record no spans."""
+        """Wrap a function of JAX. During a call, other wrapped functions record no spans."""
         recording = self._make_recording(function, site_of(function, name=name))
         inside = self._waiting
         # A method made in C may have no qualified name.
@@ -173,8 +172,8 @@ class JaxFunctions(Observer):
         return wrapper
 
     def _wrap_existing(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each jitted function in the service's modules, with its new proxy. A verdict is noted on jitted
-        functions without a name."""
+        """Yield each jitted function in the service's modules, with a proxy. Note a verdict on jitted functions without
+        a name in a module."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
@@ -227,7 +226,7 @@ _NOT_SELECTED = Site("(not selected)")
 
 
 class KerasLayers(Observer):
-    """The instrumentor of a session's layer rules in Keras. `hidden` counts the selected calls in which JAX only
+    """The instrumentor of a session's layer rules in Keras. `hidden` counts the calls of selected layers that JAX only
     traced."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder, layers: Layers) -> None:
@@ -311,13 +310,11 @@ class KerasLayers(Observer):
 
 
 def _module_value(module_name: str, name: str, default: Any) -> Any:
-    """Return the value of a name in a module, or the default if the module or the name is missing."""
     module = sys.modules.get(module_name)
     return default if module is None else module_namespace(module).get(name, default)
 
 
 def _has_symbolic_tensor(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
-    """Return True if an argument, or an item in one, is a symbolic tensor."""
     for argument in (*args, *kwargs.values()) if kwargs else args:
         items: Any = argument.values() if isinstance(argument, dict) else argument
         if isinstance(argument, symbolic_type):
@@ -337,7 +334,7 @@ SKLEARN_WRAPPING = "_SetOutputMixin"
 
 
 class SklearnEstimators(Observer):
-    """The instrumentor of scikit-learn's estimators. `hits` counts the methods that have run, each once per class."""
+    """The instrumentor of scikit-learn's estimators. `hits` counts the recorded methods, each once per class."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         super().__init__(rule, recorder)
@@ -373,10 +370,7 @@ class SklearnEstimators(Observer):
         return [*([] if is_left_out else [Verdict(self.rule.text, state, why=why)]), *unreachable]
 
     def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
-        """Record the methods of a new class. If two base classes report the class, act only on the second report.
-
-        `watched` is the base class that reports it.
-        """
+        """Record the methods of a new class. Two base classes may report a class, so only the last report counts."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._attach_class(cls)

@@ -35,8 +35,7 @@ is a whole model server. Servers in `unmet` and job queues in `queue` are not re
 class Family(NamedTuple):
     """The class that instruments one key of a profile, and the packages that the key's rules can select.
 
-    Packages of the standard library, except servers, are left out. A service that uses them also imports other
-    packages.
+    Packages of the standard library are left out, because a service that uses them also imports other packages.
     """
 
     module: str
@@ -75,7 +74,6 @@ KEEPING = ("functions", "requests", "layers")
 
 
 def selectable_packages(profile: Profile, key: str) -> frozenset[str] | None:
-    """Return the packages that the rules of a key can select, None if they can select any."""
     if key == "functions":
         from instrument.runtime.main_module import MAINS
 
@@ -90,7 +88,6 @@ def selectable_packages(profile: Profile, key: str) -> frozenset[str] | None:
 
 
 def packages_to_await(profile: Profile) -> frozenset[str] | None:
-    """Return the packages whose import starts the recording, None if it must start at once."""
     awaited_packages: set[str] = set()
     for key in FAMILIES.keys() - {"logs"}:  # which record nothing by themselves
         packages = selectable_packages(profile, key) if rules_under_key(profile, key) else frozenset()
@@ -102,7 +99,6 @@ def packages_to_await(profile: Profile) -> frozenset[str] | None:
 
 
 def rules_under_key(profile: Profile, key: str) -> tuple[Any, ...]:
-    """Return the rules of a profile's key as a tuple, () for a key that is `off`."""
     rules = getattr(profile, key)
     if key == "requests":
         return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in rules)
@@ -118,13 +114,12 @@ def imported_packages() -> list[str]:
 
 
 def filter_by_role(names: Iterable[str], *roles: str) -> list[str]:
-    """Return the names of packages with one of the roles, in the order of `PACKAGES`."""
     name_set = set(names)
     return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
 
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (package, preset) for each package with a preset. If there are model servers among the names, only these
-    count."""
+    """Return each package with a preset, and the preset. If a name is that of a model server, other packages are left
+    out."""
     served_packages = set(filter_by_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]

@@ -35,10 +35,11 @@ from instrument.runtime.faults import FAULTS
 
 
 class Layers(Instrumentor):
-    """The instrumentor of a session's layer rules in torch. Instrumentors of other frameworks call `select`, too.
+    """The instrumentor of a session's layer rules in torch. Instrumentors of other frameworks also use it to select
+    layers.
 
-    `known` has a function per imported framework that returns its layer classes, None before the import.
-    `left_out(cls)` returns True for classes that another instrumentor records.
+    `known` has a function per framework that returns the layer classes, or None before the import. `left_out(cls)`
+    returns True for classes that another instrumentor records.
     """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
@@ -63,8 +64,8 @@ class Layers(Instrumentor):
         self._last_segments = {text.rpartition(".")[2] for rule in rules for text in rule.match if not rule.types}
 
     def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules. Layers that both old and new rules select keep their sites. This takes tens of ms in a
-        large process."""
+        """Apply other rules. A layer that old and new rules select keeps its site. This takes tens of ms in a large
+        process."""
         self._set_rules(rules)
         if not rules:
             self.undo()
@@ -94,7 +95,6 @@ class Layers(Instrumentor):
         return module_name in ("torch", DYNAMO)
 
     def attach_to(self, module: ModuleType) -> None:
-        """Attach to torch, or to the module of its compiler."""
         if module.__name__ == DYNAMO and self._torch is not None:
             self._regions.replace_call(module.OptimizedModule)
         elif module.__name__ != DYNAMO and self._torch is None:
@@ -102,7 +102,6 @@ class Layers(Instrumentor):
             self.attach(module)
 
     def attach(self, torch: Any) -> Undo:
-        """Record the selected layers of torch models. Return the function that undoes this."""
         module_type = torch.nn.Module
         self._unseen = None
         self._module_type = module_type
@@ -154,7 +153,6 @@ class Layers(Instrumentor):
             self._patch_class(type(child))
 
     def _patch_class(self, cls: type[Any]) -> None:
-        """Replace a class's `forward`, in the base class that defines it."""
         if self.left_out(cls):
             return
         self._patched.add(cls)
@@ -172,7 +170,6 @@ class Layers(Instrumentor):
         self._patches[owner] = replace_attribute(owner, "forward", wrapper)
 
     def _decide_site(self, module: Any) -> Site | None:
-        """Return the site of a layer, None if no rule selects it. The decision is stored once the path is known."""
         at_work = self._at_work
         try:
             path = self._paths.path_of(module)
@@ -193,7 +190,7 @@ class Layers(Instrumentor):
         return site
 
     def detach(self, site: Site) -> Undo | None:
-        """Stop recording the layers of a site, and counting their calls. Return the function that undoes this, None
+        """Stop recording and counting the calls of a site's layers. Return the function that undoes this, or None
         without layers."""
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         self._sites.update(dict.fromkeys(layers))
@@ -213,7 +210,6 @@ class Layers(Instrumentor):
         )
 
     def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
-        """Return the site of a layer, None if no rule selects it. `method` is the recorded method of the class."""
         selection = self._find_rule(class_name_for_rules(cls), path)
         if selection is None:
             return None

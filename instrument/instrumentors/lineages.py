@@ -21,7 +21,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Lineage:
-    """A method of a base class, and its overrides. `subclassed(cls)` is called for each new subclass."""
+    """A method of a base class, and the overrides of the method. `subclassed(cls)` is called for each new subclass."""
 
     def __init__(self, base: type[Any], attribute: str, subclassed: Callable[[type[Any]], object]) -> None:
         self.base = base
@@ -32,7 +32,6 @@ class Lineage:
         self.undos: list[Undo] = []
 
     def contains_method(self, owner: Any, attribute: str) -> bool:
-        """Return True if the attribute of the class is the lineage's method or an override."""
         is_class = attribute == self.attribute and isinstance_of(owner, type)
         return is_class and self.base in type.__dict__["__mro__"].__get__(owner)
 
@@ -40,13 +39,11 @@ class Lineage:
         return (cls for cls in all_subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def add_class(self, owner: type[Any]) -> LineageMember:
-        """Add a class that has a probe. Return a test for calls that another class's probe records."""
         self._members.add(owner)
         self._resolved.clear()
         return LineageMember(self, owner)
 
     def recording_class(self, cls: type[Any]) -> type[Any] | None:
-        """Return the class whose probe records the method's calls on objects of `cls`, None without one."""
         try:
             return self._resolved[cls]
         except KeyError:
@@ -55,13 +52,12 @@ class Lineage:
             return owner
 
     def watch(self) -> None:
-        """Watch for new subclasses. Raises the error of a class that cannot be changed."""
         if not self.undos:
             self.undos.append(watch_subclasses(self.base, self._subclassed))
 
 
 class LineageMember:
-    """A test for calls of one class's method. It is true for a call that another class's probe records."""
+    """A test for calls of a class's method. It is True for a call that another class's probe records."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:
         self._lineage = lineage
@@ -81,8 +77,7 @@ class LineageMember:
 
 
 def is_recorded(cls: type[Any], attribute: str) -> bool:
-    """Return True if each call of a method is recorded, by the method's own probe or because the method calls
-    `super`."""
+    """Return True if each call of a method is recorded. A call is also recorded if the method calls `super`."""
     return any(
         recording_site(function) is not None
         or hasattr(function, "__instrument_layers__")
@@ -106,10 +101,7 @@ def _calls_super(function: Any, attribute: str) -> bool:
 
 
 def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], description: str = "a subclass") -> Undo:
-    """Call `defined(cls)` for each future subclass of `base`. Return the function that undoes this.
-
-    `description` is the noun for such a class in the log.
-    """
+    """Call `defined(cls)` for each future subclass of `base`. Return the function that undoes this."""
     original = type_namespace(base).get("__init_subclass__")
 
     def __init_subclass__(cls: type[Any], /, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it is one

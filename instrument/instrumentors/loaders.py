@@ -29,13 +29,15 @@ _TORCH = "torch.utils.data.dataloader"
 
 
 def loader(iterable: T, name: str | None = None) -> T:
-    """Record the time of each item of an iterable: ``for batch in loader(batches, "read"):``.
+    """Record the time that each item of an iterable takes: ``for batch in loader(batches, "read"):``.
 
-    Takes iterables, iterators and generators, also asynchronous ones. Returns a proxy that behaves like the iterable:
-    length, items, attributes, `isinstance`, repeated iteration, exceptions, `send`, `throw` and `close`. Each `next` is
-    a span of kind `loader`, including the last one, which finds no item. `name` is the spans' name and defaults to the
-    name of the generator or class. The proxy costs one branch while recording is off. Returns the iterable itself when
-    `INSTRUMENT=off`. Raises `TargetError` for an object that cannot be iterated.
+    `iterable` may be an iterator or a generator, and may be asynchronous. `name` is the name of the spans, by default
+    that of the generator or class.
+
+    Returns a proxy that behaves like the iterable, with its length, items, attributes and exceptions. Each `next` is a
+    span of kind `loader`, also the last one, which finds no item.
+
+    Returns the iterable itself when `INSTRUMENT=off`. Raises `TargetError` for an object that cannot be iterated.
     """
     if OFF:
         return iterable
@@ -100,8 +102,6 @@ class StandIn:
 
 
 def _make_method(name: str) -> Callable[..., Any]:
-    """Return a method that calls and records the source's `__next__`, `send` or `throw`."""
-
     def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
@@ -124,8 +124,7 @@ def _make_async_method(name: str) -> Callable[..., Any]:
 
 
 class _NextItem:
-    """A wait for the next item, as a `with` block. It is a span, unless the site is muted. `StopIteration` is no
-    failure."""
+    """A `with` block around the wait for the next item. It opens a span unless the site is muted."""
 
     __slots__ = ("_frame", "_recorder", "_site", "_waiting")
 
@@ -161,7 +160,7 @@ _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=Fals
 
 
 def listen_to_waits(listener: Listener) -> Callable[[], None]:
-    """Call a bound method after each outermost wait for data. Return the function that undoes this.
+    """Call a bound method after each wait for data. Return the function that undoes this.
 
     The method's object is only weakly referenced.
     """
@@ -179,7 +178,8 @@ def listen_to_waits(listener: Listener) -> Callable[[], None]:
 
 
 class Waiting:
-    """A wait for data on the current thread. At its end the listeners are called, unless it is inside another wait."""
+    """A wait for data on the current thread. The listeners are called at the end, unless the wait is inside another
+    one."""
 
     def __init__(self, of: object = None) -> None:
         self._of = of
@@ -215,13 +215,11 @@ def _make_forwarder(name: str) -> Callable[..., Any]:
 
 
 def _defines_method(kind: Any, method: str) -> bool:
-    """Return True if a class or a base class defines a method, not counting its metaclass."""
     return any(vars(base).get(method) is not None for base in kind.__mro__)
 
 
 @functools.lru_cache(maxsize=256)
 def _make_proxy_class(kind: Any) -> type[StandIn]:
-    """Make the proxy class for objects of a class. It defines only the special methods of that class."""
     has = functools.partial(_defines_method, kind)
     methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if has(name)}
     for begin, resuming, make, iterate in (
@@ -253,7 +251,6 @@ class Loaders(Switch):
         self._sites: dict[type[Any], Site] = {}
 
     def attach_to(self, module: ModuleType) -> None:
-        """Replace `__next__` in the base class of all iterators over a `DataLoader`."""
         iterator: Any = getattr(module, "_BaseDataLoaderIter", None)
         if iterator is not None and not self._attached:
             self._attach()
@@ -280,7 +277,6 @@ class Loaders(Switch):
         return __next__
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict, which names the dataset classes of the loaders that have run."""
         if not self._met:
             return [Verdict("loaders", "waiting", why="torch.utils.data not imported")]
         if not self._sites:

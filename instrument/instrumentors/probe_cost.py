@@ -33,7 +33,7 @@ calls."""
 
 
 class ProbeCost(NamedTuple):
-    """The cost of a span in ns: `added_ns` in total, and `outside_ns` before and after the span.
+    """The cost of a span in ns. `added_ns` is the total, and `outside_ns` the part before and after the span.
 
     Both are the lowest measured values. `usual_ns` is the median, including cache misses and interrupts.
     """
@@ -157,14 +157,12 @@ def _time_calls(calls: Mapping[str, tuple[Run, Any, Run, Any]]) -> dict[str, Tim
 
 
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
-    """Measure the cost of a span for each shape of probe, in 4 ms.
+    """Measure the cost of a span for each shape of probe, in 4 ms. `with_ticks` times spans by the processor's time
+    stamp counter.
 
-    - `call`, `coroutine` and `generator` (with one item) are kinds of functions, `scope` is a `with` block, and
-      `method` is a layer's call.
-    - `wrapper` is a function that is recorded as a request, and `request` is a request over ASGI.
-    - `step` is a later item of a generator.
-
-    `with_ticks` times spans by the processor's time stamp counter.
+    - `call`, `coroutine` and `generator` are kinds of functions, `scope` is a `with` block, `method` a layer's call
+    - `wrapper` is a function that is recorded as a request, `request` a request over ASGI
+    - `step` is a later item of a generator
     """
     recorder = _make_recorder(with_ticks)
     timed = _time_calls(_make_calls(recorder)[1])
@@ -183,8 +181,7 @@ def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
 
 
 def measure_muted_call_ns() -> dict[str, float]:
-    """Measure the median cost of a muted call for each shape of probe, in 2 ms. Requests are left out, as they are
-    never muted."""
+    """Measure the median cost of a muted call for each shape of probe, in 2 ms. Requests are never muted."""
     recorder = _make_recorder(False)
     sites, calls = _make_calls(recorder)
     for site in sites:
@@ -198,7 +195,7 @@ SWEPT_BYTES = 2 << 20
 
 
 def measure_cold_cache_ns(*, with_ticks: bool = False) -> float:
-    """Measure the ns that a layer's span adds when other work has evicted the recorder's data from the caches.
+    """Measure the cost of a layer's span in ns after other work has evicted the recorder's data from the caches.
 
     The result is a difference of medians of 16 calls. Repeated results differ by less than a third. It takes 8 ms and 6
     MiB.
@@ -244,8 +241,7 @@ class Costs:
         self._cold_ns: float | None = None
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure the costs, which takes 6 ms, or read those that another process of the run measured. Outside a run,
-        measure `cold_ns`, too."""
+        """Measure the costs in 6 ms, or read the costs that another process of the run has measured."""
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_muted_call_ns())  # noqa: E731
         costs, self.passed_ns = self._load_or_measure("costs", measure)
@@ -255,14 +251,13 @@ class Costs:
 
     @property
     def cold_ns(self) -> float:
-        """The ns that a call takes longer with cold caches. The first read in a run measures this, in 8 ms."""
+        """The additional cost of a call with cold caches, in ns. The first read in a run measures it, in 8 ms."""
         if self._cold_ns is None:
             among_ns = self._load_or_measure("cold", lambda: measure_cold_cache_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)
         return self._cold_ns
 
     def _load_or_measure(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return a saved result of another process of the run. Without one, measure and save the result."""
         path = agent_socket.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())
@@ -273,7 +268,6 @@ class Costs:
         return measured
 
     def median_ns_by_shape(self) -> dict[str, float]:
-        """Return the median cost of a span in ns, by shape of probe. The budget uses this cost."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
     def cost_of(self, site: Site) -> ProbeCost:

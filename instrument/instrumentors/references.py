@@ -38,7 +38,7 @@ _FRAMES = ("gi_frame", "cr_frame", "ag_frame")
 
 
 class Kept(list[Any]):
-    """A list of this package. Its references to functions are not reported."""
+    """A list whose references to functions are not reported, because it belongs to this package."""
 
 
 class Name(NamedTuple):
@@ -50,7 +50,6 @@ class Name(NamedTuple):
 
 
 def find_names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
-    """Return all names of the objects in imported modules, except modules of the `spared` packages."""
     ids, spared = set(map(id, things)), {"instrument", *spared}
     result: list[Name] = []
     spawned = find_spawned_namespace()
@@ -67,8 +66,7 @@ def find_names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
-    """Replace each pair's first object by its second, under all names in imported modules. Return True if there was a
-    name.
+    """Replace the first object of each pair by the second, under all names in modules. Return True if there was a name.
 
     Modules of this package and of the `spared` packages are left out.
     """
@@ -84,8 +82,8 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
 class Search:
     """A search of all objects in memory for references to `things`, other than names in modules.
 
-    `in_classes` has names in classes. `others` has descriptions of the other referrers, and `counts` the number of
-    references to find, both by the id of a thing. `is_ours` returns True for objects of this package.
+    `in_classes` has the names in classes, and `others` describes the other referrers, by the id of a thing. `counts`
+    has the number of references to find, by that id.
     """
 
     def __init__(self, things: Kept, counts: Mapping[int, int], is_ours: Callable[[Any], bool]) -> None:
@@ -143,7 +141,6 @@ class Search:
 
 
 def _find_referrers(things: Kept) -> list[Any]:
-    """Return the objects that refer to one of `things`, except the containers of this search."""
     arguments = tuple(things)
     if len(arguments) <= MANY:
         return [holder for holder in gc.get_referrers(*arguments) if holder is not arguments and holder is not things]
@@ -171,7 +168,7 @@ def _type_text(thing: Any) -> str:
 
 
 def _describe_holder(holder: Any, parts: Kept) -> str | None:
-    """Describe an object that refers to a function. Return None to describe its referrers instead, "" to omit it."""
+    """Describe an object that refers to a function. The result is None if its referrers say more, and "" to omit it."""
     if type(holder) is FunctionType:
         code = holder.__code__
         return f"the function {holder.__qualname__} in {_format_place(code.co_filename, code.co_firstlineno)}"
@@ -198,7 +195,6 @@ def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
 
 
 def is_own_object(holder: Any) -> bool:
-    """Return True for an object whose class this package defines, and for the namespaces of this package's modules."""
     if isinstance_of(holder, ModuleType):
         return False
     home = type.__dict__["__module__"].__get__(type(holder))
@@ -225,7 +221,6 @@ def type_namespace(kind: type) -> Mapping[str, Any]:
 
 
 def type_attribute(kind: type, name: str) -> Any:
-    """Return the unbound value of a name in a class or its bases, None if there is none."""
     for base in type.__dict__["__mro__"].__get__(kind):
         if name in type_namespace(base):
             return type_namespace(base)[name]

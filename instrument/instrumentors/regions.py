@@ -56,7 +56,7 @@ _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 
 
 class Paths:
-    """The tree of modules: the parent of each module, as a weak reference, and the module's name in it."""
+    """The parent of each module, as a weak reference, and the module's name in the parent."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
@@ -79,7 +79,7 @@ class Paths:
             self._places[child_key] = (weakref.ref(parent), name)
 
     def path_of(self, module: Any) -> str | None:
-        """Return a module's dotted path in its model: "" for the model itself, None if unknown."""
+        """Return a module's dotted path in its model. The path of the model itself is "", an unknown path is None."""
         if self._has_broken_path(module):
             cls = type(module)
             if self._vain_walks[cls] < VAIN_WALKS or self.may_walk():
@@ -90,7 +90,7 @@ class Paths:
         return self._path_from_root(id(module))
 
     def may_walk(self) -> bool:
-        """Return False if the last walk over all objects was just now."""
+        """Return False for some time after a search of all objects in memory."""
         return time.monotonic_ns() >= self._next_walk_ns
 
     def _path_from_root(self, key: int) -> str:
@@ -104,7 +104,6 @@ class Paths:
         return ".".join(reversed(names))
 
     def parent_of(self, module: Any) -> Any:
-        """Return a module's parent, None for a root or an unknown module."""
         place = self._places.get(id(module))
         return None if place is None else place[0]()
 
@@ -112,7 +111,6 @@ class Paths:
         return {self._path_from_root(key) for key in list(self._places)} - {""}
 
     def _has_broken_path(self, module: Any) -> bool:
-        """Return True if a module's parent is unknown, or if an ancestor has been deleted."""
         for depth in range(100):
             if (place := self._places.get(id(module))) is None:
                 return depth == 0
@@ -121,13 +119,12 @@ class Paths:
         return False
 
     def iterate_root_modules(self) -> Iterator[Any]:
-        """Yield the modules that have children and no parent."""
         for key, reference in list(self._parents.items()):
             if key not in self._places and (module := reference()) is not None:
                 yield module
 
     def note_modules_in_memory(self) -> Iterator[tuple[str, Any]]:
-        """Note the child modules of all modules in memory. Return each child with its name. Takes tens of ms."""
+        """Note the child modules of all modules in memory. Return each child with its name. This takes tens of ms."""
         start_ns = time.monotonic_ns()
         # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
@@ -149,7 +146,6 @@ def _unwrap_compiled(module: Any) -> Any:
 
 
 def rule_selects_layer(rule: LayerRule, class_name: str, path: str) -> bool:
-    """Return True if a rule selects a layer by its class and its path in the model."""
     if rule.types and class_name not in rule.types:
         return False
     if rule.match and not any(matches(text, path) for text in rule.match):
@@ -182,9 +178,9 @@ class SharedSites:
         self.clear = self._sites.clear
 
     def select(self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
-        """Return the site for a rule and a place (class and path), made by `make` at the first use.
+        """Return the site for a rule and a place, which is a class and a path. `make` is called at the first use.
 
-        With `tensors`, each set of their devices has its own site.
+        Layers with `tensors` on different devices have different sites.
         """
         rule, selected = entry
         work = ModuleWork(tensors) if tensors else None
@@ -202,8 +198,8 @@ class SharedSites:
 class Regions:
     """The instrumentor of layer rules for compiled, scripted and exported modules (regions).
 
-    `first` returns the first rule that selects a layer, by class name and path. `forget` is called with the id of a
-    module that has become a region, so that its `forward` is not recorded again.
+    `first` finds the first rule that selects a layer. `forget` is called with the id of a module that has become a
+    region, so that its `forward` is not recorded again.
     """
 
     def __init__(
@@ -223,7 +219,6 @@ class Regions:
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
 
     def attach(self, torch: Any, paths: Paths) -> None:
-        """Record the calls of regions. torch must have been imported."""
         self._torch, self._paths = torch, paths
         self._is_compiling = get_compiling_test(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
@@ -318,7 +313,6 @@ class Regions:
     # ---------------------------------------------------------------- kinds of region
 
     def _describe(self, module: Any) -> tuple[str, str]:
-        """Return a region's class name for rules, and its kind: scripted, graph or compiled."""
         if isinstance(module, self._torch.jit.ScriptModule):
             return str(getattr(module, "original_name", type(module).__name__)), "scripted"
         if isinstance(module, self._torch.fx.GraphModule):
@@ -326,7 +320,6 @@ class Regions:
         return class_name_for_rules(type(_unwrap_compiled(module))), "compiled"
 
     def _explain_uncalled_children(self, module: Any) -> str:
-        """Return the reason why Python does not call a module's children, "" if it does."""
         torch, kind = self._torch, type(module)
         if isinstance(module, torch.jit.ScriptModule):
             return _SCRIPTED
@@ -340,8 +333,6 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk_models(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield each module with its path, and the reason why Python does not call it, "" if it does. Wrappers of
-        torch.compile are left out."""
         # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.iterate_root_modules()]
         visited: set[int] = set()
@@ -361,7 +352,6 @@ class Regions:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
     def verdicts_on_unseen(self) -> list[Verdict]:
-        """Return a verdict per rule and reason, with the number of layers that cannot be recorded."""
         if self._paths.may_walk():  # no hook has seen some modules
             self._paths.note_modules_in_memory()
         counts: Counter[tuple[str, str]] = Counter()
@@ -378,7 +368,6 @@ class Regions:
         ]
 
     def _explain_unrecorded(self, module: Any) -> str:
-        """Return the reason why a selected module is not recorded although Python calls it, "" if it is recorded."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return ""

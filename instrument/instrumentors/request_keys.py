@@ -72,7 +72,6 @@ _native = native.MODULE
 
 
 def make_reader(function: Callable[..., Any], rule: FunctionRule) -> CallReader:
-    """Return the readers of all values that a rule names: attributes, the key, the batch, facts and gauges."""
     reader = CallReader(function)
     add_attributes(reader, rule)
     for name, keys in ((KEY, rule.key), (BATCH_KEYS, rule.batch)):
@@ -85,7 +84,6 @@ def make_reader(function: Callable[..., Any], rule: FunctionRule) -> CallReader:
 
 
 def _add_keys(reader: CallReader, name: str, keys: RequestKeys, place: str) -> None:
-    """Add a reader of the key or the batch, from a call's (args, kwargs) or from its result."""
     first, weights = first_name_of_path(keys.argument), first_name_of_path(keys.weights)
     for parameter in reader.find(keys.argument):
         weighed: Parameter | None = None
@@ -102,10 +100,10 @@ def _add_keys(reader: CallReader, name: str, keys: RequestKeys, place: str) -> N
 def _make_keys_reader(
     parameter: Parameter, name: str, keys: RequestKeys, weighed: Parameter | None, place: str
 ) -> Callable[..., Values]:
-    """Return a reader in C for keys that are texts or numbers in attributes and built-in containers, as most keys are.
+    """Make a reader in C for keys that are texts or numbers in attributes and built-in containers.
 
-    For any other value the reader calls `read_values`. A Python function would take microseconds, because the service's
-    work has evicted its code from the processor's caches.
+    The reader calls `read_values` for other values. A Python function would take microseconds, because its code has
+    been evicted from the processor's caches.
     """
     read: Callable[..., Values] = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
 
@@ -138,14 +136,13 @@ def _name_and_position(parameter: Parameter) -> tuple[str | None, int]:
 
 
 def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Split a path at `[]` into the steps before and after. Without `[]`, the second part is None."""
     at = steps.index(EACH) if EACH in steps else len(steps)
     steps = list(map(sys.intern, steps))
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
 
 
 class _FactPath(NamedTuple):
-    """A path to a fact of a call's request, from a parameter or the result, and `take`, which converts the value."""
+    """A path to a fact of a call's request, from a parameter or the result. `take` converts the value."""
 
     name: str
     place: str
@@ -154,7 +151,6 @@ class _FactPath(NamedTuple):
     take: Callable[[Any], AttributeValue]
 
     def read_fact(self, value: Any) -> AttributeValue | None:
-        """Follow the path from a value to the fact. Return None if any object on the path is None."""
         for step in self.steps:
             if value is None:
                 return None
@@ -163,7 +159,7 @@ class _FactPath(NamedTuple):
 
 
 class _FactsReader(NamedTuple):
-    """A reader of facts of a call's request, from one parameter or from the result.
+    """Reads facts of a call's request from one parameter or from the result.
 
     C code calls it with a value and the index of a fact that C cannot read. If a call omits the argument, C code passes
     the call's arguments, and the parameter's default is read.
@@ -191,7 +187,7 @@ class _FactsReader(NamedTuple):
 
 
 class _FactsOfSeveral(NamedTuple):
-    """A reader of one fact for several requests. The values are at one path, the requests' keys at another."""
+    """A reader of one fact for several requests, with a path to the values and a path to the requests' keys."""
 
     fact: _FactPath
     of_keys: Parameter
@@ -201,7 +197,6 @@ class _FactsOfSeveral(NamedTuple):
     names: Values
 
     def read_facts_and_keys(self, *call: Any) -> Values:
-        """Read the facts of several requests, and the requests' keys, from a call's (args, kwargs) or its result."""
         of_values = self.fact.parameter.argument_in_call(*call)
         try:
             texts = self.texts(_take_items(self.keys(self.of_keys.argument_in_call(*call)), BATCH_LIMIT))
@@ -220,7 +215,6 @@ def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
 
 
 def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
-    """Add readers of a rule's facts of requests. A value of None does not count as a fact."""
     names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
     singles: dict[str, list[_FactPath]] = {}
     for fact in rule.facts:
@@ -330,7 +324,6 @@ def _take_items(iterable: Any, most: int) -> list[Any]:
 
 
 def _make_values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a function that follows `steps` from a value. With `[]` among the steps, it returns a list."""
     if EACH not in steps:
 
         def plain(value: Any) -> Any:
@@ -356,7 +349,8 @@ def _make_values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
 
 
 def _make_text_converter(cut: str) -> Callable[[Any], str]:
-    """Return a function that makes the text of a key, without matches of `cut`, "" for a value that cannot be a key."""
+    """Return a function that converts a key to a text without the matches of `cut`. A value that cannot be a key
+    becomes ""."""
 
     def make_plain_text(value: Any) -> str:
         return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
@@ -385,8 +379,6 @@ def _make_texts_converter(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
 
 
 class _ShortenedTexts(dict[str, str]):
-    """A cache of the texts of keys without the matches of a regular expression."""
-
     def __init__(self, cut: str) -> None:
         self._expression = re.compile(cut)
 

@@ -124,7 +124,6 @@ class Functions(Instrumentor):
         return {probe.target.label: probe.site for probe in self._probes}
 
     def sites_of(self, label: str) -> set[Site]:
-        """Return the sites of a recorded function by its label. Several rules may record it."""
         verdicts = (targets.get(label) for targets in list(self._found.values()))
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
@@ -181,8 +180,6 @@ class Functions(Instrumentor):
         return bool(probes)
 
     def _probe_registered(self, function: FunctionType) -> Any:
-        """Return the recording function for a handler that a framework registers, or the handler if no rule selects
-        it."""
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
             probe_of_function = next((probe for probe in self._probes if probe.target.function is function), None)
@@ -204,8 +201,7 @@ class Functions(Instrumentor):
             return function
 
     def undo(self) -> None:
-        """Restore all functions, the last one first. Recording functions that are still referenced then call the
-        original."""
+        """Restore all functions. A recording function that is still referenced calls the original function."""
         with self._lock:
             super().undo()
             undo_all(self._pickling)
@@ -222,11 +218,8 @@ class Functions(Instrumentor):
             self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
-        """Restore a site's original functions under their names. Return a function that undoes this, None if the site
-        has no probe.
-
-        Other references to a recording function continue to record.
-        """
+        """Restore the original functions of a site under their names. Other references to a recording function still
+        record. Return a function that attaches the probes again, None if the site has no probe."""
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
             probe.undo()
@@ -248,7 +241,6 @@ class Functions(Instrumentor):
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
     def _find_selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
-        """Find the functions that rules select in a module, by rule and label. Overrides in subclasses are included."""
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
@@ -260,7 +252,6 @@ class Functions(Instrumentor):
         return selected
 
     def _find_overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
-        """Yield the overrides of a method. The lineage of the method is noted, with the rule."""
         if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
         key = (id(thing.owner), thing.attribute)
@@ -293,8 +284,6 @@ class Functions(Instrumentor):
                 self._attach_target(index, target)
 
     def _pick_targets(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
-        """Yield the selected functions that get a probe, with the index of their rule. Other functions get a
-        verdict."""
         labels: dict[tuple[int, int], str] = {}
         for (index, label), thing in selected.items():
             state, site = "attached", None
@@ -316,8 +305,6 @@ class Functions(Instrumentor):
             self._note_verdict(index, state, label, why, site)
 
     def _find_wrapped_site(self, target: Target) -> Site | None:
-        """Return the site of a recording function that the target's function wraps (`functools.wraps`), None without
-        one."""
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
@@ -370,12 +357,10 @@ class Functions(Instrumentor):
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
     def _is_selected_by_module_wildcard(self, index: int, target: Target) -> bool:
-        """Return True if only patterns with a wildcard in the module's name select a function."""
         texts = [text for text in self.rules[index].match if _matches_label(text, target.label)]
         return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in texts)
 
     def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
-        """Name a function's other users in its verdict, and keep the function picklable."""
         if not self._pickling:
             self._pickling.append(functions.keep_picklable())
         why = f"{_list_users(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
@@ -399,7 +384,6 @@ class Functions(Instrumentor):
             return verdicts
 
     def _add_overrides(self, index: int, verdict: Verdict) -> Verdict:
-        """Add the unrecorded overrides of a method to its verdict, if the rule names the method without a wildcard."""
         rule = self.rules[index]
         probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
         if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:
@@ -444,14 +428,13 @@ class Functions(Instrumentor):
 
 
 def _count_other_names(target: Target, names: Sequence[Name]) -> int:
-    """Count the names of a target's function in modules, except the target's own name."""
     space = None if isinstance_of(target.owner, type) else instance_dict(target.owner)
     of_function = [name for name in names if name.key == id(target.function)]
     return sum(module_namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
 
 
 def _is_ours(holder: Any) -> bool:
-    """Return True for an object of this package. A detached recording function that is still in use does not count."""
+    """Return True for an object of this package, except a detached recording function that is still in use."""
     return is_own_object(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 
@@ -461,7 +444,6 @@ def _list_users(references: Sequence[str]) -> str:
 
 
 def _match_name(text: str, module: ModuleType) -> tuple[str, ...]:
-    """Return a tuple with the module's name that a pattern matches, empty without a match."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 
 

@@ -43,11 +43,10 @@ are loaded at once."""
 
 
 class Selection:
-    """The attached probes of a session's profile. `late` names modules that were imported before their probes were
+    """The attached probes of a session's profile. `late` names the modules that were imported before their probes were
     attached.
 
-    `noted` is called after function rules have been attached in a module. `begun` is called with an engine's package
-    when its import begins.
+    `noted` is called after the functions of a module were instrumented, `begun` when the import of an engine begins.
     """
 
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
@@ -73,7 +72,6 @@ class Selection:
         self.begun: Callable[[str], object] = lambda _: None
 
     def _attach_or_defer(self, key: str) -> None:
-        """Load a key's family or, if its rules select only in known packages, defer this to their first import."""
         if not rules_under_key(self.profile, key):
             self._unloaded.pop(key, None)
             return
@@ -87,7 +85,6 @@ class Selection:
             self._unloaded[key] = packages
 
     def _load_family(self, key: str) -> Instrumentor:
-        """Load the code of a family, and create its instrumentor, without probes yet."""
         rules = rules_under_key(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
@@ -102,8 +99,8 @@ class Selection:
         return family
 
     def attach_family(self, key: str) -> Any:
-        """Return the instrumentor of a key, None if the profile has no such rules. If it is not loaded yet, load it,
-        and attach its probes in the imported modules."""
+        """Return the instrumentor of a key, None if the profile has no such rules. If necessary, load it and attach its
+        probes."""
         if key in self._unloaded:
             import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
@@ -119,8 +116,7 @@ class Selection:
             return family
 
     def _families_to_load(self, module_name: str) -> list[str]:
-        """Return the keys of the families that a module's import loads. A package whose name is a number belongs to
-        Triton."""
+        """A package whose name is a number belongs to Triton."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
         if not is_of_triton and package not in self._loading_packages and module_name not in self._loading_packages:
@@ -158,8 +154,8 @@ class Selection:
     def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
         """Apply another profile's rules. Return the names of the attached and of the detached probes.
 
-        Targets that both profiles record in the same way keep their probes and totals. `anew` also applies unchanged
-        rules, after a failed change. Thread-safe. Takes tens of ms.
+        Targets that both profiles record in the same way keep their probes and totals. With `anew`, unchanged rules are
+        applied, too. Thread-safe. Takes tens of ms.
         """
         with self._lock:
             before = self._list_probes()
@@ -195,8 +191,8 @@ class Selection:
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
     def attach_unfinished(self) -> bool:
-        """Attach the probes in modules that another thread was importing while the rules changed. Return True to be
-        called again."""
+        """Attach the probes in modules that another thread was importing during a change. Return True if a later call
+        is necessary."""
         with self._lock:
             waiting, self._unfinished = self._unfinished, []
             if self._looks_left:
@@ -231,13 +227,12 @@ class Selection:
                 family.undo()
 
     def may_match(self, module_name: str) -> bool:
-        """Return True if a rule may select something in a module. First load the families of the module's package."""
+        """Return True if a rule may select something in a module. This may load instrumentors."""
         for key in self._families_to_load(module_name):
             self.attach_family(key)
         return any(family.may_match(module_name) for family in list(self._families.values()))
 
     def attach_to(self, module: ModuleType) -> bool:
-        """Attach the probes of all families in an imported module. Return True if functions were replaced."""
         copied = False
         with self._lock:
             for family in list(self._families.values()):
@@ -250,8 +245,7 @@ class Selection:
         return copied
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdicts on all rules, in the order of the profile. With `of_all=False`, families that are not
-        loaded are left out."""
+        """Return the verdicts on all rules. With `of_all=False`, instrumentors that are not loaded are left out."""
         for key in list(self._unloaded) if of_all else ():
             self.attach_family(key)
         with self._lock:
@@ -261,8 +255,7 @@ class Selection:
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_preset_rules(self) -> set[str]:
-        """Return the names of the preset's rules for packages that are not imported. Rules for requests are left
-        out."""
+        """Return the names of the preset's rules for packages that are not imported, without rules for requests."""
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
             for key, family in self._families.items():
@@ -277,7 +270,6 @@ class Selection:
         return family is not None and bool(family.has_begun())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return each site that blocked an event loop, with the number of blocks and the longest in ns."""
         family = self._families.get("requests")
         return {} if family is None else family.blockers()
 
@@ -285,7 +277,6 @@ class Selection:
         self._ports |= frozenset(ports)
 
     def look_for_connections(self) -> None:
-        """Look for ports of this process with connections, if no request has been recorded."""
         is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
         if is_asked and environment.has_listening_socket():
             connections = environment.connections_of(Path("/proc/self"))
@@ -301,7 +292,6 @@ class Selection:
             return set() if functions is None else functions.sites_of(label)
 
     def detach(self, site: Site) -> Undo | None:
-        """Remove a site's probes. Return the function that undoes this, None if the site has no probe."""
         with self._lock:
             for key in ("functions", "layers"):
                 family: Functions | Layers | None = self._families.get(key)

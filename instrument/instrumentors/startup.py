@@ -90,7 +90,6 @@ class StartupWatch(Instrumentor):
         return [replace(verdict, site=None) for verdict in verdicts]
 
     def _watch_dynamo(self, module: ModuleType) -> None:
-        """Record each compilation by torch.compile as a span of the thread that waits for it."""
         if self._undos:
             return
         owner = getattr(module, _HANDLER, None)
@@ -153,7 +152,6 @@ class ImportTimes:
         self.why_not = ""
 
     def after_fork_in_child(self) -> None:
-        """Drop all times. The child has not imported the parent's modules itself."""
         self._local = _Local()
         self._lock = Lock()
         self._packages: dict[str, Any] = {}
@@ -213,9 +211,9 @@ class ImportTimes:
             self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
     def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
-        """Return the times of finished imports by package. `request_ns` is the start of the first request.
+        """Return the times of finished imports by package. `request_ns` is the start time of the first request.
 
-        Up to `NEWEST` imports after the first request are also summed separately.
+        Imports after this time are also summed separately, but only the newest `NEWEST` imports are known.
         """
         late: Counter[str] = Counter()
         with self._lock:
@@ -226,7 +224,7 @@ class ImportTimes:
 
 
 def _is_import_by_sdk(frame: FrameType | None) -> bool:
-    """Return True if code of this package makes an import, except imports for `python -m`."""
+    """Return True if this package makes an import, except an import for `python -m`."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in _IMPORTERS:

@@ -57,10 +57,10 @@ INSIDE = 200
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function that a rule selects, with the attribute `owner.attribute` where it can be replaced.
+    """A function that a rule selects, and the attribute of `owner` that has it.
 
-    `raw` is the attribute's value: the function, or a decorator's object that contains it. It is None if the attribute
-    remains as it is. `put` replaces the function in `raw`. `note` is for the user, or "".
+    `raw` is the attribute's value, which may be a decorator's object that contains the function. It is None if the
+    attribute is never replaced. `put` replaces the function in `raw`.
     """
 
     owner: Any
@@ -78,7 +78,7 @@ class Target:
 
     @property
     def name(self) -> str | None:
-        """The name of the target's spans if the function's own name says nothing, such as `<lambda>`, else None."""
+        """The name of spans of a function whose own name says nothing, such as `<lambda>`. None for other functions."""
         own_name = getattr(self.function, "__name__", "")
         part = self.qualname.rpartition(".")[2]
         return self.qualname if own_name in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
@@ -178,8 +178,6 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
 
 
 def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions that a name without wildcards selects. `last` is the last part of `qualname`, an attribute of
-    `owner`."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -204,14 +202,12 @@ def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label:
 def _find_public_methods(
     module: ModuleType, cls: type[Any], qualname: str, label: str
 ) -> Iterator[Target | Unreachable]:
-    """Yield the public methods of a class that a pattern names."""
     home, called = type_attribute(cls, "__module__"), label.partition(":")[0]
     below = _find_matching(module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called)
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
 def _add_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
-    """Yield the targets. Those inside a decorator's object (`holder`) get a note with its class."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
             yield thing
@@ -221,7 +217,6 @@ def _add_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[
 
 
 def _raw_attribute(owner: Any, attribute: str) -> Any:
-    """Return an attribute's unbound value, None if it is missing."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
     names = instance_dict(owner) or {}
@@ -233,10 +228,6 @@ def _raw_attribute(owner: Any, attribute: str) -> Any:
 def _find_matching(
     module: ModuleType, owner: Any, prefix: str, qualname: str, visited: set[int], *, called: str, methods_of: str = ""
 ) -> Iterator[Target | Unreachable]:
-    """Yield the functions of a module or class, and of inner classes, whose names match `qualname`.
-
-    `called` is the module's name in labels. `methods_of` limits the search to public methods that this module defines.
-    """
     home = methods_of or module.__name__
     names = module_namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
     for attribute, raw in list(names.items()):
@@ -289,7 +280,6 @@ def override_label(cls: type[Any], attribute: str) -> str:
 def _find_in_value(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
-    """Yield the functions in an attribute's value. `home` is the module that defines them."""
     module, _, qualname = label.partition(":")
     parts = list(iterate_decorated_parts(raw))
     for part in parts:
@@ -330,7 +320,6 @@ class DecoratedPart(NamedTuple):
 
 
 def iterate_decorated_parts(raw: Any) -> Iterator[DecoratedPart]:
-    """Yield the functions inside a decorator's object, or a plain function itself."""
     kind = type(raw)
     parts: list[tuple[str, Any, Put]] = []
     if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and recording_site(raw) is None:
@@ -381,7 +370,6 @@ def _set_accessor(raw: property, index: int, new: Any) -> property:
 
 
 def _find_class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
-    """Find a class by module and name inside an object that a framework's decorator made, such as an actor."""
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
     cls: type[Any] | None = _find_decorated(raw, module, qualname, type)[0]
@@ -389,10 +377,8 @@ def _find_class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None
 
 
 def _find_decorated(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
-    """Find a function or class by module and name inside an object that a framework's decorator made.
-
-    Also return a function that replaces it, None if it cannot be replaced.
-    """
+    """Find a function or class inside an object that a framework's decorator made. Also return a function that replaces
+    it, None if it cannot be replaced."""
     visited, near = {id(raw)}, Kept([raw])
     function: Any = None
     for thing in near:
@@ -418,7 +404,6 @@ def _find_decorated(raw: Any, module: str, qualname: str, kind: type[Any] = Func
 
 
 def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
-    """Yield each object, class and dict in `near` that contains a function, and the function's name there."""
     for thing in near:
         names = (
             type_namespace(thing)
@@ -433,8 +418,6 @@ def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, Deco
 
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
-    """Replace the function `now[0]` by `new` in `now`, and in all objects, classes and dicts of `near` that contain
-    it."""
     for thing, name, part in Kept(_find_containers(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
@@ -445,7 +428,6 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
 
 
 def all_labels(modules: Iterable[ModuleType]) -> list[str]:
-    """Return the labels of all functions in the modules, for messages that name the most similar one."""
     things = (
         thing
         for module in modules

@@ -114,10 +114,10 @@ class Phases(Switch):
     # ---------------------------------------------------------------- wrappers
 
     def _wrap_call(self, method: Callable[..., Any]) -> Any:
-        """Return the wrapper of `Module.__call__`. No other function may use it.
+        """Return the wrapper of `Module.__call__`. It must not wrap another function.
 
-        torch.profiler (`with_stack`) recognises the wrapper's code, and reads the module from its local `self`. Without
-        a `self` that is a module, the process would crash.
+        torch.profiler (`with_stack`) recognises the wrapper's code, and reads the module from its local variable
+        `self`. Without a module in `self`, the process would crash.
         """
         recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[FORWARD]
         is_compiling = self._is_compiling
@@ -134,7 +134,6 @@ class Phases(Switch):
         return wrapper
 
     def _wrap_function(self, phase: str, function: Callable[..., Any]) -> Any:
-        """Return the wrapper of an optimizer's `step`, or of the autograd engine."""
         recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[phase]
         is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
 
@@ -173,7 +172,6 @@ class Phases(Switch):
             inside.phase = before
 
     def _make_recording(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
-        """Make the function that records a phase of objects of a class, at the first call on one."""
         key = phase, id(subject), id(function)
         site = self._find_site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
@@ -350,7 +348,6 @@ class Comm(Switch):
         return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
 
     def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None) -> None:
-        """Record a call that has returned. If its span includes the wait, do nothing yet."""
         if issued is None:
             return
         may_wait = error is None and hasattr(work, "wait")
@@ -360,7 +357,6 @@ class Comm(Switch):
             self._issued[work] = issued
 
     def _begin_wait(self, args: Any, kwargs: Any) -> _Issued | None:
-        """Begin the wait for a communication, and return the communication, None if it is unknown."""
         issued = self._issued.pop(args[0], None)
         if issued is not None:
             if not issued.waits:
@@ -387,7 +383,6 @@ class Comm(Switch):
         self._recorder.record(issued.site, start_ns, attributes or None, pair)
 
     def _start_timer(self, site: Site) -> Any:
-        """Return a started device timer on the current stream, None if device time is off."""
         begin = self._recorder.begin_device
         return begin(None, None, 0) if site.device and begin is not None else None
 
@@ -416,7 +411,6 @@ class Comm(Switch):
 
 
 def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued | None:
-    """Call a function of this module. After an error, count the fault and return None."""
     try:
         return call(*arguments)
     except Exception as fault:

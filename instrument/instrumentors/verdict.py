@@ -68,7 +68,6 @@ class Verdict:
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merge(self, peer: Verdict) -> Verdict:
-        """Merge two processes' verdicts on a target. The calls are summed."""
         first, second = sorted((self, peer), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)
@@ -93,15 +92,14 @@ def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def make_rule_marks(verdicts: Iterable[Verdict]) -> set[str]:
-    """Return the marks by which this process reports its attached and called rules to the run."""
     recording = [verdict for verdict in verdicts if verdict.state in RECORDING]
     marks = {board.attached_mark(verdict.rule) for verdict in recording}
     return marks | {board.called_mark(verdict.rule) for verdict in recording if verdict.calls}
 
 
 def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Drop the verdicts on rules that record nothing here, if the `marks` show that another process of the run records
-    them."""
+    """Drop the verdicts on rules that record nothing in this process, but record something in another process of the
+    run. `marks` are the marks of the run."""
     own_marks = make_rule_marks(verdicts)
 
     def is_recorded_elsewhere(verdict: Verdict) -> bool:
@@ -112,10 +110,8 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
 
 
 def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
-    """Write the verdicts of this process for the `instrument check` that started it.
-
-    The verdict on a rule whose module is not imported names the imported module with the most similar name.
-    """
+    """Write the verdicts of this process for the `instrument check` that started it. A verdict on a missing module
+    suggests a module with a similar name."""
 
     def add_nearest_module(verdict: Verdict) -> Verdict:
         texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
@@ -134,7 +130,6 @@ def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iter
 
 
 def read_check_reports(folder: str) -> list[dict[str, Any]]:
-    """Read the reports of a command's processes from a folder, in the order of process ids."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
 
 

@@ -49,7 +49,7 @@ _attribute_of: Callable[[tuple[int, ...]], dict[Any, Any]] = lru_cache(maxsize=6
 
 
 class ModuleWork:
-    """The CUDA devices of a module, which may move to other devices. One tensor per device is weakly referenced."""
+    """The CUDA devices of a module, which may move to other devices. Only weak references to the tensors are kept."""
 
     __slots__ = ("_devices", "_tensors")
 
@@ -59,13 +59,11 @@ class ModuleWork:
         self.watch_tensors(tensors)
 
     def watch_tensors(self, tensors: Iterable[Any]) -> None:
-        """Watch these tensors, unless a watched tensor still exists."""
         if self.current_devices() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
     def current_devices(self) -> tuple[int, ...] | None:
-        """Return the devices of the watched tensors, None if all tensors have been deleted."""
         tensors = self._tensors
         if len(tensors) == 1:  # the usual case, in a third of the time
             tensor = tensors[0]()
@@ -98,10 +96,8 @@ def list_tensors(module: Any) -> list[Any]:
 def find_tensor_nearby(
     module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]
 ) -> list[Any]:
-    """Return a list with one tensor of a module's neighbours, [] if they have none. A tensor on a device is preferred.
-
-    The preceding modules, which make the module's input, are searched first, then those after it and the parent.
-    """
+    """Return a list with one tensor of a neighbouring module, [] if there is none. A tensor on a device is preferred.
+    The search begins with the preceding modules, because they make the module's input."""
     host_tensors: list[Any] = []
     while (parent := parent_of(module)) is not None:
         around = [child for child in children(parent) if child is not None]
@@ -151,7 +147,6 @@ class CallWork:
             return None
 
     def _has_several_devices(self) -> bool:
-        """Return True if torch uses CUDA and has several devices. Otherwise no call is examined."""
         torch = sys.modules.get("torch")
         if torch is not self._torch:
             parts = (getattr(torch, name, None) for name in ("Tensor", "nn", "cuda"))
@@ -162,7 +157,6 @@ class CallWork:
         return torch is not None and self._several
 
     def _find_call_devices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the devices of the model that a call uses, or else of its tensor arguments."""
         module_type, tensor_type = self._torch.nn.Module, self._torch.Tensor
         tensors = []
         if self._is_method and args and (devices := self._cached_devices(args[0])):
@@ -190,7 +184,6 @@ class CallWork:
         return entry.find_devices(lambda thing: find_models([thing], self._torch.nn.Module), thing)
 
     def _find_named_models(self, _: None) -> Sequence[Any]:
-        """Return the models in the globals that the function's code names, and in its closure."""
         values = [self._globals[name] for name in self._names if name in self._globals]
         for cell in self._cells:
             with suppress(ValueError):  # not set yet

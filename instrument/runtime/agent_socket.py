@@ -84,7 +84,7 @@ def create_run_folder(run: str) -> Path:
 
 
 def refuse_shared(folder: Path) -> None:
-    """Raise `PermissionError` if a folder belongs to another user, or if others may enter it."""
+    """Raise `PermissionError` if a folder belongs to another user, or if other users may enter it."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise PermissionError(
@@ -94,7 +94,8 @@ def refuse_shared(folder: Path) -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listen on a new socket at a path. A socket without a listener there is replaced. Raises `OSError`."""
+    """Listen on a new socket at a path. A leftover socket there is replaced. Raises `OSError`, also if a process
+    listens there already."""
     holder = listener_pid(path)
     if holder is not None:
         raise FileExistsError(
@@ -118,7 +119,7 @@ def has_listener(path: Path) -> bool:
 
 
 def listener_pid(path: Path) -> int | None:
-    """Return the id of the process that listens on a socket, 0 if unknown, None without a listener."""
+    """Return the id of the process that listens on a socket. It is 0 if unknown, and None if no process listens."""
     with socket.socket(FAMILY, KIND) as caller:
         caller.setblocking(False)
         try:
@@ -131,7 +132,6 @@ def listener_pid(path: Path) -> int | None:
 
 
 def socket_identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of the socket at a path, None without one."""
     try:
         facts = path.stat()
     except OSError:
@@ -140,12 +140,10 @@ def socket_identity(path: Path) -> tuple[int, int] | None:
 
 
 def agent_name(holder: int) -> str:
-    """Return a text that names an agent, with its process id unless that is 0."""
     return f"an agent (process {holder})" if holder else "an agent"
 
 
 def no_answer_text(holder: int) -> str:
-    """Return the end of a sentence on an agent that does not answer."""
     advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
     return f", and does not answer{advice}"
 
@@ -168,20 +166,18 @@ def list_runs() -> list[Path]:
 
 
 def first_process(run: str) -> int:
-    """Return the id of a run's first process from the run's name, 0 if the name has none."""
+    """Return the id of a run's first process. The name of the run ends with it. The result is 0 for any other name."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def paths_in(folder: Path, pattern: str) -> list[Path]:
-    """Return a folder's paths that match a pattern, sorted, none if the folder cannot be read."""
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []
 
 
 def process_note_path(folder: Path, pid: int, started: int) -> Path:
-    """Return the path of the file that later agents read to learn of a process."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
@@ -196,7 +192,7 @@ def find_unreported(folder: Path) -> list[int]:
 
 
 def read_unsent(folder: Path) -> int:
-    """Return the number of spans of ended processes that may be unsent, from the agent's file."""
+    """Return the number of spans of ended processes that may be unsent. The agent writes this number to a file."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -204,7 +200,7 @@ def read_unsent(folder: Path) -> int:
 
 @contextmanager
 def register_socket(path: Path) -> Iterator[None]:
-    """Make a link to a socket in the folder of runs for the `with` block, so that commands find the agent."""
+    """Link a socket into the folder of runs for the `with` block, so that commands find the agent."""
     link = None
     with suppress(OSError):
         link = create_run_folder(f"by-hand-{os.getpid()}") / SOCKET
@@ -261,7 +257,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class PacketError(ValueError):
-    """An error that received data is no valid packet."""
+    """The error for received data that is not a valid packet."""
 
 
 def send(connection: _socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -272,10 +268,9 @@ def send(connection: _socket.socket, message: Message, descriptors: Sequence[int
 
 
 def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the next message, None if the peer has closed, and its descriptors. The caller must close them.
-
-    Raises `PacketError`, `BlockingIOError` if no packet has arrived, or another `OSError` for a broken connection.
-    """
+    """Return the next message and its descriptors. The message is None if the peer has closed the connection. The
+    caller must close the descriptors. Raises `PacketError` for invalid data, `BlockingIOError` if no packet has
+    arrived, and `OSError` for a broken connection."""
     room = _socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
     data, rights, flags, _ = connection.recvmsg(PACKET_BYTES, room, _socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
@@ -305,7 +300,8 @@ def _parse(data: bytes, flags: int) -> Message:
 
 
 def read_peer_ids(connection: _socket.socket) -> tuple[int, int]:
-    """Return the peer's process id, 0 in another process namespace, and its user id, -1 if unknown."""
+    """Return the process id and the user id of the peer. The process id is 0 if the peer is in another process
+    namespace. The ids are 0 and -1 if the system does not report them."""
     try:
         credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(credentials)
@@ -352,10 +348,8 @@ def create_run_and_socket_path(run: str) -> Path:
 
 
 def start_agent(listener: socket.socket, run: str, first: int) -> None:
-    """Start the agent of a run whose first process is `first`. Does not wait until it is ready.
-
-    This forks, so the process must have only one thread. Raises `OSError`.
-    """
+    """Start the agent of a run, without waiting until it is ready. `first` is the id of the run's first process. This
+    forks, so the process must have only one thread. Raises `OSError`."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -368,11 +362,9 @@ def start_agent(listener: socket.socket, run: str, first: int) -> None:
 
 
 def can_replace(path: Path) -> bool:
-    """Return True if a process of the run may start another agent after the current one ends.
-
-    It may not replace an agent that a user started by hand. If `instrument run` is a container's first process, it
-    restarts the agent itself.
-    """
+    """Return True if a process of the run may start another agent after the current one ends. An agent that a user
+    started by hand is never replaced. If `instrument run` is the first process of a container, it restarts the agent
+    itself."""
     folder = path.parent
     is_of_container = first_process(folder.name) == 1 and FIRST in os.environ
     is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and not is_of_container
@@ -380,11 +372,8 @@ def can_replace(path: Path) -> bool:
 
 
 def replace_ended_agent(path: Path) -> bool:
-    """Start an agent in place of an ended one, unless another process does. Return True if an agent listens.
-
-    It takes some 20 ms, and runs no fork hooks. Another thread must not fork meanwhile, as the child would inherit the
-    socket.
-    """
+    """Start an agent if the run's agent has ended. Return True if an agent listens now. It takes some 20 ms, and runs
+    no fork hooks. No other thread may fork meanwhile, because the child would inherit the socket."""
     folder = path.parent
     with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
         if not _try_lock(beginnings):
@@ -407,7 +396,7 @@ def replace_ended_agent(path: Path) -> bool:
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """Lock a file for this process, without its forked children. Return False after `LOCK_TRIES` attempts."""
+    """Lock a file for this process, but not for its forked children. Return False after `LOCK_TRIES` attempts."""
     for _ in range(LOCK_TRIES):
         with suppress(BlockingIOError, PermissionError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -419,10 +408,8 @@ def _try_lock(file: IO[str]) -> bool:
 def spawn_agent(
     interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
 ) -> int:
-    """Start an agent on a listening socket, as a child of this process, or as an orphan if `is_apart`.
-
-    Return the child's process id. This runs no fork hooks. Raises `OSError`.
-    """
+    """Start an agent on a listening socket, and return the id of the started process. With `is_apart`, the agent
+    becomes an orphan. With `says`, it keeps this process's standard error. No fork hooks run. Raises `OSError`."""
     settings = {"run": run, "first": first, "path": [*filter(None, sys.path)], "says": says, "is_apart": is_apart}
     words = [interpreter, "-I", "-S", str(AGENT_SCRIPT), json.dumps(settings)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("INSTRUMENT", "PYTHON"))}

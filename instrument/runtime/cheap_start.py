@@ -36,7 +36,7 @@ calls."""
 
 
 class LazyModule:
-    """A proxy that imports its module at first use. Each access looks the module up, so it is not for hot paths."""
+    """A proxy that imports its module at first use. Each access is slow, because it looks the module up."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,8 +47,8 @@ class LazyModule:
 
 @contextmanager
 def late_patterns() -> Iterator[None]:
-    """Make modules that are imported in the `with` block compile their regular expressions at first use. Needs a single
-    thread."""
+    """Delay the compilation of regular expressions in modules that are imported in the `with` block. They are compiled
+    at first use. The process must have a single thread."""
     compile_now = re.compile
     re.compile = late_pattern
     try:
@@ -186,7 +186,6 @@ else:
 
 
 def fields_of(thing: Any) -> list[tuple[str, Field[Any]]]:
-    """Return the names and fields of a dataclass or its instance, an empty list for anything else."""
     cls: Any = thing if isinstance(thing, type) else type(thing)
     facts: Any = vars(cls).get("_all_members")
     if facts is None:
@@ -198,7 +197,7 @@ def fields_of(thing: Any) -> list[tuple[str, Field[Any]]]:
 
 
 class _LateFields:
-    """A class attribute that makes the fields, as `dataclasses` stores them, when it is first read."""
+    """A class attribute that replaces itself with the fields of `dataclasses` when it is first read."""
 
     def __init__(self, cls: Any, name: str, frozen: bool, kw_only: bool) -> None:
         self._cls, self._name = cls, name
@@ -223,7 +222,8 @@ class _LateFields:
 
 
 def _make_uncompiled_init(cls: Any, kw_only: bool) -> Any:
-    """Return an uncompiled `__init__`. After some calls, or after an invalid one, a compiled one replaces it."""
+    """Return an `__init__` that replaces itself with a compiled one. It does so after `CALLS_BEFORE_COMPILING` calls,
+    or after an invalid call."""
     calls = 0
 
     def fill(self: Any, *values: Any, **options: Any) -> None:
@@ -246,7 +246,6 @@ def _make_uncompiled_init(cls: Any, kw_only: bool) -> Any:
 
 
 def _set_fields(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Set all fields of an object, even a frozen one. Return False if a field has no value or `init=False`."""
     for name, fact in facts.items():
         value = arguments.get(name, MISSING)
         if isinstance(fact, Field):
@@ -266,7 +265,6 @@ def _set_fields(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any
 
 
 def _compile_init(cls: Any, kw_only: bool) -> Any:
-    """Compile an `__init__` for a class, which may be frozen."""
     names: dict[str, Any] = {"_set": object.__setattr__, "_missing": MISSING}
     parameters, lines = ["self", *["*"][:kw_only]], []
     for name, member in fields_of(cls):

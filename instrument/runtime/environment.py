@@ -44,10 +44,8 @@ def initial_environment() -> dict[str, str]:
 
 
 def user_settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return the environment variables that count as the user's settings.
-
-    OpenTelemetry's distribution sets `PROTOCOL` to gRPC for its own exporters. This value is left out.
-    """
+    """Return the environment variables that count as the user's settings. OpenTelemetry's distribution sets `PROTOCOL`
+    for its own exporters. Then that variable is left out."""
     if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in initial_environment():
         return environ
     return {name: value for name, value in environ.items() if name != PROTOCOL}
@@ -58,7 +56,6 @@ def metrics_variables() -> dict[str, str]:
 
 
 def environment_attributes() -> dict[str, object]:
-    """Parse `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` into attributes."""
     text, name = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""), os.environ.get("OTEL_SERVICE_NAME", "")
     pairs = [pair.partition("=") for pair in text.split(",") if "=" in pair]
     if "%" in text:
@@ -73,7 +70,6 @@ def environment_attributes() -> dict[str, object]:
 
 
 def new_run() -> str:
-    """Return a name for a new run: the UTC time in seconds and the process id."""
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 
 
@@ -84,7 +80,7 @@ def run_of_environment() -> str:
 
 
 def shared_run_name() -> str:
-    """Return the name that runs on several hosts share, "" for none."""
+    """Return the name that a run shares with runs on other hosts, "" for none."""
     return os.environ.get(SHARED_RUN_VARIABLE, "")
 
 
@@ -106,7 +102,6 @@ def working_folder() -> Path:
 
 
 def parent_of(pid: int) -> int:
-    """Return a process's parent, 0 if the process has ended."""
     try:
         return int((PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except (OSError, ValueError, IndexError):
@@ -114,8 +109,8 @@ def parent_of(pid: int) -> int:
 
 
 def read_auxiliary_vector(pid: int | None = None) -> bytes:
-    """Return the auxiliary vector of this process or process `pid`, b"" if unreadable. It changes when the process
-    executes another program."""
+    """Return the auxiliary vector of a process, by default of this process. It is empty if unreadable. The vector
+    changes when the process executes another program."""
     try:
         return (PROC / str(pid or "self") / "auxv").read_bytes()
     except OSError:
@@ -126,7 +121,7 @@ def read_auxiliary_vector(pid: int | None = None) -> bytes:
 
 
 def count_usable_cores(pid: int | None = None) -> float:
-    """Return the number of cores that a process may use, perhaps a fraction. Process `pid` must be in the same
+    """Return the number of cores that a process may use, which may be a fraction. Process `pid` must be in the same
     container."""
     try:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
@@ -137,7 +132,6 @@ def count_usable_cores(pid: int | None = None) -> float:
 
 
 def memory_bytes() -> int | None:
-    """Return the bytes of memory that this process may use, None if unknown."""
     try:
         machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, OSError, ValueError):  # not on every system
@@ -147,10 +141,8 @@ def memory_bytes() -> int | None:
 
 
 def memory_waits_us(pid: int | None = None) -> int | None:
-    """Return how many us threads of a process's control group have waited for memory, None if unknown.
-
-    If the group does not count them, the waits on the whole machine are returned.
-    """
+    """Return the time in us for which threads of the control group have waited for memory, None if unknown. If the
+    group does not measure it, the result is the time on the whole machine."""
     groups = [group / "memory.pressure" for controller, group in control_groups(pid) if controller == ""]
     for file in (*groups[:1], PROC / "pressure/memory"):
         try:
@@ -166,14 +158,13 @@ _MEMORY_LIMITS = {"": ["memory.max"], "memory": ["memory.limit_in_bytes"]}
 
 
 def _read_limits(names: Mapping[str, list[str]], pid: int | None = None) -> Iterator[list[int]]:
-    """Yield the numbers in the named files of a process's control groups, in version 2 also of their ancestors."""
     for controller, group in control_groups(pid):
         with suppress(OSError, ValueError):  # "max" is no number, and means no limit
             yield [int(number) for name in names.get(controller, ()) for number in (group / name).read_text().split()]
 
 
 def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield a process's control groups and their ancestors, each with the controller's name, "" for version 2."""
+    """Yield the control groups of a process and their ancestors. The name of the controller is "" in version 2."""
     try:
         lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -199,11 +190,9 @@ TIME_WAIT_S = 60
 
 
 class Connections(NamedTuple):
-    """The ports of a process: those with `open` connections, and those with connections `closed` since its start.
-
-    A closed connection may belong to another process with the same listening socket. `listens` are the ports at which
-    the process listens, `sockets` the inodes of its listening sockets.
-    """
+    """The TCP ports of a process. `open` has the ports with open connections. `closed` has the ports with connections
+    that closed since the process started. A closed connection may belong to another process with the same listening
+    socket. `listens` are the ports at which the process listens, and `sockets` the inodes of its listening sockets."""
 
     open: frozenset[int]
     closed: frozenset[int]
@@ -214,11 +203,9 @@ class Connections(NamedTuple):
 def connections_of(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
-    """Return the connections of the process with a folder in `/proc`, none if the system does not show them.
-
-    `listened` are ports at which the process listened earlier. For an ended process, `table` has its network's sockets,
-    and `start_ticks` is its start time.
-    """
+    """Return the TCP connections of the process with a folder in `/proc`. `listened` are ports at which the process
+    listened earlier. For an ended process, `table` has the sockets of its network, and `start_ticks` is its start time
+    in clock ticks."""
     least_left = _ticks_left_since(start_ticks or clock.start_ticks(process / "stat"))
     inodes = list_socket_inodes(process)
     rows = list(read_tcp_rows(process) if table is None else table)
@@ -237,8 +224,8 @@ def connections_of(
 
 
 def has_listening_socket() -> bool:
-    """Return True if this process listens at a port. Only its descriptors are examined, as the system's tables cost
-    more."""
+    """Return True if this process listens at a port. This examines the process's own descriptors, which takes less time
+    than reading the system's tables."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
@@ -248,7 +235,7 @@ def has_listening_socket() -> bool:
 
 
 def _is_listening(descriptor: int) -> bool:
-    """Return True if a descriptor is a listening socket. Close the descriptor."""
+    """Return True for a listening socket. The descriptor is closed."""
     try:
         opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file
@@ -279,10 +266,8 @@ def list_socket_inodes(process: Path) -> frozenset[str]:
 
 
 class TcpRow(NamedTuple):
-    """A row of `/proc/net/tcp`. It `is_local` if both ends have the same address.
-
-    The system removes a closed socket after `ticks_left` clock ticks.
-    """
+    """A row of `/proc/net/tcp`. `is_local` is True if both ends have the same address. The system removes a closed
+    socket after `ticks_left` clock ticks."""
 
     port: int
     to_port: int
@@ -293,8 +278,8 @@ class TcpRow(NamedTuple):
 
 
 def _ticks_left_since(start_ticks: int) -> int:
-    """Return the `ticks_left` of a connection that was closed when a process started. Fewer ticks mean an earlier
-    close."""
+    """Return the `ticks_left` of a connection that closed when a process started. An earlier close has left fewer
+    ticks."""
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either
     return TIME_WAIT_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)

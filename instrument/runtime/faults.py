@@ -20,10 +20,8 @@ MOST_KINDS, OTHER_KINDS = 20, "others"
 
 
 class Faults:
-    """A thread-safe counter of our own faults, by place in the code. It logs the first fault of each place.
-
-    Under pytest it raises the fault again.
-    """
+    """A thread-safe counter of faults in our own code, by place. It logs the first fault of each place. Under pytest it
+    raises the fault again."""
 
     def __init__(self) -> None:
         self._lock = RLock()  # a finaliser may come in while its thread holds it
@@ -49,8 +47,7 @@ class Faults:
             )
 
     def attempt(self, place: str, action: Callable[[], Result]) -> Result | None:
-        """Call an action and return its result. An exception counts as our fault. It is not raised, and the result is
-        None."""
+        """Call an action and return its result. An exception is counted as our fault, and the result is None."""
         with self.guard(place):
             return action()
         return None
@@ -60,10 +57,8 @@ class Faults:
         return _Guard(place)
 
     def note_unreadable_value(self, place: str, words: str, kind: str = "") -> None:
-        """Count a value that a rule names and that could not be read. This is no fault of ours. Never raises.
-
-        `place` is the rule's place in the profile. One line is logged per place and kind.
-        """
+        """Count a value that a rule names and that could not be read. This is no fault of ours. Never raises. `place`
+        is the rule's place in the profile. One line is logged per place and kind."""
         with self._lock:
             _, kinds = self._of_rules.setdefault(place, (words, Counter()))
             kind = kind if kind in kinds or len(kinds) < MOST_KINDS else OTHER_KINDS
@@ -77,7 +72,6 @@ class Faults:
             return dict(self._counts)
 
     def describe_unreadable_values(self) -> list[str]:
-        """Return a sentence for each rule with unreadable values, on the first of them."""
         with self._lock:
             return [
                 f"{place}: not read: {sum(kinds.values())} times{_counts_text(kinds)}; {first}"
@@ -107,13 +101,12 @@ class _Guard:
 
 
 def _warn(message: str, fault: BaseException | None = None) -> None:
-    """Log a warning. Errors of the service's log handlers are ignored, because the summary has the counts, too."""
+    """Log a warning. Errors of the service's log handlers are ignored, because the summary also has the counts."""
     with suppress(Exception):
         logger.warning("%s", message, exc_info=fault)
 
 
 def _counts_text(kinds: Counter[str]) -> str:
-    """Return the kinds with their counts in brackets, "" for a single kind."""
     return f" ({', '.join(f'{kind} {count}' for kind, count in kinds.most_common())})" if len(kinds) > 1 else ""
 
 

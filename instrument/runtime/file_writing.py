@@ -28,12 +28,9 @@ PREFIX, SUFFIX = ".instrument-", ".part"
 
 @contextmanager
 def open_replacement(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that replaces the one at `path` after the block. After an error in the block there is no new
-    file.
-
-    Missing folders are created. A symbolic link at `path` is replaced, not followed. Raises `OSError`, also if `path`
-    is not a regular file.
-    """
+    """Open a new file, which replaces the file at `path` when the block ends without an error. Missing folders are
+    created. A symbolic link at `path` is replaced, not followed. Raises `OSError`, also if `path` is not a regular
+    file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         if not _may_be_replaced(path):
@@ -50,7 +47,8 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True for a regular file or a link to one, False for a link below `/dev`, such as /dev/stdout."""
+    """Return True for a regular file, or for a link to one. Links below `/dev`, such as `/dev/stdout`, may not be
+    replaced."""
     is_link = stat.S_ISLNK(path.lstat().st_mode)
     if is_link and path.parent.resolve().is_relative_to("/dev"):
         return False
@@ -70,10 +68,8 @@ def _create_part(folder: Path) -> tuple[BinaryIO, Path]:
 
 
 def append(path: Path, text: str) -> None:
-    """Append text to a file, completely or not at all. Missing folders are created. Raises `OSError`.
-
-    Only the owner can read a new file. A symbolic link is refused.
-    """
+    """Append text to a file, completely or not at all. Missing folders are created. Raises `OSError`. Only the owner
+    can read a new file. A symbolic link is refused."""
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0) as file:
@@ -90,8 +86,8 @@ def append(path: Path, text: str) -> None:
 
 
 def remove_unfinished_files(folder: Path) -> int:
-    """Remove a folder's unfinished files whose writers have ended. Return the total bytes of the other unfinished
-    files."""
+    """Remove the unfinished files in a folder if their writers have ended. Return the total bytes of the other
+    unfinished files."""
     written_bytes = 0
     for part in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with suppress(OSError):  # its writer, or another process that looks, was faster
@@ -110,11 +106,8 @@ def remove_unfinished_files(folder: Path) -> int:
 
 
 def remove_until_freed(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
-    """Remove files in the given order until `over_bytes` are freed. Return the removed files.
-
-    The files are given with their sizes. A file that another process removes first also counts. A file of another user
-    remains.
-    """
+    """Remove files in the given order until `over_bytes` are freed. Return the removed files. Each file has its size. A
+    file that another process removes first also counts. A file of another user remains."""
     removed = []
     for path, size_bytes in files:
         if over_bytes <= 0:
@@ -147,10 +140,8 @@ class Compressor(Protocol):
 
 
 def compressor(zlib_level: int, *, is_raw: bool = False) -> Compressor:
-    """Return a compressor of one gzip stream. With `is_raw`, it has no header and no checksum, as in zip archives.
-
-    `zlib_level` is used only without ISA-L.
-    """
+    """Return a compressor of one gzip stream. With `is_raw`, the stream has no header and no checksum, as in zip
+    archives. `zlib_level` is used only without ISA-L."""
     window_bits = -zlib.MAX_WBITS if is_raw else 16 + zlib.MAX_WBITS
     try:
         from isal import isal_zlib

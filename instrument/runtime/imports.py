@@ -27,7 +27,7 @@ Otherwise the import of pydantic maps and unmaps 16 KiB 1,200 times.
 
 
 class _Loader:
-    """A loader in place of a module's own, which it restores before the module's code runs."""
+    """A loader that wraps a module's own loader. It restores that loader before the module's code runs."""
 
     def __init__(self, spec: Any, loader: Any, finder: Finder, is_wanted: bool) -> None:
         self._spec = spec
@@ -141,11 +141,11 @@ def install(
     begins: Callable[[str], object] = lambda _: None,
     watch: Watch | None = None,
 ) -> Undo:
-    """Call `imported(module)` after the import of each module for which `wants(name)` is true, and `begins(name)`
-    before it.
+    """Install an import hook. Return the function that removes it.
 
-    Both run on the importing thread, under the module's import lock. `asked_for_code()` is called when `runpy` is about
-    to run such a module. Imports pause the trace function of `watch`. Return the function that removes the hook.
+    For each module for which `wants(name)` is true, `begins(name)` is called before the import, and `imported(module)`
+    after it. Both run on the importing thread, under the module's import lock. `asked_for_code()` is called when
+    `runpy` is about to run such a module. Imports pause the trace function of `watch`.
     """
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)
@@ -162,6 +162,6 @@ def install(
 
 
 def is_lazy(module: object) -> bool:
-    """Return True for a module of `importlib.util.LazyLoader` whose code has not run. Does not load it."""
+    """Return True for a module of `importlib.util.LazyLoader` that is not loaded yet. Does not load it."""
     lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return lazy is not None and type(module) is lazy

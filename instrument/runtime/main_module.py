@@ -30,10 +30,8 @@ _WATCHED = ("<module>", "_bootstrap")
 
 
 def names_of(module: ModuleType) -> tuple[str, ...]:
-    """Return the names by which rules may refer to a module.
-
-    The names of a main module are its own, if `-m` gave one, and `__main__`, even in a spawned child.
-    """
+    """Return the names by which rules may refer to a module. A main module has the name `__main__`. It also has its own
+    name, if `python -m` gave one."""
     names = object.__getattribute__(module, "__dict__")
     name: str = names["__name__"]
     if name not in MAINS:
@@ -47,8 +45,8 @@ def is_main(module: ModuleType) -> bool:
 
 
 def script_name() -> str:
-    """Return the name of the main script as a module, "" without a script. `__file__` is gone after the script's
-    end."""
+    """Return the name of the main script without its suffix, "" without a script. `sys.argv` has the name even after
+    the end of the script, when `__file__` is gone."""
     return PurePath(str(sys.argv[0])).stem if sys.argv else ""
 
 
@@ -78,8 +76,8 @@ class MainNames(ModuleType):
 
 
 def find_spawned_namespace() -> MainNames | None:
-    """Return the namespace of a spawned child's functions, None without one. The child's main module has only a
-    copy."""
+    """Return the namespace of the functions of a spawned child, None in any other process. The child's main module has
+    only a copy of it."""
     module = sys.modules.get(MAINS[1])
     if module is None:
         return None
@@ -95,14 +93,14 @@ def find_spawned_namespace() -> MainNames | None:
 
 
 class Plan(NamedTuple):
-    """The lines of a module's body before which new names are reported (`stops`), and the last definition's line."""
+    """The plan for reports of new names in a module. New names are reported before each line in `stops`. `last` is the
+    last line of the last definition."""
 
     stops: frozenset[int]
     last: int
 
 
 def plan_name_reports(body: ast.Module) -> Plan:
-    """Return the lines of a module's body before which new names are reported."""
     stops: set[int] = set()
     names: set[str] = set()
     last = 0
@@ -126,7 +124,6 @@ def plan_name_reports(body: ast.Module) -> Plan:
 
 
 def _iterate_module_statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield the statements that run in the module's own frame, in order, and True for each nested one."""
     for statement in block:
         yield statement, nested
         for inner in _inner_blocks(statement):
@@ -134,7 +131,7 @@ def _iterate_module_statements(block: list[ast.stmt], *, nested: bool) -> Iterat
 
 
 def _inner_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the blocks within a statement such as `if`. A definition has none, as its body runs in its own frame."""
+    """Return the blocks in a statement such as `if`. A definition has none, because its body runs in its own frame."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
@@ -143,7 +140,6 @@ def _inner_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[str]:
-    """Yield the names that a definition uses when it runs, such as those of decorators."""
     parts: list[ast.AST] = list(statement.decorator_list)
     if isinstance(statement, ast.ClassDef):
         parts += [*statement.bases, *statement.keywords, *statement.body]
@@ -156,8 +152,6 @@ def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast
 
 
 def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
-    """Return True for an expression that makes a function: a lambda, or a call such as `decorate(function)` with one of
-    `names`."""
     if isinstance(value, ast.Lambda):
         return True
     return isinstance(value, ast.Call) and any(
@@ -166,7 +160,6 @@ def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
 
 
 def _plan_for(code: CodeType, names: dict[str, Any]) -> Plan | None:
-    """Return the plan for a module's code, None if its source is missing."""
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
         return plan_name_reports(ast.parse(source)) if source else None
@@ -175,10 +168,8 @@ def _plan_for(code: CodeType, names: dict[str, Any]) -> Plan | None:
 
 
 class Watch:
-    """A watch of the main module's body. It reports new names until the last one is defined.
-
-    `wants(name)` returns True for a module to report. `defined(module)` is called on the thread that runs the body.
-    """
+    """Watches the main module's body, and reports new names until the last one is defined. `wants(name)` returns True
+    for a module to report. `defined(module)` is called on the thread that runs the body."""
 
     def __init__(self, wants: Callable[[str], bool], defined: Callable[[ModuleType], object]) -> None:
         self._wants = wants
@@ -191,7 +182,7 @@ class Watch:
         self._means: _Monitoring | _Tracing | None = None
 
     def begin(self) -> None:
-        """Watch the main module's body if it calls this code, or else when it begins to run."""
+        """Watch the main module's body from now on. If the body does not run yet, the watch starts when it begins."""
         frames: list[FrameType] = []
         caller: FrameType | None = sys._getframe(1)
         while caller is not None:
@@ -213,7 +204,7 @@ class Watch:
             self._wait()
 
     def await_body(self) -> None:
-        """Wait for the body that `runpy` runs next on this thread, perhaps as the main module."""
+        """Prepare to watch the body that `runpy` runs next on this thread. It may be the main module."""
         self._is_next = True
         self._wait()
 
@@ -227,11 +218,10 @@ class Watch:
             means.release()
 
     def is_traced(self) -> bool:
-        """Return True while the trace function slows down this thread's calls."""
         return type(self._means) is _Tracing and self._means.is_on()
 
     def pause(self) -> Callable[[], object]:
-        """Remove this thread's trace function, for an import. Return the function that sets it again."""
+        """Remove this thread's trace function during an import. Return the function that sets it again."""
         means = self._means
         if not isinstance(means, _Tracing) or not means.is_on():
             return bool
@@ -250,7 +240,7 @@ class Watch:
         return module is not None and any(map(self._wants, names_of(module)))
 
     def is_body_to_watch(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Return True if code that begins is the body to watch. End the watch if its source is not readable."""
+        """Return True if the code that begins is the body to watch. The watch ends if the source is not readable."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
@@ -323,7 +313,7 @@ class _Tracing:
             sys.settrace(self._handle_call_event)
 
     def _is_over(self) -> bool:
-        """Return True if the watch has ended, and then remove the trace function. Only its own thread can do that."""
+        """Return True if the watch has ended, and remove the trace function. Only the thread itself can remove it."""
         if self._watch._means is self:
             return False
         self.release()

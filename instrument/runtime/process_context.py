@@ -55,10 +55,8 @@ _published: _Published | None = None
 
 
 def publish(payload: bytes) -> str:
-    """Publish an encoded `ProcessContext` in place of an earlier one of this process. Return the reason for a failure.
-
-    Return "" on success, or if another SDK in the process has published a context.
-    """
+    """Publish an encoded `ProcessContext`, and withdraw the earlier one of this process. Return "", or the reason for a
+    failure. Does nothing if another SDK in the process has published a context."""
     global _published
     if len(payload) > PAYLOAD_LIMIT:
         return f"a process context of {len(payload)} bytes, of at most {PAYLOAD_LIMIT}"
@@ -79,7 +77,6 @@ def publish(payload: bytes) -> str:
 
 
 def withdraw() -> None:
-    """Withdraw this process's published context, if any."""
     global _published
     with _lock:
         context, _published = _published, None
@@ -95,7 +92,8 @@ def after_fork_in_child() -> None:
 
 
 def _write_context(context: _Published, payload: bytes) -> None:
-    """Write payload and header in an order that is safe for readers. A context is complete, or marked as changing."""
+    """Write payload and header in an order that is safe for readers. At any time the context is complete, or marked as
+    changing."""
     before, context.payload = context.payload, ctypes.create_string_buffer(payload, len(payload))
     address, at = ctypes.addressof(context.payload), context.address
     # A lock that is taken and released is a barrier between the writes before and after it.
@@ -116,7 +114,7 @@ def _write_memory(address: int, data: bytes) -> None:
 
 
 def _map_page(libc: ctypes.CDLL) -> int:
-    """Map a page for the header that forked children do not inherit. Raises `OSError`."""
+    """Map a memory page for the header, which forked children do not inherit. Raises `OSError`."""
     try:
         fd = _create_memfd()
     except (OSError, AttributeError):

@@ -22,7 +22,8 @@ _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
 
 
 def guard_imports(folders: Iterable[str] = ()) -> None:
-    """Make our imports ignore modules in `folders`, and in folders before the standard library on `sys.path`."""
+    """Make our imports ignore modules that have names of the standard library. These modules are in `folders`, or in
+    folders before the standard library on `sys.path`."""
     before = []
     for entry in sys.path:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):
@@ -74,7 +75,8 @@ class Loaded:
 
 
 class _Guard:
-    """A finder, first on `sys.meta_path`. It finds the standard modules for our imports even if they are shadowed."""
+    """A finder at the front of `sys.meta_path`. It finds the standard modules for our imports, even if modules of the
+    service have their names."""
 
     def __init__(self, shadowed: set[str]) -> None:
         self._shadowed = shadowed
@@ -114,7 +116,6 @@ class _Guard:
 
 
 def restore_service_modules() -> None:
-    """Put the service's own modules back into `sys.modules`, in place of our standard modules."""
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
             finder.release()
@@ -123,7 +124,7 @@ def restore_service_modules() -> None:
 
 
 def _is_own_import(frame: FrameType | None) -> bool:
-    """Return True if our code makes the import, directly or through a library that we use."""
+    """Return True if our code makes the import, directly or through a library of `_LIBRARIES`."""
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
         is_machinery = file.startswith("<frozen ")  # and our hook, which calls itself so

@@ -41,8 +41,8 @@ class Termination:
         """The address of CPython's function that the system calls for every handler in Python."""
 
     def install(self) -> Callable[[], None]:
-        """Handle SIGTERM whenever it has the default disposition. Must be called on the main thread. Return the
-        function that undoes this."""
+        """Handle SIGTERM while the service has no handler of its own. Return the function that undoes this. Must be
+        called on the main thread."""
         if not _is_main_thread():
             return lambda: None
         bare_set, bare_get = self._set, self._get
@@ -77,17 +77,14 @@ class Termination:
         return undo
 
     def _set_handler(self, number: int) -> Any:
-        """Set our handler for a signal. Return the earlier one."""
         before = self._set(number, self._handler)
         self._address = _address_of_handler(number)
         return before
 
     def _is_handler_replaced(self, number: int) -> bool:
-        """Return True if native code has replaced our handler."""
         return _address_of_handler(number) != self._address
 
     def _must_replace(self, number: Any, handler: Any) -> bool:
-        """Return True if our handler must be set in place of `handler`."""
         if not (self._is_active and isinstance(handler, int) and handler == signal.SIG_DFL):
             return False
         if number in RESETTABLE_SIGNALS:
@@ -124,7 +121,6 @@ def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
 
 
 def _address_of_handler(number: int) -> int | None:
-    """Return the address of the C function that handles a signal, None if unknown."""
     try:
         from ctypes import c_void_p, pythonapi
 

@@ -42,8 +42,8 @@ class Thread:
         self._listed: threading.Thread | None = None
 
     def start(self, *, is_listed: bool = True) -> None:
-        """Start the thread, which `threading.enumerate()` lists if `is_listed`, unless `threading` is patched. Raises
-        `RuntimeError` if it cannot start."""
+        """Start the thread. Raises `RuntimeError` if it cannot start. With `is_listed`, `threading.enumerate()` lists
+        the thread, unless `threading` is patched."""
         self._pid = os.getpid()
         try:
             if is_patched() or not is_listed:
@@ -94,13 +94,12 @@ class Thread:
 
 
 class Pace:
-    """A pacer that inserts pauses into long work on one of our threads."""
+    """Inserts pauses into long work on one of our threads."""
 
     def __init__(self) -> None:
         self._until = time.monotonic() + WORK_SLICE_S
 
     def pause_if_due(self) -> None:
-        """Pause if the thread has worked for `WORK_SLICE_S` since its last pause."""
         if time.monotonic() > self._until:
             sleep(PAUSE_S)
             self._until = time.monotonic() + WORK_SLICE_S
@@ -112,7 +111,8 @@ _library_threads: dict[int, int] = {}
 
 @contextmanager
 def count_library_threads() -> Iterator[None]:
-    """Count threads that start in the `with` block, such as OpenBLAS's at the import of numpy, as our own."""
+    """Count the threads that start in the `with` block as our own. For example, the import of numpy starts threads of
+    OpenBLAS."""
     before = _count_tasks()
     try:
         yield
@@ -128,14 +128,10 @@ def _count_tasks() -> int:
 
 
 class _ForkWarning:
-    """A pattern for Python's warning on a fork of a process with threads. After one match it removes its warning
-    filter.
-
-    Python 3.12 warns before the parent's fork hooks, later versions after them.
-    """
+    """A pattern that matches Python's warning on a fork of a process with threads. A match removes the warning filter.
+    Python 3.12 warns before the parent's fork hooks, later versions after them."""
 
     def match(self, text: str) -> bool:
-        """Return True for the warning, and remove the warning filter."""
         is_it = text.startswith("This process ") and "is multi-threaded" in text
         if is_it:
             restore_fork_warning()
@@ -165,7 +161,8 @@ _child_begins: Callable[[], None] | None = None
 
 
 def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
-    """Call functions around each fork, even a fork by C code, which calls no hooks of Python."""
+    """Call functions before and after each fork. C code forks without Python's hooks. Then `catch_up_with_fork` calls
+    the functions later."""
     global _child_begins
 
     def begin_child() -> None:
@@ -182,16 +179,14 @@ def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_chi
 
 
 def catch_up_with_fork() -> None:
-    """Call the child's fork hook if C code, such as uWSGI, forked this process without Python's hooks."""
+    """Call the child's fork hook if C code forked this process without Python's hooks, as uWSGI does."""
     if _child_begins is not None and os.getpid() != _pid:
         _child_begins()
 
 
 def will_server_fork() -> bool:
-    """Return True if a server in C will fork its workers later, without the GIL.
-
-    A thread that has the GIL at the fork leaves it locked in the child, which then hangs.
-    """
+    """Return True if a server in C will fork its workers later, without the GIL. Another thread may then have the GIL.
+    It remains locked in the child, which hangs."""
     uwsgi = sys.modules.get("uwsgi")
     try:
         return uwsgi is not None and uwsgi.worker_id() == 0 and bool(uwsgi.masterpid() or uwsgi.numproc > 1)
@@ -200,6 +195,5 @@ def will_server_fork() -> bool:
 
 
 def own_thread_name() -> str | None:
-    """Return the calling thread's name if it is ours, else None."""
     name, pid = _own_threads.get(get_ident(), ("", 0))
     return name if pid == os.getpid() else None

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def _find_original(module: str, name: str) -> Any:
-    """Return a module's attribute from before gevent or eventlet replaced it."""
     monkey, patcher = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     if monkey is not None and monkey.is_object_patched(module, name):
         return monkey.get_original(module, name)
@@ -70,7 +69,6 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait up to `timeout_s` seconds. Return True if the event is set."""
         if self._is_set:
             return True
         waiter = Lock()

@@ -44,8 +44,8 @@ _UNSENT = ("failed", "rejected", "dropped")
 class SessionDiagnostics:
     """The losses, costs and notes of a session, collected from its components.
 
-    `timing` is None if no device is timed, and `exporter` is None if nothing is sent. With `has_waiting_notes`, notes
-    also name rules without a target. `refused` has the reasons why settings of the newest profile do not apply.
+    `timing` is None if no device is timed. `exporter` is None if nothing is sent. With `has_waiting_notes`, there are
+    notes on rules without a target. `refused` has the reasons why settings of the newest profile do not apply.
     `thread_ns` is the processor time of the session's own thread.
     """
 
@@ -92,7 +92,6 @@ class SessionDiagnostics:
     # ---------------------------------------------------------------- its readings
 
     def cost(self, window_ns: int) -> Cost:
-        """Return what the instrumentation has cost so far: the calls in the tally times the cost of their probes."""
         mean_ns = self.mean_ns()
         cold_ns = mean_ns + self.costs.cold_ns if mean_ns else 0.0
         return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
@@ -103,8 +102,8 @@ class SessionDiagnostics:
         return (probes_ns + self.pairs_ns()) / counted if counted else 0.0
 
     def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
-        """Return the cost in a window. `calls` has the number of calls by site, of which `timed` calls have device
-        times. The processor time of our threads is spread evenly over `session_ns`."""
+        """Return the cost in a window. `calls` has the number of calls by site, and `timed` calls have device times.
+        The processor time of our threads is spread evenly over `session_ns`."""
         spans = sum(calls.values())
         probes_ns = self.costs.sum_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
         mean_ns = probes_ns / spans if spans else 0.0
@@ -112,7 +111,6 @@ class SessionDiagnostics:
         return Cost(spans, mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
 
     def pairs_ns(self) -> float:
-        """Return the cost of all pairs of device events so far, in ns."""
         return 0.0 if self.timing is None else self.timing.cost_ns()[0]
 
     def threads_ns(self) -> dict[str, int]:
@@ -124,7 +122,6 @@ class SessionDiagnostics:
         return {name: spent_ns for name, spent_ns in ns_by_work.items() if spent_ns}
 
     def stats(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
-        """Return the statistics for the `cost` view that are not in a recording. `clock` names the clock of spans."""
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
@@ -154,11 +151,9 @@ class SessionDiagnostics:
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
-        """Return a sentence for each target that was not observed, and for each fault.
-
-        Without `with_muted`, muted sites are left out. Without `of_all`, rules whose modules this process has not
-        imported are left out, because the run's first process reports them.
-        """
+        """Return a sentence for each target that was not observed, and for each fault. Without `with_muted`, there is
+        none for muted sites. Without `of_all`, there is none for rules whose modules this process has not imported. The
+        run's first process reports these."""
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.read_marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
         idle = self.selection.idle_preset_rules()
@@ -193,13 +188,12 @@ class SessionDiagnostics:
         return notes
 
     def describe_unrecorded_requests(self) -> str:
-        """Return a sentence on requests or jobs that arrived but were not recorded, "" if there are none."""
         self.selection.attach_family("requests")
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=False), board.read_marks())
         return "; ".join(str(verdict) for verdict in verdicts if verdict.state == "unmet")
 
     def own_notes(self, *, of_all: bool = True) -> OwnNotes:
-        """Return the rules and targets that nothing in this process uses, but another process of the run may use."""
+        """Return the rules and targets that have no effect in this process. Another process of the run may use them."""
         verdicts = self.verdicts(of_all=of_all)
         idle_verdicts = (verdict for verdict in verdicts if verdict.state in ("waiting", "nothing"))
         waiting = [(board.attached_mark(verdict.rule), str(verdict)) for verdict in idle_verdicts]
@@ -212,7 +206,7 @@ class SessionDiagnostics:
         return OwnNotes(tuple(sorted(make_rule_marks(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdict on each rule and target, with its count of calls. Without `of_all`, rules whose modules
+        """Return the verdict on each rule and target, with the number of calls. Without `of_all`, rules whose modules
         are not imported are left out."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()

@@ -63,8 +63,8 @@ class SessionLock:
 
     @contextmanager
     def acquire_within(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock for a block and yield True, or yield False after `timeout_s`. Afterwards send a postponed
-        signal again."""
+        """Acquire the lock for a block. Yield False if that takes longer than `timeout_s`. After the release, a
+        postponed signal is sent again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -76,7 +76,7 @@ class SessionLock:
                 os.kill(os.getpid(), number)
 
     def postpone(self, number: int) -> bool:
-        """Postpone a signal until the lock's release and return True, if the calling thread has the lock."""
+        """Postpone a signal until the lock is released, if the calling thread has the lock. Return True if it has."""
         if self._is_owned():
             self._postponed = number
         return self._is_owned()
@@ -129,7 +129,6 @@ class Exporting:
         self._choose_reader()
 
     def prepare(self) -> None:
-        """Choose whether the agent or this process exports, and import the modules for it."""
         if self._exporter is not None:
             self._exporter.prepare()
             RECORDER.remote_parent = lambda: encode_remote(service_sdk.current_parent())
@@ -150,7 +149,7 @@ class Exporting:
         return True
 
     def _choose_reader(self) -> None:
-        """Leave the export to the agent if there is an agent or this process can start one. The choice is final."""
+        """Leave the export to the agent if there is an agent, or if this process can start one. The choice is final."""
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
             self.handover.is_here, self.handover.has_agent = False, True
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -168,11 +167,11 @@ class Exporting:
         return self._recorded.profile.agent != "off" and self._membership.has_agent()
 
     def _make_idle_exporter(self) -> sending.Exporter:
-        """Return an exporter that sends nothing, to read the recording for a dataset or for scrapes."""
         return sending.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
 
     def _begin_loop(self, sender: sending.Exporter) -> None:
-        """Import what reads the recording, while no fork can come. A forked child would inherit a half-done import."""
+        """Create the loop that reads the recording. No fork may happen meanwhile, because a child would inherit a
+        half-done import."""
         self._read_by = sender
         self.loop = export_loop.ExportLoop(self._note_end, self._note_unstored)
 
@@ -184,8 +183,8 @@ class Exporting:
         self.handover.left |= losses_by_name({"unstored": rows})
 
     def _read_own(self, read: Callable[[ExportLoop, RecordingExport], bool]) -> bool:
-        """Return the result of `read`, which reads more rows of this process. After an error, end the export. Return
-        True if nothing is read here."""
+        """Call `read` to read more rows of this process, and return its result. An error ends the export. The result is
+        True if this process does not read its recording."""
         loop, sender = self.loop, self._read_by
         if loop is None or sender is None or RECORDER.memory_fd < 0:
             return True
@@ -210,7 +209,6 @@ class Exporting:
         return export
 
     def publish_facts(self, *, is_joined: bool) -> None:
-        """Write the values that the agent needs for the export into the recording."""
         self._facts.publish_resource()
         self._facts.publish_counts()
         joined = self._membership.joins if is_joined else 0
@@ -221,7 +219,6 @@ class Exporting:
             self._membership.send({"requests": True})
 
     def handle_agent_message(self, message: Mapping[str, Any]) -> None:
-        """Handle a message of the agent about its export, its reading of gauges, or connections to this process."""
         if "unexported" in message:
             self.handover.is_refused = True
         if "gauges" in message:
@@ -260,13 +257,12 @@ class Exporting:
     # ---------------------------------------------------------------- while it runs
 
     def needs_reader_thread(self) -> bool:
-        """Return True if a thread of this process must read the recording while the service runs."""
         recorded = self._recorded
         is_read = self.loop is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.is_counter_used
 
     def read_recorded(self, timeout_s: float = -1, *, meters: bool = False) -> None:
-        """Read and export the rows recorded since the last call. With `meters`, also send metrics now."""
+        """Read and export the rows since the last call. With `meters`, also send metrics now."""
         recorded, cut = self._recorded, self._recorded.windows.cut
         with self.lock.acquire_within(timeout_s) as is_acquired:
             if not is_acquired or not (self.needs_reader_thread() or cut):
@@ -285,7 +281,6 @@ class Exporting:
                 self._saving.write_window(*window, origin)
 
     def prometheus(self, *, openmetrics: bool = False) -> str:
-        """Return the current metrics of the run, in Prometheus's text format; see `instrument.prometheus`."""
         from instrument.otlp import exposition
 
         exposition.require_client()
@@ -309,13 +304,11 @@ class Exporting:
         return exposition.format_metrics(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
 
     def _begin_scrapes(self) -> None:
-        """Begin to read the recording for scrapes alone, and publish to other processes that scrapes need it."""
         self._begin_loop(self._make_idle_exporter())
         self._facts.is_scraped = True
         self._facts.publish()
 
     def _read_own_metrics(self) -> metrics_queue.Metered | None:
-        """Return the current metrics of this process, None if the session is busy for longer than `SCRAPE_WAIT_S`."""
         with self.lock.acquire_within(SCRAPE_WAIT_S) as is_acquired:
             if not is_acquired:
                 return None
@@ -332,10 +325,8 @@ class Exporting:
     # ---------------------------------------------------------------- what is still on its way
 
     def flush(self, timeout_s: float = 5.0) -> sending.Delivery | None:
-        """Send all finished spans to the collector, and wait up to `timeout_s` seconds for its answers.
-
-        Return the counts of delivered and undelivered spans, None if the profile exports to no collector.
-        """
+        """Send all finished spans to the collector. Wait up to `timeout_s` seconds for its answers. Return the counts
+        of delivered and undelivered spans, None if the profile exports to no collector."""
         end = time.monotonic() + timeout_s
         self.read_recorded(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
@@ -363,11 +354,9 @@ class Exporting:
                 time.sleep(FLUSH_POLL_S)
 
     def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[sending.Delivery, int]:
-        """Have the agent send all finished spans, and wait for that at most until the time `end`.
-
-        Return the delivery, and the count of spans that are not sent yet. The wait ends early if the agent reads no new
-        rows for `patience_s` seconds and has nothing to send.
-        """
+        """Ask the agent to send all finished spans, and wait. Return the delivery, and the number of spans that are not
+        sent yet. `end` is a time of `time.monotonic`. The wait ends earlier if the agent reads no new rows for
+        `patience_s` seconds, and has nothing to send."""
         handover, recorded, asked_ns = self.handover, rows_recorded(), time.monotonic_ns()
         self._await_device_times(end)  # the agent does so, too
         self._facts.publish_counts(at_once=True)
@@ -402,7 +391,7 @@ class Exporting:
     # ---------------------------------------------------------------- the end
 
     def replace_lost_agent(self) -> None:
-        """Start another agent if the run has lost its agent. If that fails, count the unexported spans as lost."""
+        """Start another agent if the run has lost its agent. If that fails, the unexported spans count as lost."""
         if self.handover.is_here or not rows_recorded() or self._membership.is_connected():
             return
         if not self._membership.join(begins=True):
@@ -411,7 +400,7 @@ class Exporting:
             self.handover.left = {ABANDONED: count}
 
     def read_remaining(self, until: float) -> None:
-        """Export the remaining rows until the time `until`, if this process reads its own recording."""
+        """Export the remaining rows, if this process reads its own recording. `until` is a time of `time.monotonic`."""
 
         def read(loop: ExportLoop, export: RecordingExport) -> bool:
             export.has_ended = True
@@ -423,7 +412,6 @@ class Exporting:
         self._read_own(read)
 
     def finish(self, *, has_delivered: bool) -> None:
-        """End the export. Without `has_delivered`, drop unsent rows."""
         loop, self.loop = self.loop, None
         if not has_delivered and self._exporter is not None:
             if loop is not None:

@@ -38,7 +38,8 @@ STREAMS = ("stderr", "stdout")
 
 
 def add_pid_to_template(template: str, *, is_first: bool) -> str:
-    """Return a path template with `{pid}` added, unless it has one or belongs to the run's first process."""
+    """Return a path template with `{pid}` added. A template that has `{pid}`, or belongs to the run's first process, is
+    unchanged."""
     if "{pid}" in template or is_first:
         return template
     folder, name = os.path.split(template)
@@ -47,7 +48,7 @@ def add_pid_to_template(template: str, *, is_first: bool) -> str:
 
 
 def fill_template(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
-    """Fill in `{service}`, `{run}`, `{pid}` and `{window}` of a path template. Raises `TraceError` for any other name
+    """Replace `{service}`, `{run}`, `{pid}` and `{window}` in a path template. Raises `TraceError` for any other name
     in braces."""
     safe_service = re.sub(r"[^\w.-]+", "_", service).encode()[:96].decode(errors="ignore").lstrip(".")
     values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
@@ -63,7 +64,6 @@ def fill_template(template: str, *, service: str, pid: int, window: int, run: st
 
 
 def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
-    """Return the files of a template, with and without `{pid}`, and the process id in each name, 0 for none."""
     import glob
 
     pid_by_name: dict[str, int] = {}
@@ -117,8 +117,8 @@ def write_to_stream(stream: TextIO, text: str, limit_ns: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The folder, service and run from which a process's files get their paths. Files of the run's first process have
-    no process id in their names."""
+    """The folder, service and run from which the paths of a process's files are made. Files of the run's first process
+    have no process id in their names."""
 
     folder: Path
     service: str
@@ -126,19 +126,14 @@ class Destination:
     is_first: bool
 
     def path(self, template: str, window: int = 0) -> Path:
-        """Return this process's path for a template. A relative path is relative to the folder in which the session
-        began."""
         template = add_pid_to_template(template, is_first=self.is_first)
         name = fill_template(template, service=self.service, run=self.run, pid=os.getpid(), window=window)
         return Path(name) if self.folder == environment.working_folder() else self.folder / name
 
     def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
-        """Remove the oldest files of the templates until the others fit into `disk_bytes`. Return the number of removed
-        files.
-
-        Files in `keep` are never removed. Unfinished files of ended processes go first, the newest file of each running
-        process last.
-        """
+        """Remove old files of the templates until the others fit into `disk_bytes`. Return the number of removed files.
+        Files in `keep` are never removed. Unfinished files of ended processes go first. The newest file of each running
+        process goes last."""
         free_bytes = disk_bytes
         rank_by_name: dict[str, tuple[bool, int, int]] = {}
         folders = {path.parent for path in keep}
@@ -163,8 +158,8 @@ class Destination:
         return len(file_writing.remove_until_freed(oldest, -free_bytes))
 
     def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
-        """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the file's path. Waits for
-        a full pipe at most `limit_ns`. Raises `OSError` and `ValueError`."""
+        """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the file's path. The wait
+        for a full pipe takes at most `limit_ns`. Raises `OSError` and `ValueError`."""
         if to in STREAMS:
             stream = sys.stderr if to == "stderr" else sys.stdout
             if stream is not None:
@@ -192,7 +187,7 @@ def path_templates(export: Export) -> tuple[str, ...]:
 
 
 class Saving:
-    """A writer of the files of one session, in `folder`."""
+    """Writes the files of one session, in `folder`."""
 
     def __init__(self, session: Recorded, folder: Path, run: str) -> None:
         self._session = session
@@ -208,7 +203,7 @@ class Saving:
         self.newest, self._summary = (), None
 
     def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
-        """Write the spans of a window to the files that the profile names. `origin` is the process's identity at the
+        """Write the spans of a window to the files that the profile names. `origin` identifies the process at the
         window's end."""
         session, place = self._session, self.destination()
         export = session.profile.export

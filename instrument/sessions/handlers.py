@@ -57,11 +57,9 @@ _FILE = "{service}-{pid}-{window}.json.gz"
 
 @dataclass(eq=False, kw_only=True)
 class Window:
-    """A window of a loop, from `first_step` to `last_step` inclusive, as the handlers of `on_trace_ready` get it.
-
-    `index` counts the windows of a `Profiler` from 0. The window is `partial` if `Profiler.stop` ended it within its
-    last step. `recorded` has the rows of the window, `steps` the steps that become spans.
-    """
+    """A window of a loop, from `first_step` to `last_step` inclusive. Handlers of `on_trace_ready` get it. `index`
+    counts the windows of a `Profiler` from 0. The window is `partial` if `Profiler.stop` ended it within its last step.
+    `recorded` has the rows of the window. `steps` has the steps that become spans."""
 
     session: Session
     recorded: Stretch
@@ -83,11 +81,9 @@ class Window:
 
     @property
     def trace(self) -> Trace:
-        """The trace of the window. It is made when first read, in some 2 us per span, and 15 us per operator of torch.
-
-        If torch.profiler ran in the window, the trace has its operators as spans, and its kernels, allocations and
-        floating-point operations.
-        """
+        """The trace of the window. It is made when first read, which takes some 2 us per span, and 15 us per operator
+        of torch. If torch.profiler ran in the window, its operators are spans of the trace. The trace then also has
+        kernels, allocations and floating-point operations."""
         if self._trace is None:  # two threads may make it, and neither waits for the other
             trace, torch_record = self._recorded_trace(), self.torch_record
             if torch_record is None:
@@ -125,19 +121,21 @@ class Window:
         return replace(trace, samples=[*trace.samples, *edges], notes=notes)
 
     def tally(self) -> Tally:
-        """Return the totals of the window's spans. A span that is still open counts with its time in the window."""
+        """Return the totals of the window's spans. An open span counts with its time in the window."""
         return Recording.of_trace(self.trace).tally
 
     def summary(
         self, *, views: Sequence[str] = ("events",), torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> str:
-        """Return the text of views on this window alone. Options, `torch_trace` and errors as for `Session.summary`."""
+        """Return the text of views on this window alone. The options, `torch_trace` and the errors are those of
+        `Session.summary`."""
         return summary(views, self._recording(torch_trace), self._options(options))
 
     def views(
         self, views: Sequence[str] = ("events",), *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
-        """Return views on this window as objects with numbers, by name. Options and errors as for `summary`."""
+        """Return views on this window as objects with numbers, by name. The options and the errors are those of
+        `summary`."""
         return make_views(views, self._recording(torch_trace), self._options(options))
 
     def _recording(self, torch_trace: str | os.PathLike[str] | None = None) -> Recording:
@@ -155,7 +153,8 @@ class Window:
         return Options.of({**defaults, **{name: value for name, value in options.items() if value is not None}})
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write this window as a recording (`.npz`) or a Chrome trace (`.json`, `.json.gz`). Raises `TraceError`."""
+        """Write this window to a file, and return the path. Raises `TraceError`. The file is a recording if the path
+        ends in `.npz`, and a Chrome trace if it ends in `.json` or `.json.gz`."""
         return files.save_trace(path, self.trace, self.tally())
 
 
@@ -163,7 +162,8 @@ Handler = Callable[[Window], object]
 
 
 class InBackground:
-    """A handler that a `Profiler` runs on a thread of its own, not within `step`. A direct call runs it at once."""
+    """A handler that a `Profiler` runs on its own thread, and not within `step`. A direct call runs the handler at
+    once."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -173,16 +173,15 @@ class InBackground:
 
 
 def export_chrome(folder: str | os.PathLike[str]) -> Handler:
-    """Return a handler for `on_trace_ready` that writes each window to a file in `folder`, on the `Profiler`'s thread.
-
-    Files are named by service, process and window, and never overwritten. The oldest files are removed to stay within
-    the profile's `limits.disk`.
-    """
+    """Return a handler for `on_trace_ready` that writes each window to a Chrome trace in `folder`. The handler runs on
+    the thread of the `Profiler`. Files are named by service, process and window, and never overwritten. The oldest
+    files are removed to stay within the profile's `limits.disk`."""
     return InBackground(chrome_files(folder))
 
 
 def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
-    """Return a handler like `export_chrome` that runs within `step`. `worker` replaces the service in file names."""
+    """Return a handler like that of `export_chrome`, which runs within `step`. `worker` replaces the service in file
+    names."""
     into = environment.working_folder() / folder
 
     def handle(window: Window) -> None:
@@ -209,11 +208,9 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
 def print_summary(
     *, views: Sequence[str] = ("events",), to: str | os.PathLike[str] = "stdout", **options: Any
 ) -> Handler:
-    """Return a handler for `on_trace_ready` that prints the summary of each window, with options of `Window.summary`.
-
-    `to` is `stdout`, `stderr`, or a file to append to, which only its owner can read. Raises `ValueError` at once for
-    an unknown view or value.
-    """
+    """Return a handler for `on_trace_ready` that prints the summary of each window. `to` is `stdout`, `stderr`, or a
+    file. Summaries are appended to the file, which only its owner can read. `views` and the other options are those of
+    `Window.summary`. Raises `ValueError` at once for an unknown view or value."""
     refuse_unknown_views(views)
     Options.of({name: value for name, value in options.items() if name != "torch_trace"})
 
@@ -228,7 +225,7 @@ def print_summary(
 
 
 def is_asynchronous(handler: Any) -> bool:
-    """Return True if a handler is asynchronous. A call would run nothing, because no code awaits the result."""
+    """Return True if a handler is asynchronous. Calling it would run nothing, because no code awaits the result."""
     calls = handler, type(handler).__call__
     return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
@@ -265,7 +262,8 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
 
 
 class _CollectorHandler:
-    """A handler that sends windows to a collector, one at a time, on any thread, each over its own connection."""
+    """A handler that sends windows to a collector, one at a time, on any thread. Each handler has its own
+    connection."""
 
     def __init__(self, settings: Otlp, names: frozenset[str]) -> None:
         self._settings = settings
@@ -314,7 +312,6 @@ class _CollectorHandler:
             )
 
     def _settings_for(self, session: Session) -> Otlp:
-        """Return the settings from the arguments of `export_otlp`, else the profile, else the environment."""
         of_profile = session.profile.export.otlp
         if of_profile is None or "endpoint" in self._argument_names:
             return self._settings
@@ -339,11 +336,9 @@ def _pack_window(spans: Sequence[Span], trace: Columns, exporter: sending.Export
 
 
 class Backlog:
-    """A queue of windows, with a thread that runs their handlers in order.
-
-    Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the oldest windows are dropped. `fail(event, error)` is called for each
-    failed handler and dropped window, on any thread.
-    """
+    """A queue of windows, with a thread that runs their handlers in order. Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the
+    oldest windows are dropped. `fail(event, error)` is called for each failed handler and dropped window, on any
+    thread."""
 
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
         self._fail = fail
@@ -354,7 +349,7 @@ class Backlog:
         self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
-        """Queue a window for its handlers. At interpreter exit no thread can start, so the handlers run at once."""
+        """Queue a window for its handlers. At interpreter exit no thread can start, and the handlers run at once."""
         if self._thread is None:
             thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
             try:

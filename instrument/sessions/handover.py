@@ -47,7 +47,7 @@ LOOK_S = 0.005
 
 
 class Handover:
-    """The choice of the exporter, which is this process (`is_here`) or the agent, and the progress of the export."""
+    """The state of the export. This process exports if `is_here` is True, and else the agent."""
 
     def __init__(self, exporter: Exporter | None) -> None:
         self._exporter = exporter
@@ -66,16 +66,14 @@ class Handover:
         """Counts of spans that were not delivered as the session ended, by reason."""
 
     def is_left_unexported(self) -> bool:
-        """Return True if the agent has refused or ended the export, and no other process exports the recording."""
+        """Return True if no process exports the recording, because the agent has refused or ended the export."""
         return self.is_refused and not self.is_taken()
 
     def note_undelivered(self, count: int, *, is_reported: bool) -> None:
-        """Count the undelivered spans at the session's end. With `is_reported`, the agent will report the lost ones."""
         reason = UNDELIVERED if is_reported else UNREPORTED
         self.left = {export_checkpoint.UNREAD if self.is_left_unexported() else reason: count} if count else {}
 
     def _read_checkpoint(self, read: Callable[[ExportCheckpoint], Value], default: Value) -> Value:
-        """Return a value that `read` reads from the checkpoint, `default` if the service has closed the recording."""
         try:
             if RECORDER.memory_fd >= 0:
                 with closing(ExportCheckpoint(RECORDER.memory_fd)) as place:
@@ -88,12 +86,9 @@ class Handover:
         return self._read_checkpoint(ExportCheckpoint.is_taken, default=False)
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
-        """Wait until the agent has read all `recorded` rows of an ended session, before the next one overwrites them.
-        Return the count of unread rows.
-
-        With `metered`, wait also until the agent has counted their metrics. `is_left()` returns True if an agent will
-        read the rows.
-        """
+        """Wait until the agent has read all rows of an ended session. Return the number of unread rows. The next
+        session will overwrite the rows. With `metered`, the agent must also have counted their metrics. `is_left()`
+        returns True if an agent will read the rows."""
         end = time.monotonic() + LAST_READ_S
         while True:
             is_taken, progress = self.is_taken(), self.progress()
@@ -123,8 +118,6 @@ class Handover:
         return self._read_checkpoint(read, Progress())
 
     def agent_metrics(self) -> MeterState | None:
-        """Return the metrics that the agent has counted from this session, None if there are none."""
-
         def read(place: ExportCheckpoint) -> MeterState | None:
             state = place.read_meter()
             return state if state is not None and state.generation == generation_of(place.fileno()) else None
@@ -132,7 +125,6 @@ class Handover:
         return self._read_checkpoint(read, None)
 
     def metrics(self) -> Metrics | None:
-        """Return the state of the metrics that this process or the agent sends, None if none are sent."""
         exporter = self._exporter
         if exporter is None:
             return None
@@ -143,7 +135,6 @@ class Handover:
         return metrics
 
     def losses(self) -> Mapping[str, int]:
-        """Return the counts of spans that the export has lost, in this process or in the agent, by reason."""
         progress = self.progress()
         fates = progress.unreported() if self.is_left_unexported() else progress.fates
         if self._exporter is None and not self.writes_dataset:  # an agent may write files nevertheless
@@ -160,10 +151,8 @@ LAST_READING_S = 0.5
 
 @dataclass(eq=False)
 class GaugeWatch:
-    """A reader of a process's gauges, through the agent or on a thread of this process.
-
-    `_changed()` is called when the set of read GPUs changes. Only one thread at a time may call `begin` and `stop`.
-    """
+    """Reads a process's gauges, through the agent or on a thread of this process. `_changed()` is called when the set
+    of read GPUs changes. Only one thread at a time may call `begin` and `stop`."""
 
     _gauges: Gauges
     _membership: Membership
@@ -183,7 +172,6 @@ class GaugeWatch:
         self._reset()
 
     def facts(self) -> Mapping[str, Any] | None:
-        """Return the settings that the agent needs to read the gauges, None if the profile asks for no gauge."""
         if not self._gauges.has_readable_gauges:
             return None
         settings = self._gauges.readable_settings()
@@ -194,13 +182,11 @@ class GaugeWatch:
     # ---------------------------------------------------------------- who reads
 
     def begin(self) -> None:
-        """Start a thread that reads the gauges, unless the agent of this process reads them."""
         self._has_begun = True
         if not (self._membership.has_agent() and RECORDER.memory_fd >= 0):
             self._start_own_thread()
 
     def _start_own_thread(self) -> None:
-        """Start a thread that reads the gauges, unless another process already reads them."""
         if self._has_stopped or self._gauges.is_reading or not self._gauges.has_readable_gauges:
             return
         if self._membership.path and RECORDER.memory_fd >= 0:
@@ -217,7 +203,6 @@ class GaugeWatch:
             claim.close()
 
     def send_updates(self) -> None:
-        """Send the agent new readings of torch's memory, and changed GPUs."""
         if not self._has_begun or self._has_stopped or not self._gauges.has_readable_gauges or RECORDER.memory_fd < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
@@ -227,7 +212,6 @@ class GaugeWatch:
             self._send_torch_memory()
 
     def handle_message(self, message: Any) -> None:
-        """Handle a message of the agent: the GPUs that it reads, with notes, or its refusal to read the gauges."""
         if not isinstance(message, dict):
             return
         if "yours" in message:
@@ -258,7 +242,7 @@ class GaugeWatch:
     # ---------------------------------------------------------------- the end
 
     def stop(self, deadline: Deadline) -> None:
-        """Take a last reading of all gauges, or wait for the agent's, and stop reading."""
+        """Take a last reading of all gauges, and stop. If the agent reads the gauges, wait for its last reading."""
         self._has_stopped = True
         is_own = self._gauges.is_reading
         self._gauges.stop(deadline.seconds_left())

@@ -54,13 +54,13 @@ UNSENT = "agent: up to %d spans of processes that had ended are perhaps not expo
 
 
 def _can_agent_report() -> bool:
-    """Return True if standard error is a file or a terminal, which the agent can open once this process has ended."""
+    """Return True if the agent can print after this process has ended. Standard error must be a file or a terminal."""
     return file_of_descriptor(2).startswith("/")
 
 
 @dataclass(eq=False)
 class Leaving:
-    """The end of a session. `_facts` are sent to the agent with the goodbye. `_stop()` ends the session."""
+    """The end of a session. The agent gets `_facts` with the goodbye. `_stop()` ends the session."""
 
     _recorded: Recorded
     _exporting: Exporting
@@ -76,7 +76,7 @@ class Leaving:
         then."""
 
     def prepare(self) -> None:
-        """Make the session end when the process exits. Report to `instrument init` if it started the process."""
+        """Make the session end when the process exits. If `instrument init` started the process, report to it."""
         atexit.register(self._at_exit)
         self.undos.append(lambda: atexit.unregister(self._at_exit))
         if self._membership.path:
@@ -102,15 +102,15 @@ class Leaving:
         util.Finalize(None, self._at_exit, exitpriority=-100)
 
     def _at_exit(self) -> None:
-        """End the session at interpreter exit. If a KeyboardInterrupt ended the program, raise it again, so that Python
-        exits by the signal."""
+        """End the session at interpreter exit. If a KeyboardInterrupt ended the program, it is raised again, so that
+        Python exits by the signal."""
         FAULTS.attempt("exit", self._stop)
         if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
             with suppress(KeyboardInterrupt):
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
     def stop_on_thread(self) -> None:
-        """End the session on a new thread, when only our threads keep the process from ending."""
+        """End the session on a new thread. The process would not end otherwise, because our threads still run."""
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
 
@@ -141,7 +141,6 @@ class Leaving:
         return Deadline(EXIT_LIMIT_NS / 1e9)
 
     def leave(self, deadline: Deadline) -> None:
-        """Send the last spans, write the last window, say goodbye to the agent, and print the summary."""
         recorded, exporting = self._recorded, self._exporting
         self._report()
         is_first = self._saving.destination().is_first
@@ -188,11 +187,8 @@ class Leaving:
         return environment.is_first_of_run() and (is_of_run or first_pid == os.getpid())
 
     def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
-        """Say goodbye to the agent, and print the summary.
-
-        The last process on a standard stream prints one report on the whole run. A process without an agent, or with a
-        summary file, reports on itself alone.
-        """
+        """Send the goodbye to the agent, and print the summary. The last process on a standard stream prints one report
+        on the whole run. A process without an agent, or with a summary file, reports on itself alone."""
         account, profile = self._recorded.account, self._recorded.profile
         settings = profile.export.summary
         if settings is None:
@@ -217,7 +213,6 @@ class Leaving:
             self._saving.print_summary(settings, round(deadline.seconds_for_last_wait() * 1e9))
 
     def _log_unsent(self) -> None:
-        """Log the number of spans that were not sent, unless the agent can still report them."""
         handover = self._exporting.handover
         lost = dict(handover.losses())
         if self._recorded.exporter is not None and handover.is_here:

@@ -56,11 +56,8 @@ class Membership:
         self.path = os.environ.get(agent_socket.VARIABLE, "")
 
     def join(self, *, begins: bool = False) -> str:
-        """Connect to the agent, and send it this process's facts and recording. Return the reason for a failure, else
-        "".
-
-        With `begins`, start an agent in place of one that has ended, which takes some 20 ms.
-        """
+        """Connect to the agent, and send it this process's facts and recording. Return the reason for a failure, or "".
+        With `begins`, start an agent in place of an ended one, which takes some 20 ms."""
         self.close()
         if not self.path:
             return ""
@@ -104,11 +101,10 @@ class Membership:
         return bool(self.path) and agent_socket.has_listener(Path(self.path))
 
     def has_agent(self) -> bool:
-        """Return True if an agent exists, or if this process may start one in place of an agent that has ended."""
+        """Return True if an agent exists, or if this process may start another one."""
         return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
 
     def can_begin_agent(self) -> bool:
-        """Return True if this process may start an agent in place of one that has ended."""
         return bool(self.path) and agent_socket.can_replace(Path(self.path))
 
     @property
@@ -126,7 +122,8 @@ class Membership:
         return not closed.poll(0)
 
     def fileno(self) -> int:
-        """Return the connection's descriptor; -1 for none, or if the service has closed it, as daemons do."""
+        """Return the connection's descriptor. It is -1 without a connection, or if the service has closed the
+        connection, as daemons do."""
         return self._descriptor.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
@@ -137,8 +134,8 @@ class Membership:
         return False
 
     def fetch_metrics(self, run: str, *, openmetrics: bool) -> str:
-        """Return the metrics of all processes of a run in Prometheus's text format. Raises `OSError`, also as
-        `TimeoutError`."""
+        """Return the metrics of all processes of a run in Prometheus's text format. Raises `OSError`, or `TimeoutError`
+        if the agent is slow."""
         asks = f"GET /metrics HTTP/1.0\r\n{OPENMETRICS if openmetrics else ''}\r\n".encode()
         with agent_socket.connect_to_agent(Path(self.path), SCRAPE_LIMIT_S) as caller:
             agent_socket.send(caller, {"ask": "scrape", "run": run})
@@ -159,7 +156,7 @@ class Membership:
         return text.decode()
 
     def next_message(self) -> Mapping[str, Any] | None:
-        """Return the agent's next message, {} if none has arrived, None if the agent has ended."""
+        """Return the agent's next message. It is {} if none has arrived, and None if the agent has ended."""
         return self._put_aside.pop(0) if self._put_aside else self._receive_message()
 
     def _receive_message(self) -> Mapping[str, Any] | None:
@@ -177,7 +174,7 @@ class Membership:
     def leave(
         self, facts: Mapping[str, Any], save: Callable[[str], object] | None, deadline: Deadline
     ) -> Mapping[str, Any]:
-        """Say goodbye to the agent, and return its answer on who prints the run's report. Without `save`, return {}.
+        """Send the goodbye to the agent. Return its answer on who prints the run's report, and {} without `save`.
 
         `save(path)` writes the recording for that report. Keys of the answer:
 
@@ -243,7 +240,7 @@ class Membership:
 
     @contextmanager
     def _connection(self) -> Iterator[_socket.socket | None]:
-        """Yield the connection as a socket that leaves the descriptor open, None without a connection."""
+        """Yield the connection as a socket, None without a connection. The descriptor remains open after the block."""
         descriptor = self.fileno()
         if descriptor < 0:
             yield None
@@ -260,7 +257,6 @@ class Membership:
 
 
 def file_of_descriptor(descriptor: int) -> str:
-    """Return the path or the pipe that a descriptor of this process refers to, "" if unknown."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:

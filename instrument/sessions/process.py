@@ -56,18 +56,19 @@ _checking = False
 
 @functools.cache
 def log_switched_off() -> None:
-    """Log that nothing is recorded or written: as a warning if the recorder is missing, else as information."""
+    """Log that nothing is recorded or written. The level is WARNING if the recorder is missing."""
     level = logging.WARNING if native.WHY_MISSING else logging.INFO
     logger.log(level, "%s: nothing is recorded, and nothing is written", SWITCHED_OFF)
 
 
 def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
-    """Record from now on what a profile asks for, until `stop`: ``instrument.start("profile.yaml")``.
+    """Record what a profile asks for, until `stop`. Return the session: ``instrument.start("profile.yaml")``.
 
     `profile` is a path or a `Profile`. By default it is the file that `INSTRUMENT_PROFILE` names. Without any profile,
-    decorators and scopes record, and nothing is exported. Returns the session. With `INSTRUMENT=off`, and while `check`
-    imports the service, it does nothing and returns None. Raises `ProfileError` for a bad file and `StateError` when a
-    session runs already.
+    decorators and scopes record, and nothing is exported.
+
+    Returns None if `INSTRUMENT` is `off`, and while `check` imports the service. Raises `ProfileError` for an invalid
+    file, and `StateError` if a session runs already.
     """
     global _session, _fork_hook_registered
     if OFF:
@@ -111,8 +112,8 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
 
 
 def _begin_run(profile: Profile) -> Callable[[], object]:
-    """Begin a run of this process and its children, if the profile has an export that needs an agent. Return a function
-    that ends the run for new children."""
+    """Begin a run of this process and its children, if an export of the profile needs an agent. Return a function that
+    ends the run for new children."""
     export = profile.export
     is_asked = bool(export.otlp or export.prometheus or export.parquet or profile.capture.to)
     is_free = not {agent_socket.VARIABLE, RUN_VARIABLE} & os.environ.keys()
@@ -135,7 +136,8 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
 
 
 def stop() -> None:
-    """End the running session, if any: undo every change, write the profile's files, and print its summary."""
+    """End the running session, if there is one. Every change to the service is undone. The files of the profile are
+    written, and its summary is printed."""
     session = _session
     if session is not None:
         session.stop()
@@ -157,13 +159,13 @@ def session() -> Session:
 
 
 def summary(**options: Any) -> str:
-    """Return the text report on everything since the session's start. With `INSTRUMENT=off`, return one sentence.
+    """Return the text report on everything since the start of the session.
 
-    Options, whose defaults come from the profile:
+    With `INSTRUMENT=off`, the text is one sentence. The defaults of the options come from the profile. Options:
 
     - `views`: the reports, in this order: brief (one screen), overview, events, phases, operators, kernels, device,
-      copies, memory, distribution, user, requests, batches, classes, ops, instances, startup,
-      neighbours, benchmark, cost
+      copies, memory, distribution, user, requests, batches, classes, ops, instances, startup, neighbours, benchmark,
+      cost
     - `torch_trace`: a trace file of `torch.profiler` from the same time, for kernels, allocations and FLOPs
     - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
     - `sorted_by`: default, calls, total, max, min, ave, or one of the last four with cpu_ or gpu_ before it, also
@@ -185,10 +187,12 @@ def summary(**options: Any) -> str:
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write the running session's current spans and totals to a file. The session goes on unchanged.
+    """Write the current spans and totals of the running session to a file. The session continues.
 
-    For a path that ends in `.npz`, the file is a recording. For `.json` or `.json.gz`, it is a Chrome trace, which
-    Perfetto shows. Reports load a recording ten times as fast.
+    The file is a recording if the path ends in `.npz`. It is a Chrome trace, which Perfetto shows, if the path ends in
+    `.json` or `.json.gz`. Reports load a recording ten times as fast.
+
+    Raises `StateError` if no session runs, and `TraceError` if writing fails.
     """
     if OFF:
         log_switched_off()
@@ -205,7 +209,7 @@ def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
 
 
 def flush(timeout_s: float = 5.0) -> Delivery | None:
-    """Send all finished spans to the collector, and wait up to `timeout_s` for its answers. See `Session.flush`."""
+    """Send all finished spans to the collector. Wait up to `timeout_s` seconds for its answers. See `Session.flush`."""
     if OFF:
         log_switched_off()
         return None
@@ -213,20 +217,20 @@ def flush(timeout_s: float = 5.0) -> Delivery | None:
 
 
 def prometheus(*, openmetrics: bool = False) -> str:
-    """Return the metrics of the run in Prometheus's text format (0.0.4), for a service that answers scrapes with them.
+    """Return the metrics of the run in Prometheus's text format (0.0.4). A service can answer scrapes with this text.
 
     With `openmetrics` the format is OpenMetrics (1.0.0), for scrapes that accept it. Its buckets of requests have
     exemplars with `trace_id` and `span_id`, if OTLP exports the traces.
 
-    The metrics are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with
+    A collector gets the same metrics by OTLP. They are requests by endpoint and status, calls of the rules with
     `metrics`, gauges, losses and cost. The queue times of requests with keys, and the sizes of their batches, appear
     some seconds after the requests end.
 
     The run's agent adds up all processes, so any process can answer. Processes that ended before the first scrape count
-    if the profile has `export: {prometheus: }`; the agent then answers scrapes itself, too. Without an agent (`agent:
-    off`) the metrics are of this process alone.
+    only if the profile has `export: {prometheus: }`. The agent then answers scrapes itself, too. Without an agent
+    (`agent: off`) the metrics are of this process alone.
 
-    Takes some milliseconds, at the first call of a run up to a second. Raises `StateError` if no session runs, and
+    Takes some milliseconds. The first call of a run takes up to a second. Raises `StateError` if no session runs, and
     `ExportError` if `prometheus_client` is not installed.
     """
     if OFF:
@@ -243,16 +247,14 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Stop recording until `enable`. The probes stay attached, and cost one branch each."""
+    """Stop recording until `enable`. The probes stay attached, and each call costs one branch."""
     RECORDER.switch(on=False)
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
-    """Check a profile: import the given modules, the modules of its rules and their frameworks, and attach the rules.
-
-    Return the verdicts on the rules, and a sentence per module that failed to import. Nothing is recorded, and every
-    change is undone. Raises `StateError` while a session runs.
-    """
+    """Check a profile without recording. Import the given modules, the modules of its rules and their frameworks, and
+    attach the rules. Return the verdicts on the rules, and a sentence per module that failed to import. Every change is
+    undone. Raises `StateError` while a session runs."""
     global _checking
     with _session_lock:
         if _session is not None:
@@ -287,7 +289,6 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
 
 
 def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
-    """Return the verdict on a rule, with the error if the rule waits for a module that failed to import."""
     failing = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
     if verdict.state != "waiting" or not failing:
         return verdict
@@ -295,7 +296,6 @@ def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mappi
 
 
 def _nearest_to_import(name: str, error: BaseException) -> str:
-    """Return a hint with the name of the module that is most similar to the name of a missing module, "" for none."""
     missing = getattr(error, "name", None) or ""
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
         return ""
@@ -313,16 +313,13 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
 
 
 def stop_on_sigterm() -> None:
-    """Have SIGTERM stop the session, and then end the process by the same signal. The stop takes at most twice
-    `EXIT_LIMIT_NS`.
-
-    Our handler takes effect only while the service has no handler of its own.
-    """
+    """Make SIGTERM stop the session, and then end the process by the same signal. The stop takes at most twice
+    `EXIT_LIMIT_NS`. Our handler takes effect only while the service has no handler of its own."""
     session().leaving.undos.append(Termination(_stop_for_signal).install())
 
 
 def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
-    """Stop the session because of a signal. If that is impossible now, return False. The signal is then sent again."""
+    """Stop the session because of a signal. Return False if that is impossible now. The signal is then sent again."""
     running = _session
     if running is not None and running.exporting.lock.postpone(number):
         return False
@@ -349,7 +346,7 @@ handled."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
-    """Return True if a frame or one of its callers runs the session's own code, which calls no user code."""
+    """Return True if a frame or one of its callers runs the session's own code. That code may have a lock."""
     rooms = {__name__, *(part.__module__ for part in (Session, Recorded, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:
@@ -359,7 +356,6 @@ def _is_in_own_code(frame: FrameType | None) -> bool:
 
 
 def _resend_signal(number: int) -> None:
-    """Send a signal to this process repeatedly, until its handler can stop the session."""
     while _resending.get(number):
         sleep(0.02)
         is_ours = signal.getsignal(number) == signal.SIG_DFL  # as the service sees it
@@ -380,7 +376,7 @@ _forking = local()
 
 
 def _before_fork() -> None:
-    """Wait for the end of a reload on another thread, and make the board that the run's processes share."""
+    """Wait for the end of a reload on another thread. Also make the board, which the processes of the run share."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make_board())

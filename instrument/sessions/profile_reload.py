@@ -40,11 +40,9 @@ Answer = Mapping[str, Any]
 
 
 class Request(NamedTuple):
-    """A request to a process to reload its profile from `path`, or from its own file if `path` is None.
-
-    With `service`, only processes of that service answer it. With `switch`, `path` may be another file than the
-    process's own. With `records`, no profile is read, and the recording is switched on or off.
-    """
+    """A request to a process to reload its profile. `path` is the new profile, None for the process's own file. With
+    `service`, only processes of that service answer. With `switch`, `path` may be another file than the process's own.
+    With `records`, no profile is read, and the recording is switched on or off."""
 
     path: str | None = None
     service: str | None = None
@@ -69,9 +67,9 @@ FIXED_SETTINGS = {
 class Reload:
     """The result of a reload of a running session's profile.
 
-    `attached` and `undone` name the new and the removed targets of function rules, and the new and the removed rules
-    for layers and copies. `refused` has a sentence per setting that could not be changed. `generation` is the number of
-    the profile in this session, from 1. `digest` identifies the current profile.
+    `attached` and `undone` name the new and the removed targets of function rules. They also name the new and the
+    removed rules for layers and copies. `refused` has a sentence per setting that could not be changed. `generation` is
+    the number of the profile in this session, from 1. `digest` identifies the current profile.
     """
 
     generation: int
@@ -101,7 +99,6 @@ def _clip_names(names: Sequence[str]) -> list[str]:
 
 
 def file_of(profile: Profile, folder: Path) -> Path | None:
-    """Return the file from which a profile was read, None if it was made in code."""
     path = folder / profile.source
     return path if path.is_file() else None
 
@@ -114,11 +111,9 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def describe_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
-    """Return a text that describes this process if a request is for other processes, else "". Raises `ProfileError`.
-
-    A request is for the processes whose own file it names. With `switch` it is for all processes of the service in the
-    named profile.
-    """
+    """Return "" if a request is for this process, and else a text that describes the process. Raises `ProfileError`. A
+    request is for the processes whose own file it names. With `switch` it is for all processes of the service in the
+    named profile."""
     service, path = request.service, request.path
     is_own = path is None or (file is not None and _is_same(Path(path), file))
     if path is not None and request.switch and not is_own:
@@ -135,7 +130,6 @@ def _is_same(first: Path, second: Path) -> bool:
 
 
 def keep_fixed_settings(profile: Profile, now: Profile) -> Profile:
-    """Return a profile with the settings of `FIXED_SETTINGS` from the current profile."""
     return replace(
         profile,
         clock=now.clock,
@@ -149,7 +143,6 @@ def keep_fixed_settings(profile: Profile, now: Profile) -> Profile:
 
 
 def refused_settings(profile: Profile, in_force: Profile) -> tuple[str, ...]:
-    """Return a sentence per setting of `FIXED_SETTINGS` that differs between two profiles, with the reason."""
     from instrument.profile.keys import get_setting
 
     return tuple(
@@ -160,11 +153,8 @@ def refused_settings(profile: Profile, in_force: Profile) -> tuple[str, ...]:
 
 
 def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[str], list[str]]:
-    """Attach the rules that are only in the profile `to`, and undo those that are only in `now`.
-
-    Return the names of the attached and of the undone targets. Raises `StateError` after a failure, which leaves the
-    rules of `now` attached.
-    """
+    """Change the attached rules from the profile `now` to the profile `to`. Return the names of the attached and of the
+    undone targets. Raises `StateError` after a failure. Then the rules of `now` remain attached."""
     try:
         return selection.change(to)
     except Exception as fault:
@@ -218,7 +208,6 @@ class Generations:
         return self.file if self._session.profile.control.watch else None
 
     def prepare_to_watch(self) -> bool:
-        """Return True if the profile's file is to be watched for changes. If so, import the reader of profiles."""
         session = self._session
         if not session.profile.control.watch:
             return False
@@ -231,7 +220,6 @@ class Generations:
         return True
 
     def change(self, profile: Profile | str | os.PathLike[str] | None) -> Reload:
-        """Change to another profile; see `Session.reload`."""
         session = self._session
         if profile is None and self.file is None:
             raise StateError(
@@ -264,7 +252,6 @@ class Generations:
         return profile
 
     def add_engine(self, package: str) -> None:
-        """Add the rules of the preset for an engine, such as vLLM, before its modules are imported."""
         from instrument.profile.keys import with_engine_preset
 
         session = self._session
@@ -290,7 +277,6 @@ class Generations:
         self._session.account.refuse(f"the profile of generation {self._session.generation} stays in force: {error}")
 
     def answer(self, request: Request) -> Answer:
-        """Fulfil a request of the agent or of a changed file. Return the answer as values for JSON."""
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:
@@ -331,11 +317,8 @@ AGENT_RETRY_S = 1.0
 
 
 class ControlThread:
-    """A thread that handles the agent's messages and changes of the profile's file until `stop`.
-
-    `end_of_main_thread()` returns a function to call once the main thread has ended, None if the process does not end
-    with that thread.
-    """
+    """A thread that handles the agent's messages, and changes of the profile's file. `end_of_main_thread()` returns a
+    function to call once the main thread has ended. It returns None if the process does not end with that thread."""
 
     def __init__(
         self,
@@ -369,14 +352,14 @@ class ControlThread:
         self.start_or_wake()
 
     def hear_agent(self) -> None:
-        """Begin to handle the agent's messages, and start the thread unless it runs."""
         with self._lock:
             if self._membership.joins and not self._generations.has_ended():
                 self._has_begun = True  # there is an agent, and the session has not ended as its threads began
                 self.start_or_wake()
 
     def start_or_wake(self) -> None:
-        """Start the thread or wake it to look for the agent. Does nothing before `watch` or `hear_agent` is called."""
+        """Start the thread, or wake it so that it looks for the agent. Does nothing before `watch` or `hear_agent` is
+        called."""
         with self._lock:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)  # it looks for the agent
@@ -397,7 +380,7 @@ class ControlThread:
             self._close()
 
     def after_fork_in_child(self) -> None:
-        """Drop the parent's thread. `go_on` starts a thread of the child if there is a file to watch."""
+        """Drop the parent's thread. `start_or_wake` starts a thread of the child if there is a file to watch."""
         self._close()
         self._begin(has_begun=self._has_begun and self._generations.watched is not None)
 
@@ -432,7 +415,8 @@ class ControlThread:
                     _attempt(self._handle_agent_message)
 
     def _wait(self, wait_s: float) -> list[tuple[int, int]]:
-        """Wait for a message of the agent or a wake-up. Uses `poll`, as a forked child would share an `epoll`."""
+        """Wait for a message of the agent, or to be woken. Uses `poll`, because a forked child would share an
+        `epoll`."""
         waiting = poll()
         for descriptor in (self._wake, self._agent_fd):
             if descriptor >= 0:
@@ -508,7 +492,6 @@ def _has_main_thread_ended() -> bool:
 
 
 def _identity_of_file(path: Path | None) -> tuple[int, ...] | None:
-    """Return numbers that change with the file's content, None if there is no file."""
     try:
         facts = os.stat(path) if path is not None else None  # noqa: PTH116 - the plain call, ten times a second
     except OSError:

@@ -155,7 +155,10 @@ class Profiler:
         self._waited: dict[int, int] = {}
 
     def start(self) -> None:
-        """Begin step 0. Raises `StateError` if the Profiler already runs, or if a session with another profile runs."""
+        """Begin step 0.
+
+        Raises `StateError` if the Profiler already runs, or if a session with another profile runs.
+        """
         with self._lock:
             if self._is_running:
                 raise StateError("the Profiler already runs; call stop() first, or create another one")
@@ -184,7 +187,6 @@ class Profiler:
                 self._windows.begin_window(self._step_ns)
 
     def _prepare(self, windows: Windows) -> bool:
-        """Start torch.profiler and read gauges, if a window is about to begin. Return True if these took time."""
         if self._torch is not None:
             self._torch.stop_at_limit()
             if windows.state is State.READY:
@@ -198,7 +200,6 @@ class Profiler:
         return windows.is_due
 
     def _read_host(self, host: Host, *, is_end: bool = False) -> None:
-        """Read the processor and memory use of process and machine, at the start of a window or at its end."""
         now_ns = time.monotonic_ns()
         values = host.read(now_ns, rarely=True)
         if not is_end:
@@ -231,11 +232,14 @@ class Profiler:
         self.stop()
 
     def step(self, num_samples: int | None = None) -> None:
-        """End the current step, which had `num_samples` samples, and begin the next one.
+        """End the current step and begin the next one.
 
-        Takes some 5 us. If a window ends with the step, this copies its rows, 0.3 us each, and runs the handlers that
-        do not run on the `Profiler`'s thread. A handler that reads the spans waits until they are made, 2 us each.
-        Raises `StateError` without a current step, and `ProfileError` if `num_samples` is no number.
+        `num_samples` is the number of samples in the current step. A call takes about 5 us.
+
+        At the end of a window, a call also copies the rows of the window, at 0.3 us per row. It then calls the
+        handlers, except those with a thread of their own. A handler that reads spans needs 2 us more per span.
+
+        Raises `StateError` without a current step, and `ProfileError` if `num_samples` is not a number.
         """
         if self._pid != os.getpid():
             return
@@ -279,10 +283,10 @@ class Profiler:
                     windows.begin_window(self._step_ns)
 
     def stop(self) -> None:
-        """End the last step, deliver the open window unless it is empty, and leave the session.
+        """End the last step, deliver the open window, and leave the session.
 
-        A window is empty if no step ended and no span began in it. A last step without a span is left out. A call
-        within a handler takes effect once the window is delivered, and later steps are ignored. A second call does
+        A window without a complete step and without a span is not delivered. A last step without a span is left out. In
+        a handler, the call takes effect after the window is delivered, and later steps are ignored. A second call does
         nothing.
         """
         if self._pid != os.getpid():
@@ -300,7 +304,7 @@ class Profiler:
             self._leave(WAIT_LIMIT_NS)
 
     def _end_with_session(self) -> None:
-        """Leave a session that ends, perhaps by SIGTERM or within `step`. Later steps of the loop are only timed."""
+        """Stop recording because the session ends, perhaps on SIGTERM. Later steps are only timed."""
         if self._pid != os.getpid():
             return
         if self._lock.acquire(timeout=STEP_LIMIT_S):
@@ -400,7 +404,6 @@ class Profiler:
             self._is_delivering = False
 
     def _count_failure(self, event: str, error: Exception) -> None:
-        """Count an error of the user's code in `failures`. Note and log the first one."""
         with self._failing:
             self.failures += 1
             if self.failures > 1:
@@ -413,11 +416,12 @@ class Profiler:
     # ---------------------------------------------------------------- what it has measured
 
     def loader(self, batches: Any, name: str | None = None) -> LoaderItems:
-        """Return the items of an iterable, and count the wait for each item as the step's reader cost.
+        """Return the items of an iterable, and measure the wait for each item.
 
-        Unlike `instrument.loader` and the profile's `loaders`, this also counts waits on other threads than that of
-        `step`, and waits that are not recorded. See `instrument.loader` for `name`, the spans and errors. Raises
-        `TargetError` for an asynchronous iterable.
+        `Profiler.step_info` reports the waits as the reader cost. Waits on all threads count, also if no session
+        records them. `name` and the spans are those of `instrument.loader`.
+
+        Raises `TargetError` for an asynchronous iterable, and the errors of `instrument.loader`.
         """
         if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):
             raise TargetError(
@@ -431,16 +435,17 @@ class Profiler:
         waited[reader] = waited.get(reader, 0) + waited_ns
 
     def step_info(self, unit: str | None = None) -> str:
-        """Return a line with averages since the last call: reader and batch cost in seconds, and samples per second.
+        """Return a line of averages since the last call of this method.
 
-        `unit` is the word for a sample. Without samples, the rate counts steps. A missing value is `-`.
+        The line has the reader cost and the batch cost in seconds, and the samples per second. `unit` is the word for a
+        sample. If the samples are not known, steps are counted. A missing value is `-`.
         """
         with self._lock:
             since, self._since = self._since, Benchmark(skip=0)
         return benchmark_line(since, unit)
 
     def benchmark(self) -> LoopTimes:
-        """Return the times of the steps since the start, without the first `SKIPPED_STEPS`."""
+        """Return the times of all steps except the first `SKIPPED_STEPS`."""
         return self._benchmark.measure_loop_times()
 
     def summary(
@@ -452,10 +457,11 @@ class Profiler:
         skip_first: int | None = None,
         **options: Any,
     ) -> str:
-        """Return the text of views on the newest window, by default `events`, and of the benchmark of all steps.
+        """Return a report on the newest window and on the times of all steps.
 
-        The benchmark omits the first `skip_first` steps, by default `SKIPPED_STEPS`, at most `FIRST_KEPT`. Options and
-        errors are those of `Window.summary`. Before the first window has ended, the text has only the benchmark.
+        `views` are the names of the views, by default `events` and `benchmark`. `benchmark` leaves out the first
+        `skip_first` steps, by default `SKIPPED_STEPS`, and at most `FIRST_KEPT`. Other options and the errors are those
+        of `Window.summary`. Before the first window has ended, the report has only the step times.
         """
         window, names = self.window, ("events", "benchmark") if views is None else views
         steps = self._benchmark if skip_first is None else self._benchmark.without_first_steps(skip_first)
@@ -519,12 +525,10 @@ class SizedLoaderItems(LoaderItems):
 
 
 def records_everything(session: Session) -> bool:
-    """Return True if a session records with `EVERYTHING`, because a loop began it without a profile."""
     return session.profile.source == EVERYTHING.source
 
 
 def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
-    """Return a driver of torch.profiler for a loop, None if the options do not ask for it."""
     if options.is_wanted is False or (options.is_wanted is None and not records_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"
@@ -536,7 +540,7 @@ _guests_lock = threading.RLock()
 
 
 def join_or_begin_session(profile: Profile | str | os.PathLike[str] | None, **overrides: str | None) -> Session | None:
-    """Return the running session for a loop, else begin one. Return None with `INSTRUMENT=off`."""
+    """Return the running session, or begin one. Returns None if `INSTRUMENT` is `off`."""
     if OFF:
         return None
     settings: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
@@ -566,7 +570,7 @@ def join_or_begin_session(profile: Profile | str | os.PathLike[str] | None, **ov
 
 
 def leave_session(session: Session) -> None:
-    """Leave a session. If a loop began it and no other loop uses it, end it."""
+    """End a session that a Profiler began, unless another Profiler uses it."""
     with _guests_lock:
         if session not in _guests:
             return

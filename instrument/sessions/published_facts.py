@@ -66,7 +66,6 @@ class PublishedFacts:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Forget all published values, so that a new session or a forked child publishes its own from the start."""
         self.is_scraped = False
         """True if this process reads its own recording only to answer scrapes."""
         self._gpus: Sequence[Gpu] = ()
@@ -104,7 +103,8 @@ class PublishedFacts:
             self.publish()
 
     def publish_resource(self) -> None:
-        """Write the resource attributes of the service's tracer provider, so that both exports have the same."""
+        """Write the resource attributes that the service gave its OpenTelemetry SDK. Our exports then have the same
+        attributes."""
         if self._recorded.exporter is None:
             return
         resource = dict(self._recorded.exporter.resource())
@@ -126,18 +126,15 @@ class PublishedFacts:
 
     @property
     def wants_agent(self) -> bool:
-        """True if the profile has an export that an agent does while the process runs, such as scrapes."""
         profile = self._recorded.profile
         return self.needs_agent_to_export or profile.export.parquet is not None
 
     @property
     def needs_agent_to_export(self) -> bool:
-        """True if the profile has an export that only an agent can do."""
         profile = self._recorded.profile
         return profile.export.prometheus is not None or profile.capture.to is not None
 
     def export_settings(self) -> Mapping[str, Any] | None:
-        """Return the settings with which the agent exports this recording, None if the agent does not export it."""
         profile = self._recorded.profile
         otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
         parquet = self._recorded.dataset()
@@ -155,7 +152,6 @@ class PublishedFacts:
 
     @property
     def has_metrics_reader(self) -> bool:
-        """True if this process or an agent counts metrics from the recording."""
         if self._recorded.exporter is not None or self.is_scraped:
             return True
         if self._recorded.profile.export.parquet is not None:
@@ -164,12 +160,10 @@ class PublishedFacts:
 
     @property
     def asks_for_metrics(self) -> bool:
-        """True if the profile has metrics other than gauges."""
         profile = self._recorded.profile
         return bool(profile.requests) or any(rule.metrics or rule.gen_ai or rule.batch for rule in profile.functions)
 
     def _metered_facts(self) -> MeteredFacts:
-        """Return the values for this process's metrics, with the losses and costs that were written last."""
         recorded, profile = self._recorded, self._recorded.profile
         return replace(
             self._books or export_facts.MeteredFacts(0),
@@ -184,7 +178,7 @@ class PublishedFacts:
         )
 
     def publish_marks(self) -> None:
-        """Write the marks that identify functions with metrics. A call soon after the last does nothing."""
+        """Write the identifiers of functions that have metrics. A call soon after the last one does nothing."""
         began_ns = time.monotonic_ns()
         if not self.has_metrics_reader or began_ns < self._marks_until_ns:
             return
@@ -214,7 +208,6 @@ class PublishedFacts:
             self.publish()
 
     def _marks_of_rules(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
-        """Return the marks of the targets of the wanted rules. Metrics identify functions by marks."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
         sites = self._recorded.sites_of(rules)
         return tuple(sorted(set(map(request_meter.site_mark, sites))))[: distributions.SERIES_LIMIT] if sites else ()
@@ -225,17 +218,16 @@ class PublishedFacts:
         return tuple(note[:NOTE_LENGTH] for note in self._recorded.account.notes(of_all=of_all)[:MOST_NOTES])
 
     def own_notes_in_short(self, *, of_all: bool = False) -> Mapping[str, Any]:
-        """Return `SessionDiagnostics.own_notes` as a mapping, cut to fit into one packet."""
+        """Return the notes of this process alone, cut to fit into one message."""
         own_notes = self._recorded.account.own_notes(of_all=of_all)
         waiting = tuple((mark, note[:NOTE_LENGTH]) for mark, note in own_notes.waiting[:MOST_NOTES])
         uncalled = own_notes.uncalled if len(own_notes.uncalled) <= MOST_MARKS else ()
         return asdict(replace(own_notes, at_work=own_notes.at_work[:MOST_MARKS], waiting=waiting, uncalled=uncalled))
 
     def publish_verdicts(self, *, at_once: bool = False) -> None:
-        """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
+        """Publish for each profile rule its effect in this process, also for `instrument check`.
 
-        Without `at_once`, a call soon after the last one does nothing, so that the calls take at most a 20th of the
-        time.
+        Without `at_once`, a call soon after the last one does nothing. This limits the cost to 5 percent of the time.
         """
         began_ns, recorded = time.monotonic_ns(), self._recorded
         if began_ns < self._verdicts_until_ns and not at_once:

@@ -79,10 +79,9 @@ Firsts = Mapping[int, tuple[int, int]]
 
 
 class Recorded:
-    """The components that record with one profile in this process, and the readers of the recorded data. All methods
-    may be called from any thread.
+    """Records with a profile in this process, and returns the recorded data. All methods may be called from any thread.
 
-    `keep_gpus(gpus)` is called with the GPUs whose gauges are read.
+    `keep_gpus` is called with the GPUs whose gauges are read.
     """
 
     def __init__(self, profile: Profile, keep_gpus: Callable[[Sequence[Gpu]], object]) -> None:
@@ -129,7 +128,6 @@ class Recorded:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew, with nothing recorded, for a new session or a forked child."""
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self.steps: deque[Step] = deque(maxlen=MOST_STEPS)
@@ -160,18 +158,17 @@ class Recorded:
 
     @property
     def requests_by(self) -> tuple[str, int]:
-        """The attribute by which requests are grouped, "" for none, and the maximum number of groups."""
+        """The attribute that groups requests, and the maximum number of groups."""
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
     def dataset(self) -> Parquet | None:
-        """Return the dataset's settings with an absolute path, because the agent runs in another folder."""
+        """Return the settings of the dataset. The path is absolute, because the agent runs in another folder."""
         settings = self.profile.export.parquet
         if settings is None or "://" in settings.path:
             return settings
         return replace(settings, path=str(environment.working_folder() / settings.path))
 
     def ids(self) -> export_facts.Ids:
-        """Return the generator of the trace ids and span ids that this session's spans have at collectors."""
         if self.exporter is not None:
             return self.exporter.own.ids
         if self._ids is None:
@@ -186,8 +183,8 @@ class Recorded:
         return service_sdk.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
-        """Return trace id, span id, flags and trace state of a span. The trace is that of the remote caller, if there
-        is one."""
+        """Return the trace id, span id, flags and trace state of a span. A span below a remote caller has the trace id
+        of the caller."""
         ids, remote = self.ids(), remote_of(remote_value)
         may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
         if may_be_below and not any(RECORDER.paths().map_sites(is_request)):
@@ -205,7 +202,6 @@ class Recorded:
         return trace_id, ids.span_id(span_id), parent.flags, parent.state
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
-        """Return the trace id and span id that a request has at a collector. `key` is its first key, "" for none."""
         from instrument.trace.request_trees import trace_id_of
 
         trace_id, span_id = self.ids().ids_of_root(span)
@@ -213,7 +209,6 @@ class Recorded:
         return trace_id_of(run, key) if run else trace_id, span_id
 
     def origin(self) -> Origin:
-        """Return the identity of this process, with a new pair of readings of the monotonic and the wall clock."""
         monotonic_ns, realtime_ns = clock.read_clocks()
         return Origin(
             pid=os.getpid(),
@@ -236,14 +231,14 @@ class Recorded:
     # ---------------------------------------------------------------- the readings
 
     def cost(self) -> Cost:
-        """Return the cost of the instrumentation so far; see `SessionDiagnostics.cost`."""
+        """Return the cost of the instrumentation so far."""
         return self.account.cost(self.lasted_ns())
 
     def lasted_ns(self) -> int:
         return (self.end_ns or time.monotonic_ns()) - self.start_ns
 
     def tally(self) -> Tally:
-        """Return the exact totals of all calls so far, with the costs of their probes."""
+        """Return the totals of all calls so far. The totals are exact."""
         return self.charge_probes(RECORDER.tally())
 
     def charge_probes(self, tally: Tally) -> Tally:
@@ -253,10 +248,11 @@ class Recorded:
     def trace(
         self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0, origin: Origin | None = None
     ) -> Trace:
-        """Return the spans in the rings that overlap an interval. Open spans are clipped and marked.
+        """Return the spans that overlap an interval, as far as they are still in memory. Open spans are clipped and
+        marked.
 
-        The steps of a `Profiler` are spans, too. Without one, steps are derived from recorded phases and loaders of a
-        training loop. `origin` is the process's identity at the interval's end.
+        The steps of a `Profiler` are spans, too. Without a `Profiler`, steps are derived from the phases and loaders of
+        a training loop. `origin` is the identity of the process at the end of the interval.
         """
         from instrument.sessions.step_columns import derive_training_steps, insert_step_spans
 
@@ -275,7 +271,7 @@ class Recorded:
         return trace
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
-        """Copy the rows of an interval, at 10 ns per span. `trace_of` makes a trace of the copy later."""
+        """Copy the rows of an interval, at 10 ns per row. `trace_of` later makes a trace of the copy."""
         from instrument.trace.of_recording import RowSnapshot
 
         mapped = RECORDER.mapped()
@@ -285,9 +281,9 @@ class Recorded:
         return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
-        """Return the trace of copied rows, with the device times that are known by now, and the cost of its spans.
+        """Return the trace of copied rows.
 
-        Takes 0.3 us per span, on any thread while the session runs.
+        Takes 0.3 us per span. May run on any thread while the session runs.
         """
         from instrument.trace.columns import device_intervals
         from instrument.trace.of_recording import NO_DETAIL
@@ -316,7 +312,7 @@ class Recorded:
         )
 
     def startup(self) -> Startup:
-        """Return the startup of the process, which is known even after the rings have overwritten its spans."""
+        """Return the times of the process's start-up. They remain known after its spans have been overwritten."""
         by_node, tree = RECORDER.mapped().first_calls(), RECORDER.paths()
         by_site: dict[Site, tuple[int, int]] = {}
         for node, call in by_node.items():
@@ -335,7 +331,7 @@ class Recorded:
         return {verdict.site for verdict in verdicts if verdict.rule in rules and verdict.site is not None}
 
     def recording(self, torch_trace: str | os.PathLike[str] | None = None) -> view.Recording:
-        """Return the input of reports: the tally and the trace, each made when it is first read."""
+        """Return the input of reports. The totals and the trace are made when they are first read."""
         window_ns = self.lasted_ns()
         return view.Recording(
             self.tally,
@@ -360,18 +356,21 @@ class Recorded:
         torch_trace: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> str:
-        """Return the text of `views` on everything since the start, in the given order.
+        """Return a report on everything since the start.
 
-        The default views are those of the profile, else `brief` (one screen), or `events` with `tracer_option` or
-        `threads`. `options` are those of `instrument.report.view.Options`. Views of totals are exact for all calls.
-        Views of spans cover the spans in the rings, and name the time from which on none is missing.
+        `views` are the names of the views, in order. The default views are those of the profile. If it has none, the
+        default is `brief`, or `events` if `tracer_option` or `threads` is given. `options` are those of
+        `instrument.report.view.Options`.
 
-        `torch_trace` is a trace file of `torch.profiler` from the same time. The views `kernels` and `memory` show its
-        kernels and allocations, `operators` its FLOPs. Raises `ValueError` for an unknown view or value, and
-        `TraceError` for a file of another process or time.
+        Views of totals cover all calls. Views of spans cover the spans that are still in memory, and report the time
+        from which on they are complete.
 
-        `brief` and `cost` take some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB.
-        Views of totals take at most 30 ms.
+        `torch_trace` is a trace file of `torch.profiler` from the same time. Its kernels appear in the view `kernels`,
+        its allocations in `memory`, and its FLOPs in `operators`.
+
+        Raises `ValueError` for an unknown view or value, and `TraceError` for a file of another process or time.
+
+        `brief` and `cost` take about 1.3 us of CPU time per span in memory. Views of totals take at most 30 ms.
         """
         return report.summary(
             self._chosen_views(views, options), self.recording(torch_trace), self._report_options(options)
@@ -380,7 +379,7 @@ class Recorded:
     def views(
         self, views: Sequence[str] | None = None, *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
-        """Return views as objects with numbers, by name. Options and errors are those of `summary`."""
+        """Return views as objects with numbers, by name. The options and errors are those of `summary`."""
         return report.make_views(
             self._chosen_views(views, options), self.recording(torch_trace), self._report_options(options)
         )
@@ -419,7 +418,7 @@ def _read_totals(merged: bool) -> Tally:
 
 
 def _caller_in_environment() -> str:
-    """Return the remote parent span that the environment variable `TRACEPARENT` names, as in `Origin`, "" for none."""
+    """Return the remote parent span that the environment variable `TRACEPARENT` names, or an empty text."""
     if not {"TRACEPARENT", "OTEL_PROPAGATORS"} & os.environ.keys():
         return ""
     from instrument.instrumentors.requests.propagation import read_caller_from_environment
@@ -428,10 +427,10 @@ def _caller_in_environment() -> str:
 
 
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
-    """Choose the first request that did work, for `Startup`. Return it with the reason for the choice.
+    """Return the first request that did work, and the reason for the choice.
 
-    The first call of a site in `sites` is preferred. Otherwise the earliest request with a recorded call below it is
-    chosen, except health probes. Return None if the chosen request is also the first of all requests.
+    A call of a site in `sites` is preferred. Otherwise the earliest request with a recorded call below it is chosen,
+    except health probes. Returns None if this is also the first request of all.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest_call(call for call in calls.values() if call.site in sites)
@@ -459,7 +458,6 @@ def _earliest_call(calls: Iterable[FirstCall]) -> FirstCall | None:
 
 
 def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
-    """Return the first call of the topmost request on the call path to a node, None without such a call."""
     request = None
     at = tree.parent(node)
     while at >= 0:

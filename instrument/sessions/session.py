@@ -52,7 +52,7 @@ START_WAIT_S = 1.0
 
 
 class SessionThreads:
-    """The threads of a session. Its own thread reads the recording repeatedly, if that is needed."""
+    """The threads of a session. One of them reads the recording at intervals, if an export needs this."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -76,15 +76,15 @@ class SessionThreads:
             self.own.join(deadline.seconds_left())
 
     def start_when_needed(self) -> None:
-        """Start the threads: in a run at the first recorded span, else at once. Many processes of a run record no
-        span."""
+        """Start the threads. A process of `instrument run` starts them at its first span, because many such processes
+        record none."""
         if self._session.is_of_run:
             await_first_span(self._start_at_first_span)
         else:
             self._start_threads()
 
     def _start_at_first_span(self) -> None:
-        """Start the threads because a first span begins. This delays the service's thread by some 0.1 ms."""
+        """Start the threads because a first span begins. This delays the service's thread by about 0.1 ms."""
         if will_server_fork():
             return  # those of the workers begin there
         has_begun = self.begun = Event()
@@ -137,8 +137,7 @@ class SessionThreads:
 class Session:
     """A running session. All methods may be called from any thread.
 
-    `tally`, `summary` and other readers are methods of `recorded`. `flush` is a method of `exporting`. The functions in
-    `onlookers` are called before the session ends, and `forget(session)` is called afterwards.
+    The functions in `onlookers` are called before the session ends. `forget` is called with the session afterwards.
     """
 
     exporting: Exporting
@@ -265,7 +264,6 @@ class Session:
     # ---------------------------------------------------------------- while it runs
 
     def announce_process(self) -> None:
-        """Announce this process to the agent and to profilers, once the session's threads have begun."""
         self._report_recording()
         if self.is_of_run or self._forked:  # of which many never record
             publish = self._facts.publish_context  # it imports what packs it
@@ -277,21 +275,22 @@ class Session:
         self.control.hear_agent()
 
     def publish_used_rules(self) -> None:
-        """Report to the other processes of the run which rules have targets and calls in this process."""
         if self.is_of_run or self._forked:
             marks = [board.RECORDED] if RECORDER.calls or self.threads.begun is not None else []
             board.add_marks([*make_rule_marks(self.verdicts(of_all=False)), *marks])
 
     def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
-        """Change to another profile: a path, a `Profile`, or None to read the current file again.
+        """Change to another profile.
+
+        `profile` is a path or a `Profile`. None reads the current file again.
 
         New rules are attached, also to modules that are already imported. Rules that are missing in the new profile are
-        undone. Rules of both profiles continue without a gap, with the same totals. Settings of
-        `profile_reload.FIXED_SETTINGS` keep their values, as the result reports. Takes some ten milliseconds; calls of
-        the service go on meanwhile.
+        detached. Rules in both profiles continue with the same totals. The settings in `profile_reload.FIXED_SETTINGS`
+        keep their values, which the result reports. The change takes about ten milliseconds. The service continues
+        meanwhile.
 
         Raises `ProfileError` for an invalid profile, and `StateError` for a session that has ended or has no file. The
-        current profile then remains, and the notes say so.
+        current profile then remains in use.
         """
         try:
             return self.generations.change(profile)
@@ -314,7 +313,7 @@ class Session:
             self.threads.start()
 
     def _add_rules(self, profile: Profile) -> None:
-        """Replace the current profile by the same one with added rules, as the same generation."""
+        """Replace the current profile by the same one with added rules. The generation number stays the same."""
         with self.exporting.lock.acquire_within():
             self.recorded.profile = profile
             self._facts.publish()
@@ -322,8 +321,8 @@ class Session:
     def after_fork_in_child(self, whole: bool, by_main_thread: bool) -> None:
         """Record in the child, with its own rings, ids, threads and files.
 
-        `whole` is False if the fork interrupted a reload. A child that was not forked by the main thread may end with
-        the forking thread, and our threads must not prevent that.
+        `whole` is False if the fork interrupted a reload. After a fork by another thread than the main thread, the
+        child may end with that thread. Our threads must not prevent this.
         """
         self._is_of_thread = self._is_of_thread or not by_main_thread
         self._forked = True
@@ -350,10 +349,10 @@ class Session:
     # ---------------------------------------------------------------- stop
 
     def stop(self) -> None:
-        """End the session: undo every change, write the profile's files, and send the last spans.
+        """End the session. This undoes every change, writes the profile's files, and sends the last spans.
 
-        The waits for other processes and drivers take at most five seconds in all. A second call only waits for the
-        first. Raises nothing: failures are logged and counted.
+        The waits for other processes and drivers take at most five seconds in total. A second call only waits for the
+        first. Failures are logged and counted, not raised.
         """
         deadline = self.leaving.deadline()
         before_sending = deadline.earlier(SENDING_S)

@@ -39,11 +39,10 @@ class _Call(NamedTuple):
 
 
 def derive_training_steps(trace: Columns) -> list[Step]:
-    """Return the steps of training loops that do not report their steps. Each step lasts from the fetch of a batch to a
-    later fetch.
+    """Return the steps of training loops that do not report their steps.
 
-    A step has all batches up to a run of the optimizer. A batch without a backward pass, as in an evaluation, is in no
-    step. A trace with spans of steps or requests has no derived steps.
+    A step begins with the fetch of a batch. It ends at the next fetch after a run of the optimizer. A batch without a
+    backward pass, as in an evaluation, is in no step. A trace with recorded steps or requests has no derived steps.
     """
     if trace.are_of_kind("step", "request").any():
         return []
@@ -101,8 +100,8 @@ def _phase_of_site(site: Site) -> object:
 
 
 def insert_step_spans(trace: Trace, steps: Sequence[Step]) -> Trace:
-    """Return the trace with a span per step. The steps of one thread are in order and do not overlap. Spans of asyncio
-    tasks are in no step."""
+    """Return the trace with an additional span per step. The steps of a thread are in order and do not overlap. Spans
+    of asyncio tasks are in no step."""
     if not steps:
         return trace
     by_thread: dict[int, list[Step]] = {}
@@ -115,7 +114,7 @@ def insert_step_spans(trace: Trace, steps: Sequence[Step]) -> Trace:
 
 
 class _StepInserter:
-    """An inserter of steps, thread by thread, into the spans of a trace."""
+    """Inserts steps into the spans of a trace, one thread after the other."""
 
     def __init__(self, trace: Columns) -> None:
         self._trace = trace
@@ -156,8 +155,6 @@ class _StepInserter:
         self._made.append((step_id, parent_id, root_id, self_ns))
 
     def _find_innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
-        """Return the innermost span around each of `count` steps, `NONE` without one. Row `rows[i]` is around the steps
-        from `first[i]` to before `last[i]`."""
         trace = self._trace
         innermost = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)
@@ -168,7 +165,6 @@ class _StepInserter:
         return innermost
 
     def trace(self, steps: Sequence[Step]) -> Columns:
-        """Return the spans of the trace, followed by those of the steps in the order of their insertion."""
         trace = self._trace
         numbers = zip(*(np.concatenate(parts).tolist() for parts in zip(*self._made, strict=True)), strict=True)
         root_row = rows_of(trace.span_id, trace.root_id)

@@ -52,9 +52,10 @@ _IDS = itertools.count(3 << 60)
 
 
 def insert_operator_spans(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
-    """Return the trace with a span per operator in torch.profiler's trace. Changes the spans of `trace` in place.
+    """Return the trace with an additional span for each operator in torch.profiler's trace. Changes the spans of
+    `trace` in place.
 
-    `moved_ns` is the offset from torch's clock to ours. Kernels in `trace` become device times of operators.
+    `moved_ns` is the offset from torch's clock to ours.
     """
     operators = _make_operators(trace, torch_trace, moved_ns)
     if not operators:
@@ -167,8 +168,6 @@ def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
 
 
 def _innermost_open(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
-    """Return the innermost span that was open on thread `thread_ids[i]` at `times_ns[i]`, for each `i`, None without
-    one."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
     from instrument.trace.self_times import find_innermost
@@ -223,8 +222,9 @@ class TorchOptions:
 
     If `is_wanted` is None, torch.profiler runs only if the loop began the session without a profile. `record_shapes`
     adds floating-point operations. `profile_memory` adds allocations, and limits the record to the thread of the loop.
-    torch.profiler ends after `limit_s` seconds of a window, by default `WINDOW_LIMIT_S` with a schedule, else
-    `OPEN_WINDOW_LIMIT_S`.
+
+    torch.profiler stops after `limit_s` seconds of a window. The default is `WINDOW_LIMIT_S` with a schedule, and
+    `OPEN_WINDOW_LIMIT_S` without one.
     """
 
     is_wanted: bool | None = None
@@ -271,10 +271,10 @@ OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_
 
 
 class TorchProfiler:
-    """A driver of torch.profiler for one loop. Before torch is imported, all methods do nothing.
+    """Starts and stops torch.profiler for one loop. Before torch is imported, all methods do nothing.
 
-    `complain(message)` gets the errors of torch.profiler; no method raises. If allocations are recorded, torch.profiler
-    must end on the thread on which it began.
+    No method raises. `complain` is called with the errors of torch.profiler. With `profile_memory`, torch.profiler must
+    stop on the thread that started it.
     """
 
     def __init__(self, options: TorchOptions, complain: Callable[[str], object], *, host_only: bool = False) -> None:
@@ -351,7 +351,6 @@ class TorchProfiler:
                     self._stop(f"it ran for {self._limit_s:g} s and was ended before the window was")
 
     def end(self) -> TorchRecord | None:
-        """Stop torch.profiler at the end of a window. Return its record, None if it did not run."""
         with self._lock:
             if self._running is not None and not self._can_end_here():
                 self._complain_once(
@@ -440,7 +439,8 @@ class TorchProfiler:
         record.ending_ns = time.monotonic_ns() - record.end_ns
 
     def _give_up(self, verb: str, error: Exception) -> None:
-        """Stop using torch.profiler after an error, and release `_holding`, which the caller has acquired."""
+        """Stop using torch.profiler after an error. Releases the lock `_holding`, which the caller must have
+        acquired."""
         self._is_broken, self._prepared, self._running = True, None, None
         self._undo()
         _holding.release()
@@ -450,8 +450,10 @@ class TorchProfiler:
 
 
 class TorchRecord:
-    """The record of torch.profiler of one window: the trace that it saved, and the time that it took. `cut` is the
-    reason why torch.profiler ended before the window, else "". `lock` guards `join`."""
+    """The trace that torch.profiler made of one window, and the time that this took.
+
+    `cut` is the reason why torch.profiler stopped before the end of the window.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -462,7 +464,7 @@ class TorchRecord:
         self._folder = ""
 
     def write_marks(self) -> None:
-        """Write marks into torch's trace, each between two readings of our clock."""
+        """Write marks into torch's trace, to compare torch's clock with ours."""
         profiler = sys.modules["torch"]._C._profiler
         for _ in range(MARKS):
             mark = profiler._RecordFunctionFast(MARK)
@@ -473,14 +475,14 @@ class TorchRecord:
             self._marks.append((before_ns, after_ns))
 
     def save(self, profiler: Any) -> None:
-        """Save torch's trace to a folder that only this user can read and that is removed with this object."""
+        """Save torch's trace to a folder that only this user can read. The folder is removed with this object."""
         self._folder = tempfile.mkdtemp(prefix="instrument-")
         weakref.finalize(self, _remove_folder, self._folder, os.getpid())
         profiler.export_chrome_trace(str(Path(self._folder, "window.json")))
 
     def join(self, trace: Trace) -> Trace:
-        """Return the window's trace with torch's operators, kernels and allocations, or with a note on an error. Call
-        it only once."""
+        """Return the window's trace with torch's operators, kernels and allocations. After an error, the trace has a
+        note instead. Call this only once."""
         window = f"window {trace.window}"
         try:
             joined = self._add_to_window(trace)
@@ -512,7 +514,6 @@ class TorchRecord:
         return insert_operator_spans(joined, torch_trace, moved_ns)
 
     def _clock_offset_ns(self, trace: Trace, torch_trace: Trace) -> int:
-        """Return the offset from torch's clock to ours in ns. Each mark is between two readings of our clock."""
         mark_times = sorted(span.start_ns for span in torch_trace.spans if span.site.name == MARK)
         if len(mark_times) != len(self._marks):
             return torch_trace.origin.realtime_of(0) - trace.origin.realtime_of(0)
@@ -528,7 +529,7 @@ def is_torch_imported() -> bool:
 
 
 def _measure_operators_ns() -> int:
-    """Return the time in ns of `TRIALS` operators in the fastest round, 0 if the program intercepts operators."""
+    """Return the time of `TRIALS` torch operators in ns. Returns 0 if the program intercepts operators."""
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return 0

@@ -58,7 +58,7 @@ def steps_within(steps: Sequence[Step], start_ns: int, end_ns: int) -> list[Step
 
 
 class State(str, Enum):
-    """The state of a step: outside of windows, just before a window, within a window, or the last step of a window."""
+    """The state of a step: outside of a window, just before one, within one, or the last step of one."""
 
     CLOSED = "CLOSED"
     READY = "READY"
@@ -86,11 +86,12 @@ def state_at(schedule: Schedule, step: int) -> State:
 def schedule(
     *, record: int, closed: int = 0, ready: int = 0, repeat: int = 0, skip_first: int = 0
 ) -> Callable[[int], State]:
-    """Return a schedule of repeated windows: a function that maps the number of a step to its `State`.
+    """Return a schedule of repeated windows. It is a function from the number of a step to its `State`.
 
-    The first `skip_first` steps are CLOSED. Then `closed`, `ready` and `record` steps follow in turn, `repeat` times,
-    or without end if `repeat` is 0. The last step of a window is RECORD_AND_RETURN. Raises `ProfileError` for a number
-    out of range.
+    The first `skip_first` steps are CLOSED. Then `closed`, `ready` and `record` steps follow in turn. They repeat
+    `repeat` times, or without end if `repeat` is 0. The last step of a window is RECORD_AND_RETURN.
+
+    Raises `ProfileError` for a number out of range.
     """
     numbers = {"closed": closed, "ready": ready, "record": record, "repeat": repeat, "skip_first": skip_first}
     problems = []
@@ -126,7 +127,7 @@ class Windows:
 
     @property
     def is_due(self) -> bool:
-        """True if the current step is in a window that `begin_window` has yet to begin."""
+        """True if a window includes the current step, but has not begun yet."""
         return self._opened_ns is None and self.state in RECORDING_STATES
 
     @property
@@ -134,14 +135,13 @@ class Windows:
         return self._opened_ns is not None
 
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End the current step, and begin the next window if it is due. Return the window that ended, None if no window
-        ended."""
+        """End the current step, and begin the next window if it is due. Return the window that ended, or None."""
         window = self.advance(end_ns)
         self.begin_window(end_ns)
         return window
 
     def advance(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End the current step, without beginning a window. Return the window that ended, None if no window ended."""
+        """End the current step, but begin no window. Return the window that ended, or None."""
         before, self.steps = self.state, self.steps + 1
         self.state = State(self._states(self.steps))
         if before is State.RECORD_AND_RETURN or self.state not in RECORDING_STATES:
@@ -181,7 +181,7 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time from which on no span of the interval is missing, 0 if none is missing."""
+        """The time from which on no span of the interval is missing. It is 0 if no span is missing at all."""
         return self.snapshot.find_complete_from(self.start_ns, self.end_ns)
 
     def has_span_since(self, at_ns: int) -> bool:
@@ -189,11 +189,11 @@ class Stretch(NamedTuple):
 
 
 class WindowReader:
-    """A reader of a recorder's rows that counts the steps of a profile's schedule to find the ends of windows. Only one
-    thread may use it at a time.
+    """Reads the recorded rows and counts steps, to find the ends of a schedule's windows. Only one thread may use it at
+    a time.
 
-    These steps are requests, or calls of the function that the schedule names. Ended windows wait in `cut`, each with
-    the process's identity at the window's end.
+    A step is a request, or a call of the function that the schedule names. `cut` has the ended windows, each with the
+    identity of the process at the end of the window.
     """
 
     def __init__(self, recorder: Recorder, selection: Selection, make_origin: Callable[[], Origin]) -> None:
@@ -245,7 +245,6 @@ class WindowReader:
             self._follow(profile.schedule, now_ns, self._windows.count)
 
     def stop(self, end_ns: int) -> Cut | None:
-        """Return the window that is open at the end, perhaps incomplete, None if it is empty or there is none."""
         return self._windows.stop(end_ns)
 
     @property

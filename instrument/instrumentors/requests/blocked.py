@@ -50,8 +50,7 @@ NEVER_NS = 1 << 62
 
 
 def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record callbacks of asyncio's loops that take longer than `limit_ns`. Raises `AttributeError` or `TypeError`
-    without `Handle._run`."""
+    """Record callbacks of asyncio's loops that take longer than `limit_ns`."""
     handle: Any = module.Handle
     run, now = handle._run, recorder.now_ns
     if not isinstance(run, FunctionType):
@@ -80,8 +79,7 @@ def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECOR
 
 
 def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record callbacks of uvloop's loops that take longer than `limit_ns`. Raises `AttributeError` without the methods
-    to replace."""
+    """Record callbacks of uvloop's loops that take longer than `limit_ns`."""
     owner: Any = module.Loop
     now = recorder.now_ns
 
@@ -142,7 +140,6 @@ BLOCKERS: dict[Site, tuple[int, int]] = {}
 def _note_slow_callback(
     recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: LoopPlaces
 ) -> None:
-    """Record a slow callback, if a request was open on its thread."""
     ended_ns = recorder.now_ns()
     with FAULTS.guard("blocked event loop"):
         if not recorder.on:
@@ -167,7 +164,7 @@ def _note_slow_callback(
 def _find_blocking_site(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """Return the site of the innermost span that took more than half of the callback's time, None without one."""
+    """Return the site of the innermost span that took more than half of the callback's time, or None."""
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
@@ -192,7 +189,6 @@ def _find_blocking_site(
 
 
 def _describe_function(callback: Any) -> tuple[str, dict[Any, Any]]:
-    """Return the name of a callback's function or task's coroutine, and its file and line as attributes."""
     while isinstance(callback, functools.partial):
         callback = callback.func
     tasks = sys.modules.get("asyncio.tasks")
@@ -258,10 +254,10 @@ FRAMES = 32
 
 
 class LoopPlaces:
-    """A sampler of the code that blocks event loops, in callbacks slower than `limit_ns`.
+    """Samples the code that blocks event loops.
 
-    The sampling thread runs from a first slow callback until there was none for `REST_NS`. While `is_on` is True, the
-    loop stores the start time of the open callback of each thread in `begun`, by the thread's id, or 0.
+    The sampling thread runs from a first slow callback until there was none for `REST_NS`. Meanwhile the loop stores
+    the start time of each thread's open callback in `begun`, or 0.
     """
 
     def __init__(self, recorder: Recorder, limit_ns: int) -> None:
@@ -274,7 +270,8 @@ class LoopPlaces:
         self.is_on = False
 
     def take_stack(self, begun_ns: int) -> tuple[str, ...]:
-        """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling."""
+        """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling
+        thread."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self.begun.clear()
@@ -302,8 +299,7 @@ class LoopPlaces:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Return a stack as texts with file, line and function. It begins at the service's innermost frame, if there is
-    one."""
+    """Return a stack as texts with file, line and function, from the service's innermost frame on."""
     places: list[tuple[CodeType, int]] = []
     while frame is not None and len(places) < FRAMES:
         if str(frame.f_globals.get("__name__", "")).startswith("instrument."):
@@ -327,7 +323,6 @@ def _list_installed() -> tuple[str, ...]:
 
 
 def make_block_attributes(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
-    """Return a blocked loop's attributes: the stack's innermost line, and the stack, up to `limit` characters each."""
     if not stack:
         return {}
     text = stack[0][:limit]

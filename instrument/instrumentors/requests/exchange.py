@@ -67,8 +67,8 @@ OUTCOMES: Mapping[str, str] = {
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """Return the outcome of a request that an exception ended, None for an unknown exception. An exception group has
-    the outcome that all its members share."""
+    """Return the outcome of a request that an exception ended. An exception group has an outcome only if all members
+    share it."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -144,7 +144,7 @@ class Exchanges:
         new settings."""
 
     def get_arrivals(self, protocol: str, *reads: Any) -> Arrivals:
-        """Return the `Arrivals` of a protocol, which all apps share. `reads` are functions that read a request."""
+        """Return the `Arrivals` of a protocol, which all apps share. The functions `reads` read a request."""
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
@@ -195,8 +195,8 @@ class Exchanges:
         return self.ignores and (path in self._exact or path.startswith(self._begins))
 
     def read_caller(self, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Caller | None:
-        """Return the caller's span from headers, None unless the rule continues its trace. Put the headers that the
-        rule records into `facts`."""
+        """Return the caller's span, or None if the rule does not continue the caller's trace. Add the recorded headers
+        to `facts`."""
         for header, name in self._headers.items():
             if (value := headers.get(header)) is not None:
                 facts[name] = [value.decode("latin-1")]
@@ -221,7 +221,6 @@ class Stream:
         self.gaps: list[int] = []
 
     def add_items(self, count: int) -> None:
-        """Count items that the app has passed to the server together."""
         now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
@@ -289,10 +288,10 @@ class SteppedItems:
 
 
 class Exchange:
-    """A request and its answer. Only one context at a time may use it. Calls after its end have no effect.
+    """A request and the answer. Only one context at a time may use it. Calls after the end have no effect.
 
     `frame` is the open span, None after the last byte. `facts` are the span's attributes, which must not change later.
-    `stream` is None unless the answer is streamed. `timing` is None if the answer has no timings.
+    `stream` is None unless the answer is streamed.
 
     Some servers set `failure`, the exception behind the answer, and `is_events`, which is True for server-sent events.
     """
@@ -316,15 +315,12 @@ class Exchange:
 
     @property
     def is_open(self) -> bool:
-        """True until the answer's last byte is sent."""
         return self.frame is not None
 
     def add_prefix(self, prefix: str) -> None:
-        """Add the prefix of a mounted app, which precedes the route."""
         self.prefix += prefix.rstrip("/")
 
     def set_route(self, route: str) -> None:
-        """Rename the span by the route that the router has found."""
         route = self.prefix + route
         if self.frame is not None and route != self.route:
             self.route = route
@@ -345,27 +341,23 @@ class Exchange:
         return answer
 
     def set_status(self, status: Any) -> None:
-        """Store the answer's status, 0 if it is not a number. It survives a crash of the process."""
+        """Store the answer's status, which survives a crash of the process. A status that is not a number becomes 0."""
         self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
 
     def add_items(self, count: int = 1) -> None:
-        """Count items of a streamed answer that the app has passed to the server."""
         if self.stream is None:
             self.stream = Stream(self.method.recorder.now_ns)
         self.stream.add_items(count)
 
     def begin_answer(self, status: Any, content_type: str | None) -> None:
-        """Store the status and content type of the answer. A status below 500 clears `failure`."""
         self.set_status(status)
         self.is_events = content_type is not None and content_type.startswith("text/event-stream")
         if self.status < FIRST_OF_SERVER:
             self.failure = None
 
     def add_part(self, body: Any, *, is_last: bool = False) -> None:
-        """Count a part of the answer and its items. An item is a server-sent event or, for other content, the part
-        itself."""
         try:
             self.answer_bytes += len(body)
             if self.timing is not None:
@@ -377,7 +369,7 @@ class Exchange:
             self.count_unread()
 
     def finish(self, error: BaseException | None = None, *, is_gone: bool = False, in_parts: bool = True) -> None:
-        """End the exchange after the server has finished, with `error` or else the stored failure.
+        """End the exchange after the server has finished, with `error` or the stored failure.
 
         `is_gone` is True if the client has closed the connection. `in_parts` is False for a websocket.
         """
@@ -395,13 +387,11 @@ class Exchange:
             self.end_after_parts()
 
     def end_after_parts(self) -> None:
-        """End the exchange with the last part of the answer. A single part is not a stream."""
         if self.stream is not None and self.stream.items == 1:
             self.stream = None
         self.end()
 
     def fail(self, error: BaseException) -> None:
-        """End the exchange with an exception of the app. The status is 500 if the app has not sent one."""
         if outcome_by(error) == CLIENT_GONE:
             self._forget_failure()
         elif outcome_of(error) is None:
@@ -409,14 +399,13 @@ class Exchange:
         self.end(error)
 
     def _forget_failure(self) -> None:
-        """Drop the status of an answer that failed because the client disconnected. The client never got the status."""
+        """Drop the status of an answer that the client never got, because the client had disconnected."""
         if self.frame is not None and self.status >= FIRST_OF_SERVER:
             self.status = 0
             self.facts.pop(STATUS, None)
 
     def end(self, error: BaseException | str | None = None) -> None:
-        """End the span, with an exception or an error's name if given. An exception after the end is recorded
-        separately."""
+        """End the span. An exception after the end is recorded separately."""
         frame, self.frame = self.frame, None
         try:
             if frame is None:
@@ -432,7 +421,6 @@ class Exchange:
             FAULTS.note("end of a request", fault)
 
     def _add_final_attributes(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
-        """Add the attributes of a stream, mount or outcome. Return the error, None if the client has disconnected."""
         if self.prefix and not self.route:
             self.method.recorder.rename(frame, self.method.site_of(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
@@ -442,7 +430,6 @@ class Exchange:
         return None if outcome == CLIENT_GONE else error
 
     def _record_late_failure(self, error: BaseException) -> None:
-        """Record an exception that the app raises after its answer, such as in a background task."""
         recorder = self.method.recorder
         if outcome_of(error) is not None or outcome_by(error) == CLIENT_GONE or not recorder.on:
             return
@@ -451,7 +438,6 @@ class Exchange:
         recorder.record(LATE_FAILURE, recorder.now_ns(), facts)
 
     def end_incomplete(self, outcome: str = CLIENT_GONE) -> None:
-        """End the exchange of an incomplete answer. The outcome is the reason."""
         if self.frame is not None:
             self.facts[OUTCOME] = outcome
             self.end()
@@ -461,7 +447,6 @@ class Exchange:
 
 
 def current_exchange() -> Exchange | None:
-    """Return the open exchange of the current context, None without one."""
     exchange = CURRENT.get()
     return exchange if exchange is not None and exchange.frame is not None else None
 
@@ -472,8 +457,7 @@ def exchange_of(holder: Any) -> Exchange | None:
 
 
 def note_part(connection: Any, part: Any, *_: Any, **__: Any) -> None:
-    """Count a part that any task or thread of the service sends over a connection. Parts of unknown length are left
-    out."""
+    """Count a part that a task or thread of the service sends over a connection."""
     if hasattr(part, "__len__") and (exchange := exchange_of(connection)) is not None:
         exchange.add_part(part)
 
@@ -505,8 +489,7 @@ class Arrivals:
         self._methods: dict[Arrival, Method] = {}
 
     def begin(self, request: Any) -> Exchange | None:
-        """Begin the span of a request. Return None for a request that is not recorded, and after a fault. Never
-        raises."""
+        """Begin the span of a request. Return None for a request that is not recorded. Never raises."""
         exchanges = self.exchanges
         current = CURRENT.get()  # the same test as `is_path_recorded`, whose call would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
@@ -565,10 +548,7 @@ def make_readers(
     query: Callable[[Any], str | None],
     client: Callable[[Any], str | None],
 ) -> tuple[Any, Any, Any]:
-    """Make the three functions that `Arrivals` needs, for requests with a case-insensitive mapping of headers.
-
-    `arrival` reads the method, the scheme and the address of the server's socket.
-    """
+    """Make the functions that `Arrivals` needs, for requests with a case-insensitive mapping of headers."""
 
     def read_arrival(request: Any) -> Arrival:
         method, scheme, address = arrival(request)
@@ -620,10 +600,7 @@ Key = tuple[object, str, str, str]
 
 
 class Method:
-    """The sites of one method at one address, with and without a route.
-
-    `facts` has the address if the address has no endpoints of its own.
-    """
+    """The sites of one method at one address. `facts` has the address if the address has no endpoints of its own."""
 
     __slots__ = ("_key", "_site_of", "close_request", "facts", "open_request", "recorder", "site")
 

@@ -58,13 +58,11 @@ class _Service:
         self._names = {status.value[0]: status.name for status in grpc.StatusCode}
 
     def arrivals_for(self, details: Any) -> Arrivals | None:
-        """Return the `Arrivals` for a call, None if the call is not recorded."""
         arrivals = _attached[-1] if _attached else None
         is_recorded = arrivals is not None and arrivals.exchanges.is_path_recorded(_decode_text(details.method))
         return arrivals if is_recorded else None
 
     def record_handler(self, handler: Any, details: Any, arrivals: Arrivals | None, *, is_async: bool) -> Any:
-        """Wrap a handler so that its calls are recorded. Never raises."""
         if arrivals is None:
             return handler
         if handler is None:
@@ -93,14 +91,13 @@ class _Service:
             exchange.end(error)
 
     def status_of(self, context: Any) -> str:
-        """Return the name of the status that the service has set for a call, by default OK."""
         code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of a method. It wraps the method's handler, deserializer and serializer, and ends the call's span."""
+    """A call of a method, which wraps the handler, the deserializer and the serializer of the method."""
 
     _service: _Service
     _arrivals: Arrivals
@@ -112,8 +109,6 @@ class _Call:
     _broken: BaseException | None = None
 
     def wrap_behaviour(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a handler's function to record its call. A coroutine function remains a coroutine function."""
-
         def call_function(request: Any, context: Any) -> Any:
             if self._is_async:
                 context = _NotedContext(context)
@@ -166,7 +161,7 @@ class _Call:
         return functools.wraps(behaviour)(wrapper)
 
     def wrap_deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-        """Wrap a deserializer. A request that it cannot read is recorded too, although it never gets to a handler."""
+        """Wrap a deserializer. A request that it cannot read never gets to a handler, but is recorded."""
         if deserialize is None:
             return None
 
@@ -183,8 +178,6 @@ class _Call:
         return deserialize_noted
 
     def wrap_serializer(self, serialize: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-        """Wrap a serializer to note each answer. The answer of a unary call ends the span."""
-
         def serialize_noted(message: Any) -> Any:
             exchange = self.exchange
             try:
@@ -208,7 +201,6 @@ class _Call:
         return self.exchange
 
     def _add_timings(self, context: Any) -> None:
-        """Add the timings to the call's trailing metadata, once, if the rule asks for them."""
         exchange = self.exchange
         try:
             if exchange is not None and exchange.timing is not None and exchange.is_open and context is not None:
@@ -219,8 +211,7 @@ class _Call:
             FAULTS.note("server timing", fault)
 
     def _end_after_return(self, context: Any) -> None:
-        """End the span after the handler's return. The span of a unary call ends later, when the answer is
-        serialized."""
+        """End the span after the handler's return. The span of a unary call ends later, after serialization."""
         self._add_timings(context)
         try:
             is_last = self._is_streamed or type(context) is _NotedContext or self._service.status_of(context) != "OK"
@@ -232,7 +223,6 @@ class _Call:
             self.end(context)
 
     def end(self, context: Any, error: BaseException | None = None) -> None:
-        """End the span with the call's status and, if there is one, the handler's exception."""
         exchange = self.exchange
         if exchange is None or not exchange.is_open:
             return
@@ -302,8 +292,7 @@ class _AnswerStream:
 
 
 class _NotedContext:
-    """A proxy of the context that grpc.aio passes to a plain function. It stores the status, which that context
-    hides."""
+    """A proxy of the context that grpc.aio passes to a plain function. That context hides the status."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -335,7 +324,6 @@ def _decode_text(method: Any) -> str:
 
 
 def _describe_call(method: str, host: Any, metadata: Any, names: tuple[str, ...]) -> Reading:
-    """Return a call's `Arrival`, headers and attributes. `host` is its `:authority`, such as `localhost:50051`."""
     headers = {}
     for name, value in metadata or ():  # gRPC has the names in lower case
         headers[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
@@ -451,7 +439,6 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _end_grpclib_call(exchange: Exchange, error: BaseException | None) -> None:
-    """End a call of grpclib with its status and, if there is one, the handler's exception."""
     error = error or getattr(exchange, "failure", None)
     status, kind = exchange.facts.get(RPC_STATUS), type(error).__name__
     exchange.failure = None

@@ -40,8 +40,6 @@ def _is_websocket(headers: Any) -> bool:
 
 
 def _note_failures(function: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
-    """Wrap a websocket's function or coroutine function, to store its exception as the failure of the exchange."""
-
     def call_noted(*args: Any, **kwargs: Any) -> Any:
         try:
             result = function(*args, **kwargs)
@@ -145,14 +143,11 @@ _HTTP_SERVER = make_readers(
 
 
 def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests that a connection of aiohttp passes to the application."""
     owner, base = module.RequestHandler, module.StreamWriter
     handle = owner._handle_request
     http, websocket = (exchanges.get_arrivals(kind, *_AIOHTTP) for kind in ("http", "websocket"))
 
     class StreamWriter(base):  # type: ignore[misc, valid-type]
-        """The server's writer of answers, which also counts the exchange's bytes and items."""
-
         exchange: Exchange | None = None
         method = ""
 
@@ -220,7 +215,6 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_aiohttp_websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Count each message that the service sends over a websocket of aiohttp."""
     owner = module.WebSocketResponse
 
     def note_message(websocket: Any, data: Any, *args: Any, **kwargs: Any) -> None:
@@ -249,7 +243,6 @@ TORNADO_ROUTE = "_instrument_route"
 
 
 def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests of Tornado's handlers, with exceptions, bytes and routes."""
     handler, connection = module.RequestHandler, sys.modules["tornado.http1connection"].HTTP1Connection
     matcher = sys.modules["tornado.routing"].PathMatches
     execute, match, write_headers, finish = handler._execute, matcher.match, connection.write_headers, connection.finish
@@ -318,7 +311,6 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_tornado_websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Count the messages that a websocket's handler sends, and note the exceptions of its callbacks."""
     handler, protocol = module.WebSocketHandler, module.WebSocketProtocol
     write_message, run = handler.write_message, protocol._run_callback
 
@@ -389,7 +381,6 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _note_sanic_part(response: Any, data: Any = None, end_stream: Any = None) -> None:
-    """Note the status of an answer, and count a part of it."""
     exchange = current_exchange()
     if exchange is None or response.stream is None or response.stream.send is None:
         return
@@ -413,7 +404,6 @@ def _note_sanic_failure(_: Any, exception: Any, *args: Any, **kwargs: Any) -> No
 
 
 def _attach_sanic_websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Store the status of a websocket's handshake, and attach the exchange to the new connection."""
     owner = module.WebSocketProtocol
     shake_hands = owner.websocket_handshake
 

@@ -42,7 +42,7 @@ class _LitServeRequests(threading.local):
 
 
 def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Give a request's span the id of LitServe as its key."""
+    """Use LitServe's id of a request as the key of the request's span."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
@@ -58,7 +58,7 @@ def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each call of the service by a LitServe worker as a batch of the worker's open requests."""
+    """Record each call of the service's code in a LitServe worker as a batch of the open requests."""
     recorder, open_requests = exchanges.recorder, _LitServeRequests()
     sites: dict[str, Site] = {}
     put, inject = module.LitLoop.put_response, module._inject_context
@@ -160,7 +160,6 @@ class _MosecBatches:
         self._events = self._begin_ns = 0
 
     def begin(self, ids: Sequence[bytes], states: Sequence[int]) -> None:
-        """Begin a batch of requests, and end a previous batch that was not answered."""
         self.end(None, (), ())
         self._events = 0
         numbers = [int.from_bytes(request_id, "big") for request_id in ids]
@@ -172,11 +171,11 @@ class _MosecBatches:
         self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
 
     def count_parts(self, count: int) -> None:
-        """Count parts of streamed answers. Another thread sends them."""
+        """Count parts of streamed answers. Another thread calls this."""
         self._events += count
 
     def end(self, flag: Any, ids: Sequence[bytes], states: Sequence[int]) -> None:
-        """End the batch after its answers have been sent, with the status `flag`. Also end its complete requests.
+        """End the batch with the status `flag`. Also end the requests that are complete.
 
         A request is complete after its last stage, or with an error.
         """
@@ -224,7 +223,6 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_bento(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each adaptive batch of BentoML, and give each of its requests a key."""
     dispatcher, recorder = module.CorkDispatcher, exchanges.recorder
     wait, compute = dispatcher.inbound_call, dispatcher.outbound_call
     key_by_input: dict[int, str] = {}
@@ -346,8 +344,6 @@ def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _mute_process(class_name: str, module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Stop the recording in each process that creates an object of a given class."""
-
     def mute(*_: Any, **__: Any) -> None:
         exchanges.is_on = False
 

@@ -34,10 +34,8 @@ Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 
 
 def pair_with_tracestate(parent: Header | None, state: Header) -> Caller | None:
-    """Pair a `traceparent` with its `tracestate`. Without a `traceparent`, return None.
-
-    A `tracestate` beyond `STATE_LIMIT` is cut to one more than the limit.
-    """
+    """Return a `traceparent` with its `tracestate`. A `tracestate` beyond `STATE_LIMIT` is cut to one more than the
+    limit."""
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 
@@ -47,7 +45,6 @@ def read_w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
 
 
 def read_by_configured_propagators(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
-    """Read the caller's span from headers by the propagators in `OTEL_PROPAGATORS`."""
     with FAULTS.guard("OTEL_PROPAGATORS"):  # a propagator that is not installed, or somebody else's
         from opentelemetry import propagate, trace
 
@@ -65,7 +62,6 @@ def read_by_configured_propagators(headers: Mapping[bytes, bytes]) -> tuple[str,
 
 
 def choose_extractor() -> Extract:
-    """Return the reader of the formats that `OTEL_PROPAGATORS` names, or `read_w3c` if these are W3C's alone."""
     propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
     if propagators <= {"tracecontext"}:
         return read_w3c
@@ -78,24 +74,24 @@ def choose_extractor() -> Extract:
 
 
 def read_caller_from_environment() -> str:
-    """Return the caller's span from the variables `TRACEPARENT` and `TRACESTATE`, in the form of `Origin`."""
+    """Return the caller's span from the environment variables `TRACEPARENT` and `TRACESTATE`, or ""."""
     variables = ((name, value) for name, value in os.environ.items() if name.isupper())
     headers = {name.lower().replace("_", "-").encode(): os.fsencode(value) for name, value in variables}
     return " ".join((encode_remote(remote_of(choose_extractor()(headers))) or ())[:2])
 
 
 def current_span_ids(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
-    """Return the exported trace id, span id, flags and state of the innermost open span, None without one."""
+    """Return the exported trace id, span id, flags and state of the innermost open span, or None."""
     trace_of = recorder.trace_of
     span = None if trace_of is None else recorder.current_trace()
     return None if span is None or trace_of is None else trace_of(*span)
 
 
 def inject(headers: MutableMapping[str, str]) -> None:
-    """Write the current span into the headers of a request that the service sends (W3C `traceparent`).
+    """Add the current span to the headers of a request that the service sends, as a W3C `traceparent`.
 
-    The caller's `tracestate` is passed on. Without an open span no header is set. A client that OpenTelemetry
-    instruments does not need this.
+    The caller's `tracestate` is also added. Without an open span, `headers` does not change. A client that
+    OpenTelemetry instruments does not need this.
     """
     trace = current_span_ids()
     if trace is not None:

@@ -36,7 +36,6 @@ class _Jobs:
         self._system, self._exchanges = system, exchanges
 
     def begin_job(self, read: Callable[[], Job]) -> Any:
-        """Open a job's request. Return its frame, None if it is not recorded. Never raises."""
         exchanges = self._exchanges
         if not exchanges.is_on or not exchanges.recorder.on:
             return None
@@ -55,7 +54,6 @@ class _Jobs:
         return None
 
     def end_job(self, frame: Any, error: BaseException | None) -> None:
-        """Close a job's request. An exception among `NO_FAILURES` is no error."""
         if frame is not None:
             is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
             self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
@@ -78,7 +76,6 @@ def _to_seconds(at: datetime) -> float:
 
 
 def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each task of Celery, by the signals of a worker before and after it."""
     signals = module.signals
     jobs = _Jobs("celery", exchanges)
     open_frames: dict[int, Any] = {}
@@ -126,7 +123,6 @@ def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each message of Dramatiq, by a worker's signals to its middleware."""
     jobs, current = _Jobs("dramatiq", exchanges), threading.local()
     before, after = module.Broker.emit_before, module.Broker.emit_after
 
@@ -150,7 +146,6 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each job of arq, by wrapping a worker's coroutine functions."""
     jobs, init = _Jobs("arq", exchanges), module.Worker.__init__
 
     def record_function(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +181,6 @@ def _attach_taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each message that a handler of FastStream processes."""
     jobs, call = _Jobs("faststream", exchanges), module.HandlerItem.call
 
     @replaces(module.HandlerItem, "call")
@@ -200,8 +194,8 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
-    """Return the queue of a broker's message, and when it was queued (None if unknown). In a batch, the first message
-    counts."""
+    """Return the queue of a broker's message, and the time at which it was queued, or None. In a batch, the first
+    message counts."""
     while isinstance(message, (list, tuple)) and message:
         message = message[0]
     if isinstance(message, Mapping):  # of Redis: the id of a stream's message begins with ms
@@ -219,7 +213,7 @@ def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
 
 
 def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each event that Gradio's queue passes to a function of the app, under the function's `api_name`.
+    """Record each event that Gradio's queue passes to a function of the app.
 
     Each event of a batch is a request of its own, because each has its own caller.
     """

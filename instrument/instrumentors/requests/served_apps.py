@@ -92,10 +92,8 @@ async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive:
 
 
 class AsgiChannel:
-    """The messages between a server and its app in one exchange.
-
-    The exchange does not refer to its channel, because contexts may keep the exchange for a long time.
-    """
+    """Passes the messages of one request between the server and the app. The exchange has no reference to its channel,
+    because contexts may keep the exchange for a long time."""
 
     __slots__ = ("exchange", "server_receive", "server_send")
 
@@ -122,7 +120,6 @@ class Http(AsgiChannel):
     is_last_cancelled: bool
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Read a message of the app, and send it to the server. The last part of the answer ends the span."""
         exchange, is_last = self.exchange, False
         try:
             kind = message["type"]
@@ -152,7 +149,6 @@ class Http(AsgiChannel):
             return False
 
     def _find_header(self, names: tuple[bytes]) -> bytes | None:
-        """Return the value of an answer's header, None if it is missing or if the headers are an iterator."""
         headers = self._headers
         (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
         return value
@@ -184,11 +180,8 @@ class Http(AsgiChannel):
 
 
 class TimedHttp(Http):
-    """The messages of a request whose answer has timings (`AnswerTimings`).
-
-    A stream has its final timings in a trailer. A trailer is sent only if server and client accept it, and the answer
-    has no `Content-Length`.
-    """
+    """The messages of a request whose answer has a `Server-Timing` header. A stream has its final timings in a trailer,
+    if server and client accept one."""
 
     __slots__ = ("_has_own_trailer", "_method", "_takes_trailer", "_timings_at_end")
 
@@ -239,7 +232,7 @@ class TimedHttp(Http):
 
 
 class Websocket(AsgiChannel):
-    """The messages of one websocket. Those that the app sends are the exchange's items."""
+    """The messages of one websocket. Each message from the app counts as an item of the answer."""
 
     __slots__ = ()
 
@@ -301,7 +294,7 @@ def _read_all(scope: Message, names: tuple[str, ...]) -> Reading:
 
 
 def _read_headers(headers: Any, scope: Message) -> Any:
-    """Return the headers of a request. An iterator of headers is replaced by a new one in the scope, for the app."""
+    """Return the headers of a request. If they are an iterator, the scope gets a new iterator for the app."""
     if iter(headers) is not headers:
         return headers
     pairs = tuple(headers)
@@ -473,7 +466,7 @@ class _Body:
 
 
 class _BodyInContext:
-    """A proxy of a body. It makes the body's parts in the context of the request."""
+    """A proxy of an answer's body. Each part is made in the context of the request."""
 
     __slots__ = ("_body", "_context")
 

@@ -129,8 +129,8 @@ def _add_slash(pattern: str) -> str:
 
 
 def _read_channels_route(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
-    """Return the pattern that matched in a router of Channels, and True if its route leads to another router. Return
-    None without a match."""
+    """Return the pattern of the matching route of Channels. The second value is True if the route leads to another
+    router."""
     path = scope.get("path_remaining")
     if path is None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -154,7 +154,7 @@ def _read_blacksheep(_: Any, match: Any) -> str | None:
 
 
 def _end_with_exception(exchange: Exchange, error: BaseException) -> None:
-    """End a websocket with an exception. The framework hides it from the server, and only closes the websocket."""
+    """End a websocket with an exception that its framework hides from the server."""
     exchange.finish(error, is_gone=True, in_parts=False)
 
 
@@ -192,7 +192,7 @@ ROUTERS = {name: [router for router in _ROUTERS if router.module == name] for na
 
 
 def _make_recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
-    """Return a proxy that records an app under a rule. An app that is such a proxy is returned itself."""
+    """Return a proxy that records the requests of an app. Proxies of earlier rules are removed."""
     inner = app
     while isinstance(inner, ServedApp):
         if inner.instrument_exchanges is exchanges:
@@ -222,7 +222,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any, module: Any, exch
 def _attach_to_stored_app(
     class_name: str, methods: str, kind: Any, module: Any, exchanges: Exchanges, place: str = "app"
 ) -> list[Undo]:
-    """Record the app of a server whose methods read the app from an attribute of their object (`place`)."""
+    """Record the app of a server that stores the app in the attribute `place` of an object."""
     path, _, name = place.rpartition(".")
     holder_of = operator.attrgetter(path) if path else None
 
@@ -234,7 +234,6 @@ def _attach_to_stored_app(
 
 
 def _attach_to_app_argument(name: str, position: int, kind: Any, module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the apps of a server's function that takes the app as its argument at `position`."""
     return [change_argument(module, name, position, lambda app: _make_recording_app(app, kind, exchanges))]
 
 
@@ -243,7 +242,7 @@ EMBEDDING = frozenset({"uwsgi"})
 
 
 def _attach_to_app_class(class_name: str, module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the apps of a framework's class, for servers in C, which call its `__call__`."""
+    """Record the requests of a framework's app class. Servers written in C, such as uWSGI, call the app directly."""
     if EMBEDDING.isdisjoint(sys.modules):
         return []
     owner = getattr(module, class_name)
@@ -373,8 +372,6 @@ class Requests(Instrumentor):
         return module_name in self._known or self._find_seam(module_name) is not None
 
     def _find_seam(self, module_name: str) -> tuple[str, Attach] | None:
-        """Return the kind of server that a module belongs to, and the function that instruments the module. Return None
-        for other modules."""
         if module_name[:1].isdigit() and "triton" in self._kinds and triton.TRITON_MODEL.fullmatch(module_name):
             return "triton", triton.attach_triton
         kind, adapter = KINDS.get(module_name) or KINDS.get(module_name.partition(".")[0], ("", None))
@@ -384,7 +381,6 @@ class Requests(Instrumentor):
         return next(((kind, SEAMS[kind][module_name]) for kind in kinds), None)
 
     def attach_to(self, module: ModuleType) -> None:
-        """Instrument an imported server or router. An unsupported version gets a verdict."""
         name = module.__name__
         if name in self._met:
             return
@@ -425,13 +421,11 @@ class Requests(Instrumentor):
         return {f"requests {rule.text}": rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Restore the functions of servers and routers. Later verdicts still name them."""
         if self._exchanges is not None:
             self._exchanges.is_on = False
         super().undo()
 
     def has_begun(self) -> bool:
-        """Return True if the start of a request has been recorded, by this rule or a function rule."""
         has_met = self._exchanges is not None and bool(self._exchanges.sites)
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
@@ -440,7 +434,6 @@ class Requests(Instrumentor):
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on the rule, and on requests that were not recorded or have no route."""
         if self._exchanges is None:
             return []
         rule: RequestsRule = self.rules[0]
@@ -465,7 +458,6 @@ class Requests(Instrumentor):
     def _explain_unrecorded_requests(
         self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]
     ) -> Iterator[Verdict]:
-        """Yield verdicts on this process's connections and queues without a recorded request."""
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
         strangers = filter_by_role(sys.modules, "unmet")
         ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
@@ -482,7 +474,6 @@ class Requests(Instrumentor):
     def _explain_missing_routes(
         self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]
     ) -> Iterator[Verdict]:
-        """Yield a verdict if no request has a route and no known router is imported."""
         strangers = filter_by_role(sys.modules, "unrouted")
         rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
         routed = sum(calls for facts, calls in rows if "http.route" in facts)

@@ -49,7 +49,8 @@ class AnswerTimings:
         self._is_events, self._tail = False, b"\n\n"
 
     def header_text(self, exchange: Any) -> str:
-        """Return the header's value for an open request. After a fault it has only `total`. Never raises."""
+        """Return the value of the `Server-Timing` header. Never raises. After a fault, the value has only the total
+        time."""
         frame, recorder = exchange.frame, exchange.method.recorder
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
@@ -65,7 +66,6 @@ class AnswerTimings:
             return _total_text(recorder, frame)
 
     def decide_comment(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
-        """Decide from the answer's headers and the request's method if a comment may end the body."""
         texts = ([text.decode("latin-1") if isinstance(text, bytes) else str(text) for text in pair] for pair in pairs)
         headers = {name.lower(): value for name, value in texts}
         is_open = method != "HEAD" and "content-length" not in headers and "content-encoding" not in headers
@@ -76,7 +76,7 @@ class AnswerTimings:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]
 
     def timings_comment(self, exchange: Any) -> bytes:
-        """Return a comment with the timings, to send after complete server-sent events, b"" for other bodies."""
+        """Return an event-stream comment with the timings, b"" if the body is no complete event stream."""
         is_whole, self._is_events = self._is_events and self._tail.endswith(ENDS), False
         return f": server-timing {self.header_text(exchange)}\n\n".encode() if is_whole else b""
 
@@ -90,7 +90,7 @@ def _milliseconds_text(time_ns: int) -> str:
 
 
 def _describe_times(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
-    """Return an open request's parts, total and stages, each as a text with its time in ms."""
+    """Return the entries of the header, such as `total;dur=12.5`, in ms."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
     heads, firsts = mapped.read_heads(), mapped.first_row_after(frame.start_ns)
     detail_bytes = 0 if details is None else details.count_used() - details_from
@@ -118,7 +118,7 @@ def _describe_times(recorder: Recorder, frame: Any, details_from: int) -> list[s
 
 
 def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
-    """Return an open request's trace: the spans since its start that are in its tree or in trees with its keys."""
+    """Read the trace of an open request. It has the request's own tree, and all trees with a key of the request."""
     mapped = recorder.mapped()
     snapshot = RowSnapshot.copy_from(mapped, frame.start_ns, details_from=details_from)
     texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}

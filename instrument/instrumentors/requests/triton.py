@@ -35,7 +35,7 @@ DROPPED = "dropped"
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """The answer by a response sender to a request. It is deleted together with the sender."""
+    """The answer of a response sender to a request. It is deleted together with the sender."""
 
     exchange: Exchange
     context: Context
@@ -67,7 +67,6 @@ class _Batch:
                 self._opened[id(request)] = requests_of.executing[id(request)] = exchange, context
 
     def end(self, responses: Any, error: BaseException | None = None) -> None:
-        """End the requests, with their responses or an exception. Never raises."""
         opened, self._opened = self._opened, {}
         is_alone = self._frame is None
         for index, request in enumerate(self._requests):
@@ -89,7 +88,7 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def separate_thread(self) -> None:
-        """Separate this thread from the requests. Later spans of the thread do not belong to them."""
+        """Separate this thread from the requests, so that they do not get its later spans."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
@@ -120,7 +119,6 @@ class _Requests:
         self._watched: set[type] = set()
 
     def begin(self, requests: Sequence[Any]) -> _Batch | None:
-        """Begin the spans of a call's requests. Return None if they are not recorded. Never raises."""
         with FAULTS.guard("requests of Triton"):
             if not requests or not self.arrivals.exchanges.is_path_recorded("/" + _model_name(requests[0])):
                 return None
@@ -129,14 +127,12 @@ class _Requests:
         return None
 
     def undo(self) -> None:
-        """Restore the backend's classes, and end the open requests."""
         undo_all(self._undos)
         for answer in list(self.answers.values()):
             answer.is_left = False
             answer.exchange.end()
 
     def _watch_class(self, kind: type) -> None:
-        """Watch the response senders that requests of a class create."""
         if kind in self._watched or not hasattr(kind, "get_response_sender"):
             return
         self._watched.add(kind)
@@ -192,7 +188,8 @@ def _model_name(request: Any) -> str:
 
 
 def _read_call(request: Any, _: Any) -> Reading:
-    """Read a request with the caller's trace headers. The server passes them on if its OpenTelemetry tracing is on."""
+    """Read a request and the caller's trace headers. Triton passes these headers on if its OpenTelemetry tracing is
+    on."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
     fields: Any = {}
@@ -204,7 +201,6 @@ def _read_call(request: Any, _: Any) -> Reading:
 
 
 def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests of the model that a module defines, if any."""
     model = getattr(module, "TritonPythonModel", None)
     execute = getattr(model, "execute", None)
     if model is None or execute is None:
@@ -229,7 +225,7 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @functools.wraps(execute)
     async def await_recorded(self: Any, requests: Any) -> Any:
-        """Begin the requests in a task of their own. The calling thread continues with the next requests."""
+        """Begin the requests in a separate task, because the calling thread continues with the next requests."""
         batch = requests_of.begin(requests)
         coroutine = execute(self, requests)
         return await (coroutine if batch is None else batch.await_and_end(coroutine))

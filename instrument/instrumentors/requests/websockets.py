@@ -31,7 +31,6 @@ ROUTE = "__instrument_route__"
 
 
 def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the connections that a module's servers accept or refuse."""
     arrivals = exchanges.get_arrivals("websocket", *READS)
     is_older = hasattr(module, "Serve")
     entry = module.Serve if is_older else module.serve  # a class in some versions
@@ -56,8 +55,7 @@ def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
-    """Wrap a handler to record its connections. The handler returns an awaitable if `is_async`, else it runs in a
-    thread."""
+    """Wrap a handler to record its connections. A handler that is not async runs in a thread."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
 
@@ -91,7 +89,7 @@ def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
 
 
 def _end_request(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
-    """End a connection's request. An exception about its close or loss is no error."""
+    """End the request of a connection. A closed or lost connection is no error."""
     if exchange is None:
         return
     code = getattr(connection if hasattr(connection, "close_code") else connection.protocol, "close_code", None)
@@ -170,7 +168,7 @@ READS = make_readers(
 
 
 def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Name connections by the routes of a router, which are rules of werkzeug."""
+    """Name connections by the routes of the server's router. The routes are rules of werkzeug."""
     route_request = module.Router.route_request
 
     @replaces(module.Router, "route_request")

@@ -26,7 +26,7 @@ the first."""
 
 
 def begin() -> None:
-    """Begin the session of this process, or wait for the import of a package to instrument. Raises nothing."""
+    """Begin the session of this process, or wait until a package to instrument is imported. Raises nothing."""
     global _waiting
     if _is_helper():
         return
@@ -39,7 +39,7 @@ def begin() -> None:
 
 
 def is_loaded(package: str) -> bool:
-    """Return True if a package is loaded, for a namespace package if one of its modules is loaded."""
+    """Return True if a package is loaded. A namespace package is loaded if one of its modules is."""
     if package not in sys.modules:
         return False
     module = sys.modules[package]
@@ -48,7 +48,7 @@ def is_loaded(package: str) -> bool:
 
 
 def begin_now() -> None:
-    """Begin the session of this process without further waiting, unless it has one. Raises nothing."""
+    """Begin the session of this process now, unless it has one. Raises nothing."""
     if _waiting is None:
         _start()
     else:
@@ -68,7 +68,8 @@ def _state_of(profile: str) -> str:
 
 
 def _awaited_packages() -> frozenset[str] | None:
-    """Return the packages to wait for, None if the profile's file has changed since they were listed."""
+    """Return the packages whose import begins the session. The result is None if the profile's file has changed since
+    they were listed."""
     state, *packages = os.environ.get(VARIABLE, "").split() or [""]
     return frozenset(packages) if state == _state_of(os.environ["INSTRUMENT_PROFILE"]) else None
 
@@ -87,7 +88,7 @@ def _is_first() -> bool:
 
 
 def _is_helper() -> bool:
-    """Return True if this process runs no code of the service: a resource tracker of multiprocessing, or our own
+    """Return True if this process runs no code of the service. It is a resource tracker of multiprocessing, or our own
     command."""
     words = iter(sys.orig_argv[1:])
     if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
@@ -111,10 +112,8 @@ def _is_own_command(script: str) -> bool:
 
 
 def _start() -> None:
-    """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM ends the session. Raises nothing.
-
-    Python's garbage collector is off during the start, because it would double the time and free nothing.
-    """
+    """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM will end the session. Raises nothing. Python's
+    garbage collector is off during the start. It would double the time and free nothing."""
     import gc
 
     is_collecting = gc.isenabled()
@@ -140,8 +139,8 @@ def _start() -> None:
 
 
 class Wait:
-    """The import hook of a waiting process. It begins the session when one of `packages`, or more of `instrument`, is
-    imported."""
+    """The import hook of a process that waits for the import of a package. The import of one of `packages` begins the
+    session, and so does the import of a module of `instrument`."""
 
     def __init__(self, packages: Collection[str]) -> None:
         self._packages = {*packages, "instrument"}
@@ -149,7 +148,6 @@ class Wait:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Begin the session if a module of an awaited package is imported. Leave the import to the other finders."""
         package = fullname.partition(".")[0]
         # Triton names the module of a model by a number.
         is_awaited = package in self._packages or fullname in self._packages or package.isdigit()
@@ -169,7 +167,6 @@ class Wait:
         return None
 
     def begin_session(self) -> bool:
-        """Begin the session. Return True for the first call, False for later calls and those on other threads."""
         try:
             sys.meta_path.remove(self)
         except ValueError:
@@ -182,10 +179,8 @@ _waiting: Wait | None = None
 
 
 def start_beside_opentelemetry() -> None:
-    """Begin our session from OpenTelemetry's autostart, which calls the entry point `opentelemetry_pre_instrument`.
-
-    Under `opentelemetry-instrument`, OpenTelemetry's `sitecustomize` comes first on PYTHONPATH, and does not run ours.
-    """
+    """Begin our session under `opentelemetry-instrument`. OpenTelemetry calls this as the entry point
+    `opentelemetry_pre_instrument`. OpenTelemetry's `sitecustomize` comes first on PYTHONPATH, and does not run ours."""
     if not (os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT_RUN_PID")):
         return
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as `sitecustomize` does

@@ -46,7 +46,7 @@ def _begin():
 
 def _is_main_interpreter():
     # type: () -> bool
-    """Return False in a sub-interpreter, which can load neither the recorder nor numpy."""
+    """Return False in a sub-interpreter, where neither the recorder nor numpy can be loaded."""
     try:
         from _thread import _is_main_interpreter  # type: ignore[attr-defined]  # Python 3.12 and later
     except ImportError:
@@ -61,7 +61,7 @@ def _is_main_interpreter():
 
 def _note_unseen(why):
     # type: (str) -> None
-    """Report to the run's agent, by a line in a file, that this process will not be recorded."""
+    """Report to the run's agent that this process will not be recorded. The agent reads the line from a file."""
     agent = os.environ.get("INSTRUMENT_AGENT", "")
     try:
         file = os.open(agent + ".unseen", os.O_WRONLY | os.O_APPEND)
