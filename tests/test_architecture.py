@@ -341,14 +341,14 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (318, 4),
-    "agent": (4_194, 15),
-    "chrome": (3_269, 9),
+    "agent": (4_155, 15),
+    "chrome": (3_285, 9),
     "cli": (2_893, 15),
     "compat": (1_152, 6),
     "device": (3_499, 10),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (11_432, 37),
+    "instrumentors": (11_179, 37),
     "native": (8_549, 26),
     "otlp": (5_167, 17),
     "profile": (2_556, 8),
@@ -356,8 +356,8 @@ LINES_AND_FILES = {
     "recorder": (2_499, 9),
     "recording": (3_785, 13),
     "report": (13_128, 37),
-    "runtime": (2_715, 13),
-    "sessions": (6_089, 19),
+    "runtime": (2_646, 13),
+    "sessions": (5_999, 19),
     "trace": (9_635, 27),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
