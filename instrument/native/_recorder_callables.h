@@ -6,8 +6,6 @@ static inline void count_passed(Pass *pass)
     pass->calls += (uint64_t)pass->core->on;
 }
 
-static PyTypeObject PassType;
-
 /* Return the counter of a muted site's calls: borrowed, NULL for other sites. Sites are compared by identity, so no
  * code runs. */
 static inline Pass *pass_of(Core *core, PyObject *site)

@@ -186,8 +186,7 @@ static PyObject *Core_annotate_request(Core *self, PyObject *const *args, Py_ssi
 
 PyDoc_STRVAR(annotate_doc,
              "annotate_innermost($self, attributes=None, /, **more)\n--\n\n"
-             "Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({\"usage.tokens\": 3})``.\n"
-             "\n"
+             "Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({\"usage.tokens\": 3})``.\n\n"
              "The span may be of a function, a layer, a scope or a request, opened here or where this task or thread was started.\n"
              "Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one type; a span has at most 128.\n"
              "Any other value is left out and counted. A name that is set again has the new value. Does nothing without an open\n"
@@ -195,16 +194,13 @@ PyDoc_STRVAR(annotate_doc,
 
 PyDoc_STRVAR(annotate_request_doc,
              "annotate_request($self, attributes=None, /, **more)\n--\n\n"
-             "Add facts to the request that is open around the innermost span: ``annotate_request(tier=\"gold\")``.\n"
-             "\n"
+             "Add facts to the request that is open around the innermost span: ``annotate_request(tier=\"gold\")``.\n\n"
              "Otherwise as `annotate`.");
 
 PyDoc_STRVAR(bind_doc,
              "bind($self, key, /)\n--\n\n"
-             "Set the key of the request that the innermost open span serves: an id that other processes use, too.\n"
-             "\n"
-             "    bind(request_id)  # in the handler, and again where an engine works for it\n"
-             "\n"
+             "Set the key of the request that the innermost open span serves: an id that other processes use, too.\n\n"
+             "    bind(request_id)  # in the handler, and again where an engine works for it\n\n"
              "Reports join the spans with one key: text of at most 128 characters, or a whole number. Never raises.");
 
 /* Return the innermost open frame of this context that was opened as manual: a new reference, None for none. A name

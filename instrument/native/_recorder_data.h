@@ -431,7 +431,8 @@ typedef struct {
 } AsyncStep;
 
 static PyTypeObject FrameType, CurrentType, PublishedType, RingType, MarkType, CoreType, FunctionType_, ScopeType,
-    SteppedType, CoroutineType, GeneratorType, AwaitableType, AsyncGeneratorType, AsyncStepType, StandInType;
+    SteppedType, CoroutineType, GeneratorType, AwaitableType, AsyncGeneratorType, AsyncStepType, StandInType,
+    BoundMethodType, CarriedType, KeysType, PassType;
 
 /* The forms of a function's calls. CALL and SCOPE: the call is the span, with SCOPE possibly of a request. SUBMIT and
  * START: the call submits a function to another thread. All others: the result has the span. */

@@ -278,12 +278,23 @@ static PyTypeObject FunctionType_ = {
     .tp_getset = Function_getset,
 };
 
+static PyObject *CachedFunction_deepcopy(PyObject *self, PyObject *Py_UNUSED(memo))
+{
+    return Py_NewRef(self);
+}
+
+static PyMethodDef CachedFunction_methods[] = {
+    {"__deepcopy__", CachedFunction_deepcopy, METH_O, NULL},
+    {NULL},
+};
+
 /* Wrappers around a function of `functools.lru_cache`, and around other callables. */
 static PyTypeObject CachedFunctionType = {
     PyVarObject_HEAD_INIT(&StandInType, 0)
     .tp_name = "instrument.native._recorder.CachedFunction",
     .tp_base = &FunctionType_,
     .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = CachedFunction_methods,
 };
 static PyTypeObject OtherFunctionType = {
     PyVarObject_HEAD_INIT(&StandInType, 0)

@@ -268,8 +268,6 @@ static inline PyObject *argument_of(const call_t *call, PyObject *name, Py_ssize
     return call->keywords != NULL ? PyDict_GetItemWithError(call->keywords, name) : NULL;
 }
 
-static PyTypeObject KeysType;
-
 /* Read the attributes of a call's span from its arguments. Returns as `read_by`. */
 static int read_call(PyObject *reader, const call_t *call, PyObject **facts)
 {

@@ -140,7 +140,6 @@ static PyObject *header_values(PyObject *Py_UNUSED(module), PyObject *const *arg
     return values;
 }
 
-static PyTypeObject CarriedType;
 /* True while this thread is in `submit`: a thread that starts meanwhile does not inherit a request. */
 static THREAD_LOCAL char is_handing_over;
 

@@ -124,7 +124,6 @@ static PyObject *Core_bind(Core *self, PyObject *key)
 
 static PyObject *enter_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
 static PyObject *exit_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
-static PyTypeObject BoundMethodType;
 
 /* Return an empty scope: a new reference, NULL with an exception. Its methods have no references until they are
  * bound. */
@@ -667,11 +666,9 @@ static PyObject *Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs,
 PyDoc_STRVAR(scope_doc,
              "scope($self, name, *, kind=None, device=False, attributes=None, phase=None, stream=None, key=None, batch=None, "
              "carrier=None)\n--\n\n"
-             "Time a block, as a span: ``with scope(\"tokenise\"):``, also ``async with``.\n"
-             "\n"
+             "Time a block, as a span: ``with scope(\"tokenise\"):``, also ``async with``.\n\n"
              "    with scope(\"tokenise\", attributes={\"model\": \"7b\"}):\n"
-             "        tokens = tokenizer(text)\n"
-             "\n"
+             "        tokens = tokenizer(text)\n\n"
              "- `name`: the name that reports group by, of a small set; data belongs into `attributes`\n"
              "- `attributes`: facts of this span; `annotate` adds more from within\n"
              "- `kind`: the kind of work, \"user\" by default; the error for an unknown kind lists all kinds\n"
@@ -680,7 +677,6 @@ PyDoc_STRVAR(scope_doc,
              "  such as `torch.cuda.current_stream(1)`, or its address\n"
              "- `key`: the id of the request that the block works for; spans of other processes may have it, too\n"
              "- `batch`: the ids of all requests in a batch; a mapping from id to weight gives each a share of the time\n"
-             "- `carrier`: headers with the `traceparent` of a caller; a request continues the trace of that caller\n"
-             "\n"
+             "- `carrier`: headers with the `traceparent` of a caller; a request continues the trace of that caller\n\n"
              "Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError`\n"
              "for a bad name, kind, phase or stream.");
