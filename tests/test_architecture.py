@@ -349,7 +349,7 @@ LINES_AND_FILES = {
     "docs": (0, 0),
     "fleet": (136, 1),
     "instrumentors": (11_179, 37),
-    "native": (8_549, 26),
+    "native": (8_548, 26),
     "otlp": (5_167, 17),
     "profile": (2_556, 8),
     "proposal": (1_258, 4),
