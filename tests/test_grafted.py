@@ -262,6 +262,7 @@ def sums(trace: Columns) -> tuple[list[dict[str, int]], list[int]]:
 
 
 @example([1428890, 1214768711, 3367033384, 1147002149, 4165726059])  # who is known by a further name, or in parts
+@example([891495403])  # a further key that becomes known earlier in a later round, and through a part
 @given(ENGINES)
 def test_each_request_of_a_random_engine_is_one_tree_and_its_ledger_the_same(seeds: list[int]) -> None:
     for seed in seeds:

@@ -106,14 +106,14 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
         bound = _Bound(trace, pairs, since_ns, apart_ns, owner, first)
         rows, place_of, of, unbound = _resolve_requests(trace, owner, above, keyed, key_of, bound)
         bound_places = np.flatnonzero(of[keyed] != NONE)
-        more, since_ns = _pair_keys(
+        more, earlier_ns = _pair_keys(
             np.concatenate([pairs[0], key_of[bound_places]]),
             np.concatenate([pairs[1], rows[of[keyed[bound_places]]]]),
             np.concatenate([since_ns, starts[bound_places]]),
         )
-        if more.shape == pairs.shape:
+        if more.shape == pairs.shape and np.array_equal(earlier_ns, since_ns):
             break
-        pairs = more
+        pairs, since_ns = more, earlier_ns
     names = list(numbers)
     keys: dict[int, list[str]] = {}
     for place, key in zip(of[keyed].tolist(), key_of.tolist(), strict=True):
@@ -190,7 +190,8 @@ class _Bound:
         self.whole_of = np.arange(len(trace) + 1)  # the last is that of a missing row
         self.whole_of[self.parts] = [_outermost_request(parts, request) for request in parts]
         whole = self.whole_of[requests]
-        names_from = self._find_first_use(trace, keys, whole, since_ns[order], owner, first)
+        (keys, whole), since_ns = _pair_keys(keys, whole, since_ns[order])  # the first use in any part
+        names_from = self._find_first_use(trace, keys, whole, since_ns, owner, first)
         order = np.lexsort((-trace.end_ns[whole], trace.start_ns[whole], names_from, keys))
         self._keys, self._requests, self._starts = keys[order], whole[order], names_from[order]
         self._ends, self._apart_ns = trace.end_ns, apart_ns
