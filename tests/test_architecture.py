@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (13_128, 37),
     "runtime": (2_646, 13),
     "sessions": (5_999, 19),
-    "trace": (9_635, 27),
+    "trace": (9_636, 27),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
