@@ -42,9 +42,6 @@ from instrument.trace.sent_rows import Settled
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
-FACTS_S = 1.0
-"""Seconds between two reads of the export settings in a process's recording."""
-
 WAITING_SPANS = 10_000
 """The number of unsent spans in the exporter above which it stops reading rows. The rows wait in the recording."""
 
@@ -75,7 +72,7 @@ class RecordingExport:
         self._reported_fates: Counter[str] = Counter()
         self._reading: _Reading | None = None
         self._facts: ExportFacts | None = None
-        self._facts_at = self._superseded_at = 0.0
+        self._published_ns, self._superseded_at = 0, 0.0
         self.is_ours = self._has_more = False
         self.is_spoilt = False
         """True if the last rows that were read may belong to another session."""
@@ -225,16 +222,12 @@ class RecordingExport:
         return self.mapped.generation_now() != self._generation
 
     def _read_facts(self) -> ExportFacts | None:
-        now = time.monotonic()
-        if now < self._facts_at:
-            return self._facts
-        header = self.mapped.header
-        facts = decode_facts(header.facts.get("export"))
-        self._facts_at = now + FACTS_S if facts is not None else 0.0
+        header = self.mapped.header if self.mapped.published_ns != self._published_ns else None
+        facts = decode_facts(header.facts.get("export")) if header is not None else None
         reading = self._reading
-        if facts is None or header.generation != self._generation:
+        if header is None or facts is None or header.generation != self._generation:
             return self._facts
-        self._facts = facts
+        self._facts, self._published_ns = facts, header.monotonic_ns
         if reading is not None:
             reading.apply_facts(facts)
         return facts

@@ -186,6 +186,8 @@ class Mapped:
         self._base = int(head["address"])
         self.generation = int(head["generation"])
         """The generation at the last read: a new one begins with each session."""
+        self.published_ns = int(head["monotonic_ns"])
+        """The time at which the process last wrote its facts, at the last read."""
         self.ended_rows = int(head["ended_rows"])
         """The number of rows lost with the rings of ended threads."""
         self._object_bytes = int(head["object_bytes"])

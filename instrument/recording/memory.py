@@ -152,8 +152,7 @@ def _describe_process() -> dict[str, int]:
 
 def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
     """Write the recorded process, the state of its session, and `facts` about both into the header of a recording.
-    Facts are left out if their JSON is too long."""
-    layout.HEADER.write(view, **_describe_process())
+    Facts are left out if their JSON is too long. The header's time is written last: with it readers see new facts."""
     if facts is not None:
         room, text = SlotRoom.from_part(view, "text"), json.dumps(facts, default=str).encode()
         if len(text) + 4 <= room.slots:
@@ -161,7 +160,7 @@ def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = 
             room.part[4 : 4 + len(text)] = text
             struct.pack_into("<I", room.part, 0, len(text))
             struct.pack_into("<Q", view, room.offset_of_used(), len(text) + 4)
-    layout.HEADER.write(view, state=state)
+    layout.HEADER.write(view, **_describe_process(), state=state)
 
 
 def _read(path: str) -> str:

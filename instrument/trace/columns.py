@@ -93,6 +93,7 @@ class Attributes:
     def __init__(self, number: NDArray[Any], tables: Sequence[AttributeSets] = ()) -> None:
         self._number, self._tables = number, tables
         self._firsts = [0, *accumulate(map(len, tables))]
+        self._having: dict[str, Int64s] = {}
 
     @classmethod
     def of_rows(cls, count: int, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
@@ -134,8 +135,11 @@ class Attributes:
 
     def having(self, name: str) -> Int64s:
         """Return the rows with an attribute of this name, in order."""
-        is_wanted = np.concatenate([np.zeros(0, np.bool_), *(table.having(name) for table in self._tables)])
-        return self._rows[is_wanted[self._number[self._rows]]] if is_wanted.any() else self._rows[:0]
+        if (rows := self._having.get(name)) is None:
+            is_wanted = np.concatenate([np.zeros(0, np.bool_), *(table.having(name) for table in self._tables)])
+            rows = self._rows[is_wanted[self._number[self._rows]]] if is_wanted.any() else self._rows[:0]
+            self._having[name] = rows
+        return rows
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         """Return the value of an attribute in each given row, None for a row without it."""
