@@ -13,7 +13,8 @@ from instrument import native
 
 
 def leave_source_tree() -> None:
-    """Load the installed package if the imported one is a source tree, which lacks the compiled recorder."""
+    """Replace the imported package by the installed one if it is a source tree. A source tree lacks the compiled
+    recorder."""
     if native.MODULE is not None:
         return
     file, entries = Path(__file__), sys.path[:]

@@ -22,7 +22,7 @@ START_FIELD = 19
 
 
 def read_clocks() -> tuple[int, int]:
-    """Read the monotonic clock and the wall clock at the same moment, in ns: the most exact pair of five attempts."""
+    """Read the monotonic clock and the wall clock, in nanoseconds. Of five attempts, return the closest pair."""
     pairs = []
     for _ in range(5):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -38,9 +38,9 @@ _UNSYNCHRONIZED, _FAILED = 0x40, (-1, 5)
 
 
 def wall_error_ns() -> int:
-    """Return the maximum error of the wall clock in ns, as the kernel estimates it.
+    """Return the kernel's estimate of the wall clock's maximum error, in nanoseconds.
 
-    Return 0 if no NTP or PTP client sets the clock, because the error is then unknown.
+    Return 0 if the error is unknown because no NTP or PTP client sets the clock.
     """
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return 0
@@ -58,7 +58,7 @@ def wall_error_ns() -> int:
 
 @cache
 def boot_id() -> str:
-    """Return the kernel's random id of the current boot, "" if it cannot be read."""
+    """Return the kernel's random id of the current boot. Return an empty string if it cannot be read."""
     try:
         return BOOT.read_text("ascii", "replace").strip()[:64]
     except OSError:
@@ -66,8 +66,10 @@ def boot_id() -> str:
 
 
 def process_start_ns() -> int | None:
-    """Return the start of this process on the monotonic clock, exact to 10 ms; None if it cannot be read. `exec` does
-    not change it, so it may be the start of `instrument run`."""
+    """Return the start of this process on the monotonic clock, exact to 10 ms. Return None if it cannot be read.
+
+    `exec` does not change the start. In a service it may be the start of `instrument run`.
+    """
     ticks = start_ticks(STAT)
     if not ticks:
         return None
@@ -80,8 +82,10 @@ def process_start_ns() -> int | None:
 
 
 def start_ticks(stat: Path) -> int:
-    """Return the start of a process in clock ticks since boot, from its `/proc/PID/stat`. Return 0 for an ended process
-    or a zombie. The start distinguishes processes with the same id."""
+    """Return the start of a process in clock ticks since boot. Return 0 for an ended process or a zombie.
+
+    `stat` is the path `/proc/PID/stat`. The start distinguishes processes that have the same id one after another.
+    """
     try:
         # The name of the program is in brackets, and may have blanks and brackets itself.
         words = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -95,19 +99,19 @@ LEAST_S = 0.25
 
 
 class Deadline:
-    """A deadline `limit_s` seconds from now, which all waits at the end of a session share."""
+    """A deadline in `limit_s` seconds from now. All waits at the end of a session share it."""
 
     def __init__(self, limit_s: float) -> None:
         self._end = time.monotonic() + limit_s
 
     def earlier(self, by_s: float) -> Deadline:
-        """Return a deadline `by_s` seconds before this one, so that time remains for later waits."""
+        """Return a deadline `by_s` seconds earlier, which leaves time for further waits."""
         return Deadline(self._end - time.monotonic() - by_s)
 
     def seconds_left(self, at_most_s: float = math.inf) -> float:
-        """Return the seconds left for a wait, at most `at_most_s`."""
+        """Return the seconds until the deadline, at least 0 and at most `at_most_s`."""
         return max(min(self._end - time.monotonic(), at_most_s), 0.0)
 
     def seconds_for_last_wait(self) -> float:
-        """Return the seconds left for the last wait, at least `LEAST_S`."""
+        """Return the seconds until the deadline, at least `LEAST_S`."""
         return max(self.seconds_left(), LEAST_S)

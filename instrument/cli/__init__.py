@@ -43,7 +43,10 @@ READER_GONE = 128 + 13
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code, except for the verb `run`, which replaces the process by the service."""
+    """Run the command `instrument`. Returns the exit code.
+
+    The verb `run` does not return, because the service replaces this process.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if sys.stdout is None:  # it was closed before
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
@@ -78,18 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Point standard output at /dev/null, so that the interpreter's last flush raises no error."""
+    """Redirect the standard output to /dev/null. Otherwise the interpreter's last flush would raise an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def flush_stream(stream: TextIO | None) -> None:
-    """Flush a stream, which is None if the process was started with the stream closed."""
+    """Flush a stream. It is None if the process was started with the stream closed."""
     if stream is not None:
         stream.flush()
 
 
 def print_remark(*parts: object) -> None:
-    """Print a remark to standard error, with colons between its parts."""
     print("instrument", *parts, sep=": ", file=sys.stderr)
 
 
@@ -103,7 +105,6 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def _parse_options(words: list[str]) -> argparse.Namespace:
-    """Parse the words of the command itself. Raises `InstrumentError` for an unknown verb or option."""
     word = words[0] if words else ""
     parser, verbs = _make_parsers(word)
     if word not in VERBS and word and not word.startswith("-"):
@@ -124,7 +125,6 @@ def _parse_options(words: list[str]) -> argparse.Namespace:
 
 
 def _make_parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the command's parser, and the parsers of the verb's module. An unknown word gets those of all verbs."""
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services. A profile.yaml selects what to record.",
@@ -142,8 +142,10 @@ def _make_parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argp
 
 
 def _split_off_service_command(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the command itself, and those of the service's command. The latter begin after `--`, at `-m`
-    or `-c`, or at the first word that is no option."""
+    """Split the words into those of `instrument` and those of the service's command.
+
+    The service's command begins after `--`, at `-m` or `-c`, or at the first word that is not an option.
+    """
     if words[:1] in (["check"], ["init"]) and "--" in words:
         at = words.index("--")
         if not words[at + 1 :]:

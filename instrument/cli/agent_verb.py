@@ -34,7 +34,6 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def agent(options: argparse.Namespace, host: list[str]) -> int:
-    """Run as an agent. Returns the exit code."""
     run = None
     try:
         if options.socket:

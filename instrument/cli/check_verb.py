@@ -56,7 +56,7 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def check(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the state of each rule's targets. Returns the exit code."""
+    """Print the state of each target in the profile. Returns the exit code."""
     if native.WHY_MISSING:
         raise InstrumentError(f"check: no call can be recorded here: {native.WHY_MISSING}")
     if options.modules and host:
@@ -95,7 +95,8 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _is_never_imported(verdict: Verdict, profile: Profile) -> bool:
-    """Return True for a function rule whose module was not imported, although `check` imports all named modules."""
+    """Return True if a rule waits for a module that is not imported, although `check` imports the modules that rules
+    name."""
     rules = [rule for rule in profile.functions if rule.text == verdict.rule]
     return verdict.state == "waiting" and any(
         text.partition(":")[0] not in MAINS for rule in rules for text in rule.match
@@ -103,7 +104,8 @@ def _is_never_imported(verdict: Verdict, profile: Profile) -> bool:
 
 
 def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
-    """Run a command as `instrument run` does. Returns the verdicts of its processes, and facts on the command."""
+    """Run a command as `instrument run` does. Returns the verdicts of all its processes, and facts on the command for
+    the JSON document."""
     if OFF:
         raise InstrumentError(f"check: the environment has {OFF}, so the command would not be instrumented; unset it")
     find_command("check", host)
@@ -124,7 +126,8 @@ def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[li
 
 
 def _make_document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the document of `check --json`. A change that renames or removes a key must raise the number `format`."""
+    """Return the document of `check --json`. A change that renames or removes a key must raise the number in
+    `format`."""
     rules = [(family, rule) for family in ("functions", "layers", "copies") for rule in getattr(profile, family)]
     targets: dict[str, list[dict[str, Any]]] = {}
     for verdict in verdicts:
@@ -197,14 +200,12 @@ def _describe_device(versions: dict[str, str]) -> str:
 
 
 def _why_no_gpu(profile: Profile) -> str:
-    """Return the reason why GPU gauges cannot be read on this machine, "" if they can."""
     from instrument.device import nvml
 
     return "device.nvml is off" if profile.device.nvml_ns is None else nvml.why_unreadable()
 
 
 def _why_no_dataset(profile: Profile) -> str:
-    """Return the reason why no dataset can be written here, "" if it can be or is not wanted."""
     if profile.export.parquet is None:
         return ""
     from instrument.trace.dataset_files import Folder
@@ -220,7 +221,8 @@ def _name_of_service(profile: Profile) -> str:
 
 
 def _list_settings(profile: Profile) -> list[tuple[str, Any, str]]:
-    """Return each setting that a variable can set, with its value and its source. Values of headers are hidden."""
+    """Return the settings that environment variables can set, with their values and sources. Values of headers are left
+    out."""
     settings = []
     for name, origin in sorted(profile.origins.items()):
         value = get_setting(profile, name)

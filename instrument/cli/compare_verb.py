@@ -37,7 +37,7 @@ KEPT = 5
 
 
 def read_share(text: str) -> float:
-    """Read a share, such as 3% or 0.03."""
+    """Parse a share, such as 3% or 0.03."""
     match = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)(%?)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 3%")
@@ -87,7 +87,7 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def compare(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the changes. Returns the exit code of the gate."""
+    """Print the changes between two versions. Returns the exit code of the gate."""
     baseline = Path(options.baseline) if options.baseline else None
     if len(options.sides) != (1 if baseline else 2):
         names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
@@ -130,7 +130,6 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
-    """Read the recordings before or after the change: one run or, with `--all`, each of several runs."""
     from instrument.report.view import Recording
 
     say = partial(print_remark, "compare")
@@ -148,12 +147,11 @@ def _gate_exit_code(comparison: Comparison, limit: float | None) -> int:
 
 
 def _baseline_runs(baseline: Path) -> list[Path]:
-    """Return the folders of a baseline's runs, the oldest first. Other folders in it are ignored."""
     return sorted(path for path in baseline.glob("run-" + "[0-9]" * 6) if path.is_dir())
 
 
 def _add_to_baseline(baseline: Path, side: str, most: int) -> None:
-    """Copy a run into the baseline, and remove its oldest runs beyond `most`."""
+    """Copy a run into the baseline. Remove the oldest runs if there are more than `most`."""
     runs = _baseline_runs(baseline)
     number = int(runs[-1].name.rpartition("-")[2]) + 1 if runs else 1
     target = baseline / f"run-{number:06d}"

@@ -71,7 +71,7 @@ def _add_convert(verbs: Verbs) -> None:
 
 
 def convert(options: argparse.Namespace, host: list[str]) -> int:
-    """Write the files in another form, and print the path. Returns the exit code."""
+    """Convert files to another form, and print the path of the result. Returns the exit code."""
     paths = find_files("convert", options)
     if options.to == "parquet":
         return _write_dataset(options, paths)
@@ -88,13 +88,11 @@ def convert(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def refuse_to_replace_input(target: Path, paths: Sequence[str]) -> None:
-    """Raise `InstrumentError` if the output is one of the input files."""
     if any(target.exists() and target.samefile(path) for path in paths if os.path.exists(path)):  # noqa: PTH110
         raise InstrumentError(f"{target} is one of the files to read; give another name with -o")
 
 
 def write_trace(target: Path, form: str, saved: Saved) -> None:
-    """Write a recording, Chrome JSON or Perfetto's own form. Raises `TraceError`."""
     from instrument import chrome
     from instrument.trace import file
 
@@ -111,7 +109,7 @@ def form_by_suffix(target: Path) -> str:
 
 
 def convert_write_errors(target: Path, action: Callable[[], object]) -> None:
-    """Call `action`, which writes a file. An `OSError` becomes a `TraceError` with the file's name."""
+    """Call `action`, which writes a file. An `OSError` becomes a `TraceError` with the name of the file."""
     try:
         action()
     except OSError as problem:
@@ -119,8 +117,8 @@ def convert_write_errors(target: Path, action: Callable[[], object]) -> None:
 
 
 def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
-    """Write the tables of all files to a dataset's folder, and print the paths of its files. An output that ends in
-    `.parquet` is a single file with only the table of spans."""
+    """Write a dataset, and print the paths of its files. An output with the suffix `.parquet` gets only the table of
+    spans."""
     from hashlib import blake2b
 
     from instrument.trace.dataset_files import DatasetWriter, Folder, write_spans
@@ -155,7 +153,7 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
-    """Write files as OTLP, in wall clock time. Each process is a resource."""
+    """Write files as OTLP. Times are in wall clock time, and each process is a resource."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.packed_spans import SpanIds, SpanPacker
     from instrument.otlp.service_sdk import resource_of
@@ -207,7 +205,7 @@ def _add_merge(verbs: Verbs) -> None:
 
 
 def merge(options: argparse.Namespace, host: list[str]) -> int:
-    """Write the merged file, and print its path. Returns the exit code."""
+    """Merge files into one, and print the path of the result. Returns the exit code."""
     paths, target = find_files("merge", options), Path(options.output)
     refuse_to_replace_input(target, paths)
     write_trace(target, form_by_suffix(target), read_merged("merge", paths, options))
@@ -246,7 +244,7 @@ def _add_query(verbs: Verbs) -> None:
 
 
 def query(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the result of an SQL statement. Returns the exit code."""
+    """Run an SQL statement, and print the result. Returns the exit code."""
     from instrument.trace import tables
 
     errors = tables.import_duckdb().Error
@@ -298,7 +296,8 @@ def _add_recover(verbs: Verbs) -> None:
 
 
 def recover_files(options: argparse.Namespace, host: list[str]) -> int:
-    """Save the recordings of ring files and print the outcomes. Returns the exit code, 2 if a file cannot be read."""
+    """Save the recordings of ring files, and print the results. Returns the exit code, which is 2 if a file cannot be
+    read."""
     try:
         files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == memory.SUFFIX)
     except OSError as error:
@@ -319,7 +318,7 @@ def recover_files(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _recover_file(path: Path) -> tuple[str, bool]:
-    """Save the recording of a ring file. Return a sentence, and True if its process has ended. Raises `TraceError`."""
+    """Save the recording of a ring file of a killed process. Return a sentence, and True if the process has ended."""
     from instrument.agent import crash_capture
     from instrument.recording.mapped import Mapped
 

@@ -24,7 +24,7 @@ def find_topics() -> Mapping[str, Path]:
 
 
 def show_topic(options: argparse.Namespace, host: list[str]) -> int:
-    """Print a topic, in pages at a terminal. Returns the exit code. Raises `InstrumentError` for an unknown topic."""
+    """Print a topic of the documentation. Returns the exit code. Raises `InstrumentError` for an unknown topic."""
     pages = find_topics()
     if options.topic is None:
         width = max(map(len, pages))

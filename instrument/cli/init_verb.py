@@ -77,7 +77,7 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def init(options: argparse.Namespace, host: list[str]) -> int:
-    """Write a first profile. Returns the exit code."""
+    """Observe a command, and write a first profile. Returns the exit code."""
     prints = options.file == "-"
     path = Path(options.file)
     if not prints and path.exists() and not options.force:
@@ -117,7 +117,6 @@ def _write_profile(path: Path, text: str, *, replaces: bool) -> None:
 
 
 def _observe_command(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
-    """Run a command and record its own functions. Return the observations of its processes, and its exit code."""
     if OFF:
         raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
     names = find_own_modules(words, Path.cwd())
@@ -151,7 +150,7 @@ def _observe_command(words: list[str], for_ns: int | None, *, to_stderr: bool) -
 
 
 def _await_command(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
-    """Wait until a command ends, or end it after `for_ns`. Return its exit code, and True if it had to be ended."""
+    """Wait for the end of a command, which is ended after `for_ns`. Return its exit code, and True if it was ended."""
     try:
         return child.wait(None if for_ns is None else for_ns / 1e9), False
     except subprocess.TimeoutExpired:

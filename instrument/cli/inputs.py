@@ -39,14 +39,15 @@ PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
 
 
 def memory_limit_bytes(files: Sequence[str]) -> int:
-    """Return the memory limit in bytes for trace files, by their sizes."""
     return max(LEAST_BYTES, sum(map(_needed_bytes, map(Path, files))))
 
 
 @contextmanager
 def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
-    """Limit the process's memory within a block to `asked_bytes`, by default according to the sizes of the files.
-    Raises `InstrumentError` if the block needs more."""
+    """Limit the memory of the process within a `with` block. The default limit depends on the sizes of the files.
+
+    Raises `InstrumentError` if the block needs more memory.
+    """
     bound = asked_bytes or memory_limit_bytes(files)
     limit = int(bound * SHARE_OF_DATA) + max(0, _used_bytes() - COMMAND_BYTES)
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -67,7 +68,7 @@ def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> It
 
 
 def _used_bytes() -> int:
-    """Return the memory of the process in bytes as RLIMIT_DATA counts it, 0 if unknown."""
+    """Return the memory of the process in bytes as the limit RLIMIT_DATA counts it, or 0 if it is unknown."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmData:")).split()[1])
@@ -96,15 +97,17 @@ SUFFIXES = (".npz", ".json", ".json.gz")
 
 
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:
-    """Return the named files, and for a folder the files of one run. Raises `TraceError` for a folder without any."""
     import_file_libraries()
     with limit_memory(verb, [path for path in options.traces if not Path(path).is_dir()], options.memory):
         return expand_paths(options.traces, options.run, options.all, partial(print_remark, verb))
 
 
 def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
-    """Return the files that paths name. A folder means the files of `run`, by default of its newest run, or all its
-    files if `is_of_all`. `say` gets a sentence on omitted runs."""
+    """Return the files that paths name. In a folder, only the files of one run are returned, unless `is_of_all`.
+
+    `run` is the name of the run, by default the newest run. `say` is called with a sentence if the folder has several
+    runs.
+    """
     files: list[str] = []
     for path in paths:
         inside = _list_files(path) if Path(path).is_dir() else [path]
@@ -114,7 +117,7 @@ def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Ca
 
 
 def list_runs(folder: str) -> list[list[str]]:
-    """Return the files of each run in a folder, the oldest run first. A file that names no run counts as a run."""
+    """Return the files of each run in a folder, the oldest run first. A file without metadata counts as a run."""
     unnamed, runs = _group_runs(_list_files(folder))
     return [*([path] for path in unnamed), *(run.files for run in runs)]
 
@@ -135,8 +138,6 @@ def _list_files(folder: str) -> list[str]:
 
 
 def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
-    """Return the files of the named run, else of the newest run, and the files that belong to no run. Raises
-    `TraceError` if there is no such run."""
     unnamed, runs = _group_runs(paths)
     names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
     more = len(runs) - RUNS_NAMED
@@ -153,7 +154,6 @@ def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Calla
 
 
 def _read_facts(path: str) -> Trace | None:
-    """Return the facts of a file without its spans. Return None for an unreadable file, or one of another program."""
     from instrument.chrome import reading
     from instrument.trace import file
 
@@ -164,7 +164,6 @@ def _read_facts(path: str) -> Trace | None:
 
 
 def read_saved(path: str) -> Saved:
-    """Read a file of any accepted form as a recording. Raises `TraceError`."""
     from instrument import chrome
     from instrument.trace import file
 
@@ -172,8 +171,10 @@ def read_saved(path: str) -> Saved:
 
 
 def add_file_arguments(parser: argparse.ArgumentParser, runs: str = "") -> None:
-    """Add the arguments that name files, and the options for merging and for memory. With `runs`, no file is required,
-    and this text is added to the help on files."""
+    """Add the arguments that name files, and the options for merging and memory. With `runs`, files are optional.
+
+    `runs` is added to the help text on files.
+    """
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--run", metavar="RUN", help="in a folder, read only this run (default: the newest one)")
@@ -182,7 +183,6 @@ def add_file_arguments(parser: argparse.ArgumentParser, runs: str = "") -> None:
 
 
 def add_merging(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the clock of several files, and for memory."""
     parser.add_argument("--clock", **choice_arguments(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",
@@ -193,7 +193,7 @@ def add_merging(parser: argparse.ArgumentParser) -> None:
 
 
 def import_file_libraries() -> None:
-    """Import all libraries that read files, because imports may fail within a memory limit."""
+    """Import the libraries that read files. An import within a memory limit may fail."""
     # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from instrument.chrome import reading  # noqa: F401
@@ -203,19 +203,18 @@ def import_file_libraries() -> None:
 
 
 def read_within_memory_limit(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
-    """Read files within the memory limit. Raises `TraceError`."""
     import_file_libraries()
     with limit_memory(verb, paths, memory):
         return list(map(read_saved, paths))
 
 
 def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
-    """Read all files as one trace with one tree for each request. Raises `TraceError`."""
+    """Read files as a single trace, with one tree per request. Raises `TraceError`."""
     return merge_saved(read_within_memory_limit(verb, paths, options.memory), options.clock)
 
 
 def merge_saved(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
-    """Merge recordings into one with one tree for each request. Raises `TraceError`."""
+    """Merge files into a single trace, with one tree per request. Raises `TraceError`."""
     from instrument.trace.merge import merge
     from instrument.trace.request_trees import graft_requests
 
@@ -230,7 +229,7 @@ RUNS_NAMED = 5
 
 @dataclass
 class FilesOfRun:
-    """The files of one run and their processes, and the end of the time that they cover, in ns since 1970."""
+    """The files of a run, its processes, and the latest time in these files, in nanoseconds since 1970."""
 
     name: str
     files: list[str]
@@ -242,8 +241,6 @@ class FilesOfRun:
 
 
 def _group_runs(paths: Sequence[str]) -> tuple[list[str], list[FilesOfRun]]:
-    """Return the files without a run, and the runs of the others, the newest last. Files that name no run are grouped
-    by process and time."""
     files = {path: facts for path in paths if (facts := _read_facts(path)) is not None}
     runs: list[FilesOfRun] = []
     for path, facts in sorted(files.items(), key=lambda item: item[1].origin.realtime_of(item[1].start_ns)):

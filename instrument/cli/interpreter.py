@@ -40,9 +40,9 @@ def run_command(
     *,
     to_stderr: bool,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command under a profile, as `instrument run` does.
+    """Run a command as `instrument run` does.
 
-    Signals that would end this process are forwarded to the command, and their numbers are added to `handed_on`.
+    Signals that end a process are forwarded to the command. Their numbers are added to `handed_on`.
     """
     import subprocess
 
@@ -66,7 +66,6 @@ def run_command(
 
 
 def _is_in_foreground() -> bool:
-    """Return True if this process is in the foreground of a terminal, whose Ctrl-C also reaches the command."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -75,15 +74,17 @@ def _is_in_foreground() -> bool:
 
 
 class Command(NamedTuple):
-    """The `words` that run a user's command, and a `note` on its unrecorded parts, "" without any."""
+    """A command of the user as words, with a note on the parts of it that are not recorded."""
 
     words: list[str]
     note: str = ""
 
 
 def find_command(verb: str, words: list[str]) -> Command:
-    """Return the command to run: a Python program by this interpreter, any other program as it is. Raises
-    `InstrumentError` for a command that cannot run, or that could not be recorded."""
+    """Return the command to run. A Python program is run by this interpreter, and any other program directly.
+
+    Raises `InstrumentError` if the command cannot run, or if no process could be recorded.
+    """
     if not words:
         raise InstrumentError(f"{verb}: {_NOTHING}")
     if words[0].startswith("-"):
@@ -143,8 +144,8 @@ _SERVERS = frozenset(("uvicorn", "gunicorn", "hypercorn", "granian", "flask", "f
 
 
 def name_service(words: Sequence[str]) -> str:
-    """Return the name of the service: that of the project, else of the app, module, script or folder. General names,
-    such as `app` and `main`, are a last resort."""
+    """Choose the name of a service: the name of the project, app, module, script or folder. General names, such as
+    `app`, come last."""
     project = Path("pyproject.toml")
     if project.is_file():
         text = project.read_text("utf-8", "replace")
@@ -168,7 +169,6 @@ def _sanitize_service_name(text: str) -> str:
 
 
 def _find_program(verb: str, word: str) -> Path:
-    """Return the file or folder that a word names, in the current folder or on PATH."""
     path = Path(word)
     if path.is_file() or (path.is_dir() and ("/" in word or (path / "__main__.py").exists())):
         return path
@@ -181,9 +181,9 @@ def _find_program(verb: str, word: str) -> Path:
 
 
 def _refuse_other_interpreter(verb: str, word: str, interpreter: Path) -> None:
-    """Raise `InstrumentError` for the interpreter of another environment, where this package may be missing.
+    """Raise `InstrumentError` for the interpreter of another environment, because this package may be missing there.
 
-    Scripts that choose an interpreter, such as those of version managers, are allowed.
+    Scripts that choose an interpreter, such as those of pyenv, are allowed.
     """
     running = Path(sys.executable)
     is_same = interpreter.parent.resolve() == running.parent.resolve()

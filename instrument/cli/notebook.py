@@ -28,8 +28,10 @@ FRAMES = ("pandas", "polars", "pyarrow")
 
 
 class LoadedTrace:
-    """Saved traces, merged into one with one tree for each request. Data frames are made when they are first read, and
-    need `instrument-sdk[query]` and pandas, polars or pyarrow."""
+    """A saved trace, or several ones merged, with one tree per request.
+
+    Data frames are made at the first access. They need `instrument-sdk[query]`, and pandas, polars or pyarrow.
+    """
 
     def __init__(self, saved: Saved, frames: str | None = None) -> None:
         self.saved = saved
@@ -42,23 +44,27 @@ class LoadedTrace:
         return Recording.of_saved(self.saved)
 
     def view(self, name: str, **options: Any) -> View:
-        """Return a view of `instrument report`, such as `requests`. The options are those of `instrument.summary`."""
+        """Return a view of `instrument report`, such as `requests`. `options` are the options of
+        `instrument.summary`."""
         from instrument.report.section import make_views
         from instrument.report.view import Options
 
         return make_views([name], self.recording, Options.of({"most": MOST, **options}))[name]
 
     def request(self, key: str, **options: Any) -> RequestLife:
-        """Return the life of the request with a key or a span number."""
+        """Return the parts and the timeline of a request. `key` is the key of the request or the number of a span.
+        `options` are the options of `instrument.summary`."""
         from instrument.report.request_life import request_life
         from instrument.report.view import Options
 
         return request_life(self.recording, key, Options.of(options))
 
     def explain(self, request: str | None = None, **choice: Any) -> Explanation:
-        """Explain the time of one request: the one with the key `request`, else the slowest. `choice` may have
-        `endpoint`, `since_ns` and `until_ns`. With `slowest=None`, all requests between these times are explained
-        together."""
+        """Explain the time of a request, by default of the slowest one. `request` is the key of the request.
+
+        `choice` limits the requests by `endpoint`, `since_ns` and `until_ns`. With `slowest=None`, all these requests
+        are explained together.
+        """
         from instrument.report.explanation import RequestChoice, explain
         from instrument.report.view import Options
 
@@ -69,21 +75,23 @@ class LoadedTrace:
 
     @cached_property
     def spans(self) -> Any:
-        """The spans, one in each row: name, thread, times in ns, error, attributes, device intervals."""
+        """A data frame of the spans. The columns are name, thread, times in nanoseconds, error, attributes and device
+        intervals."""
         from instrument.trace import tables
 
         return self._make_frame(tables.make_span_frame(self.saved.trace))
 
     @cached_property
     def requests(self) -> Any:
-        """The requests, one in each row, with the key, and the parts of the wall time in ns as in the report."""
+        """A data frame of the requests, with the key and the parts of the time. Times are in nanoseconds."""
         from instrument.trace import tables
 
         return self._make_frame(tables.make_request_frame(self.saved.trace, *self._joined_and_ledger()))
 
     @cached_property
     def batches(self) -> Any:
-        """The batches, one in each row, with the keys of their requests, and the requests' weights and shares in ns."""
+        """A data frame of the batches. The columns have the keys of the requests in each batch, their weights, and
+        their times in nanoseconds."""
         from instrument.trace import tables
 
         return self._make_frame(tables.make_batch_frame(self.saved.trace, *self._joined_and_ledger()))
@@ -113,11 +121,15 @@ def load(
     clock: str = "monotonic",
     frames: str | None = None,
 ) -> LoadedTrace:
-    """Read recordings and Chrome traces, or a folder of them, as one trace: `instrument.load("traces").spans`.
+    """Read recordings and Chrome traces as a single trace, such as `instrument.load("traces").spans`.
 
-    In a folder, only the files of `run` are read, by default of its newest run. With `all_runs`, all files are read.
-    `clock` is as in `instrument report`. `frames` names the library of data frames, by default the first of `FRAMES`
-    that is installed. Raises `TraceError` for unreadable files.
+    - `paths`: files or folders
+    - `run`: the name of the run that is read in a folder. The default is the newest run
+    - `all_runs`: True to read all files in a folder
+    - `clock`: "monotonic", or "wall" to join files of several machines by the time of day
+    - `frames`: the library of data frames: "pandas", "polars" or "pyarrow". The default is the first installed one
+
+    Raises `TraceError` if a file cannot be read.
     """
     if not paths:
         raise InstrumentError("load: there is no path; give a file or a folder")
@@ -127,10 +139,10 @@ def load(
 
 
 def compare(before: Source | Sources, after: Source | Sources, **options: Any) -> Comparison:
-    """Compare recordings before and after a change, such as `instrument.compare("before", "after")`. Each argument is a
-    path, a trace, or a list of runs.
+    """Compare recordings before and after a change, such as `instrument.compare("before", "after")`.
 
-    The options are those of `instrument.summary`. It needs `instrument-sdk[compare]`.
+    Each side is a path, a loaded trace, or a list with a path or trace per run. `options` are the options of
+    `instrument.summary`. This function needs `instrument-sdk[compare]`.
     """
     from instrument.report import comparison
     from instrument.report.view import Options

@@ -35,8 +35,10 @@ def _add_switch(verbs: Verbs) -> None:
 
 
 def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
-    """Switch recording on or off in processes and print their answers. Returns the exit code, 1 without an answer. A
-    change of several runs requires the user's confirmation at a terminal."""
+    """Switch recording on or off in processes, and print their answers. Returns the exit code.
+
+    The exit code is 1 if a process does not answer. A change of several runs must be confirmed at a terminal.
+    """
     missing = False
     with client.find_runs(options.run) as runs:
         several = [run for run in runs if run.living]
@@ -54,7 +56,6 @@ def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) 
 
 
 def _confirm_change_of_all_runs(runs: Sequence[client.Asked], *, on: bool) -> bool:
-    """Ask the user at a terminal to confirm a change of all runs. Raises `InstrumentError` without a terminal."""
     verb, names = "on" if on else "off", [run.description for run in runs]
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise InstrumentError(
@@ -94,7 +95,7 @@ def _add_reload(verbs: Verbs) -> None:
 
 
 def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
-    """Ask processes to reload the profile and print their answers. Returns the exit code."""
+    """Have processes reload the profile, and print their answers. Returns the exit code."""
     path_of_profile = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     profile = load(path_of_profile) if path_of_profile else Profile()  # a broken profile ends here, not in the service
     request = Request()
@@ -124,7 +125,6 @@ def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
-    """Send a request to this user's processes that an agent knows. Return their answers by pid."""
     answers: dict[str, Answer | None] = {}
     try:
         with client.find_runs(options.run if options.pid is None else str(options.pid)) as runs:
@@ -142,7 +142,6 @@ def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, A
 
 
 def _is_selected_process(member: client.Member, options: argparse.Namespace) -> bool:
-    """Return True if the options select a process by its profile's file or by --pid, or if they name neither."""
     if not options.profile or options.pid is not None:
         return True
     try:

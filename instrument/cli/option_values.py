@@ -34,7 +34,7 @@ MOST = 15
 
 
 def read_count_or_all(text: str) -> int:
-    """Read a number that is at least 1, or the word `all` as `ALL`."""
+    """Parse a number of at least 1, or the word `all`, for which 0 is returned."""
     return ALL if text == "all" else read_count(text)
 
 
@@ -45,12 +45,12 @@ def read_count_or_zero(text: str) -> int:
 
 
 def read_time_ns(text: str) -> int:
-    """Read a time with its unit, such as 50us. Returns ns."""
+    """Parse a time with a unit, such as 50us. Returns nanoseconds."""
     return _read_amount(text, TIME_UNITS, "such as 50us")
 
 
 def read_size_bytes(text: str) -> int:
-    """Read a size with its unit, such as 2GiB. Returns bytes."""
+    """Parse a size with a unit, such as 2GiB. Returns bytes."""
     return _read_amount(text, SIZE_UNITS, "such as 2GiB")
 
 
@@ -62,7 +62,6 @@ def _read_amount(text: str, units: Mapping[str, int], example: str) -> int:
 
 
 def read_view_names(text: str) -> list[str]:
-    """Read the names of views, with commas between them."""
     views = text.split(",")
     for view in views:
         _refuse_unknown(view, VIEWS)
@@ -70,7 +69,6 @@ def read_view_names(text: str) -> list[str]:
 
 
 def choice_arguments(names: Iterable[str]) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for an option with a fixed set of values."""
     choices = tuple(names)
 
     def name(text: str) -> str:
@@ -86,7 +84,7 @@ def _refuse_unknown(text: str, names: Collection[str]) -> None:
 
 
 def suggest_name(word: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence with the name that is most similar to a word, "" if none is similar."""
+    """Return the end of a message that names the most similar name. Return an empty string if no name is similar."""
     name = find_most_similar(word, names)
     return f"; did you mean {name!r}?" if name else ""
 
@@ -108,7 +106,6 @@ WAIT_S = 5.0
 
 
 def add_run(parser: argparse.ArgumentParser, default: str = "the only one") -> None:
-    """Add the argument that names the processes of a running service."""
     parser.add_argument("run", nargs="?", metavar=PROCESSES, help=f"{RUN} (default: {default})")
 
 
@@ -118,7 +115,6 @@ def add_wait(parser: argparse.ArgumentParser) -> None:
 
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options on the number of rows, the unit of times and the form of the output."""
     about = f"most rows of each table (default: {MOST} in text)"
     parser.add_argument("--rows", type=read_count_or_all, metavar="N|all", help=about)
     parser.add_argument(
@@ -129,7 +125,6 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
 
 
 def table_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the number of rows and the unit for `Options`. Only a text has a default number of rows."""
     most = None if options.json or options.rows == ALL else MOST
     return {"unit": options.unit, "rows": options.rows or None, "most": most}
 
@@ -143,7 +138,7 @@ WITHOUT_PROFILE = (
 
 
 def choose_profile_file(options: argparse.Namespace) -> tuple[str, bool]:
-    """Return the profile's file for `run` or `check`, and True if the user has named none."""
+    """Return the file of the profile, and True if it is the default because the user has not named a profile."""
     if options.profile and options.preset:
         raise InstrumentError(
             f"the profile {options.profile} and --preset {options.preset} exclude each other; give one, or add the "

@@ -109,8 +109,6 @@ def show_live(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _read_screens(options: argparse.Namespace) -> Iterator[Screen]:
-    """Yield a screen of a run every `options.every` seconds until its end. Raises `InstrumentError` if there is no
-    run."""
     from instrument.agent.live_view import LiveSampler
 
     sampler = LiveSampler("")
@@ -144,7 +142,7 @@ def _add_dump(verbs: Verbs) -> None:
 
 
 def save_run(options: argparse.Namespace, host: list[str]) -> int:
-    """Save all processes of a run as one trace. Returns the exit code."""
+    """Save the spans of all processes of a run in a single file. Returns the exit code."""
     run = read_run("dump", options.run, options.last)
     saved = merge_saved(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")
@@ -154,7 +152,11 @@ def save_run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 class RunRead(NamedTuple):
-    """A run, the recordings of its processes up to now, and the number of ended processes without a recording."""
+    """The recordings of a run that have been read.
+
+    - `ended`: the number of ended processes without a recording
+    - `is_going`: True if a process of the run is alive
+    """
 
     name: str
     read: list[Saved]
@@ -163,7 +165,6 @@ class RunRead(NamedTuple):
 
     @property
     def processes_text(self) -> str:
-        """A text on the number of processes, and on those that have ended without a recording."""
         ended = f", without {self.ended} that ended before" if self.ended else ""
         return f"{len(self.read)} process{'es' * (len(self.read) != 1)}{ended}"
 
@@ -173,7 +174,6 @@ class RunRead(NamedTuple):
 
 
 def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead:
-    """Read the memory of a run's processes. Raises `InstrumentError` if there is no run, or nothing to read."""
     with client.find_runs(name, memory=True) as runs:
         run = client.single_run(verb, runs)
         now_ns = time.monotonic_ns()

@@ -108,7 +108,7 @@ def _add_report(verbs: Verbs) -> None:
 
 @contextmanager
 def _pause_collector() -> Iterator[None]:
-    """Pause Python's garbage collector, which takes a fifth of a report's time and finds no garbage."""
+    """Pause Python's garbage collection, which takes a fifth of a report's time and finds no garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -120,7 +120,7 @@ def _pause_collector() -> Iterator[None]:
 
 @_pause_collector()
 def report(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the views of saved traces or of a running service. Returns the exit code."""
+    """Print a report on files or on a running service. Returns the exit code."""
     run = _read_named_run(options)
     if run is None:
         options.traces = find_files("report", options)
@@ -144,7 +144,6 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _read_named_run(options: argparse.Namespace) -> RunRead | None:
-    """Read the running service that the options name by `--run`, or by a name that no file has."""
     names = options.traces or [options.run]
     if options.traces and (options.run or len(names) > 1 or "/" in names[0] or Path(names[0]).exists()):
         return None
@@ -206,7 +205,6 @@ def _write_page(options: argparse.Namespace, chosen: Options, run: RunRead | Non
 def _load_recordings_to_report(
     options: argparse.Namespace, run: RunRead | None
 ) -> Iterator[tuple[str, dict[str, Any], Recording]]:
-    """Yield the recordings to report, one for all files or one for each process, with a heading and facts for JSON."""
     if run is None and len(options.traces) == 1 and options.by != PROCESS:
         yield "", {}, _read_recording(options.traces[0], options.torch_trace)
         return
@@ -264,7 +262,7 @@ def _add_explain(verbs: Verbs) -> None:
 
 
 def explain(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the explanations. Returns the exit code."""
+    """Print the causes of slow requests. Returns the exit code."""
     options.traces = find_files("explain", options)
     import_file_libraries()
     from instrument.report import explanation

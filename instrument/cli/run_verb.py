@@ -52,7 +52,7 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def run(options: argparse.Namespace, host: list[str]) -> int:
-    """Replace this process by the service. The first process of a container runs the service as its child instead."""
+    """Replace this process by the service. In the first process of a container, run the service as a child instead."""
     if native.WHY_MISSING:
         print_remark("no call is recorded", native.WHY_MISSING)
     path, is_unnamed = choose_profile_file(options)
@@ -106,14 +106,14 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _name_run() -> str:
-    """Return a new name for this run from the time. Inside another run, wait until it differs from that run's name."""
+    """Return a new name for a run, from the time. Inside another run, wait until the name differs from that run's
+    name."""
     while (name := environment.new_run()) == os.environ.get(environment.RUN_VARIABLE):
         time.sleep(0.05)
     return name
 
 
 def _open_socket_for_agent(environ: dict[str, str], run: str) -> socket.socket | None:
-    """Create the socket of the run's agent and put its path into `environ`. Return None if that is impossible."""
     environ.pop(agent_socket.VARIABLE, None)
     try:
         listener = agent_socket.prepare_run(run)
@@ -134,8 +134,11 @@ def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
 
 
 def _original_environment() -> dict[str, str]:
-    """Return the environment of this process, as it was before another program's `sitecustomize` changed it. With a
-    changed PYTHONPATH, `opentelemetry-instrument` would not instrument the service."""
+    """Return the environment of this process. If another program's `sitecustomize` has changed it, return it as before.
+
+    Otherwise `opentelemetry-instrument` would not instrument the service, because it has removed itself from
+    PYTHONPATH.
+    """
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as on the path
     before = environment.initial_environment()
@@ -154,8 +157,6 @@ def _describe_variables(profile: Profile) -> list[str]:
 
 
 def _describe_files(profile: Profile) -> Iterator[str]:
-    """Yield sentences on the time at which files are written, and on commands that show the service before that
-    time."""
     writes_traces = profile.export.chrome is not None or profile.export.recording is not None
     if writes_traces:
         yield "trace files are written as each process ends"
@@ -176,7 +177,7 @@ _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
 
 def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the service as a child, under an agent that listens on `listener`. Returns the exit code."""
+    """Run the service as a child process, with an agent at a socket. Returns the exit code."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     service = os.fork()
     if service == 0:
@@ -193,7 +194,6 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
 
 
 def _restart_agent(path: Path, run: str, service: int) -> int:
-    """Start an agent in place of one that has ended. Returns its pid, 0 if it cannot listen."""
     with suppress(OSError), agent_socket.listen(path) as listener:
         return agent_socket.spawn_agent(sys.executable, listener, run, service, says=True)
     return 0
@@ -211,8 +211,6 @@ def _become_service(words: Sequence[str], environ: Mapping[str, str], mask: set[
 
 
 def _supervise_service(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
-    """Forward signals, reap children and restart an ended agent until the service ends. Returns the service's status,
-    and the pid of the last agent."""
     starts = 1
     while True:
         number = signal.sigwaitinfo(signal.valid_signals()).si_signo
@@ -240,7 +238,8 @@ def _reap_children() -> list[tuple[int, int]]:
 
 
 def _kill_all_but_agent(agent: int) -> None:
-    """Kill all processes except the agent and its children, as the end of a container's first process does."""
+    """Kill all processes except the agent and its children. The end of a container's first process also kills all
+    processes."""
     for path in Path("/proc").iterdir():
         if path.name.isdecimal() and int(path.name) not in (os.getpid(), agent):
             with suppress(OSError):

@@ -48,7 +48,13 @@ _run: _Run | None = None
 
 
 def start_profiler(state: str, tracer_option: str = "Default") -> None:
-    """Start recording, unless it is on. Raises `ProfileError`, a ValueError, for an unknown state or option."""
+    """Start recording. If it is on, nothing changes.
+
+    - `state`: "CPU", "GPU" or "All"
+    - `tracer_option`: "Default", "OpDetail" or "AllOpDetail"
+
+    Raises `ProfileError`, a subclass of ValueError, for other values.
+    """
     global _run
     _check_choices(state=(state, STATES), tracer_option=(tracer_option, TRACER_OPTIONS))
     with _lock:
@@ -66,8 +72,12 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
 
 
 def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
-    """Stop recording, if it is on. Print a report on all threads together and on each thread, and write a Chrome
-    trace."""
+    """Stop recording, print a report, and write a Chrome trace. If recording is off, nothing happens.
+
+    - `sorted_key`: the column by which rows are sorted: "calls", "total", "max", "min" or "ave". None and "default"
+      keep the order
+    - `profile_path`: the path of the Chrome trace, or None to write no file
+    """
     global _run
     _check_choices(sorted_key=(sorted_key or "default", SORTED_KEYS))
     with _lock:
@@ -91,13 +101,13 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
 
 
 def _report_text(recording: Recording, options: Options) -> str:
-    """Return the text of the report with full names."""
     notes = list_cost_and_losses(recording)
     return "\n".join([*events(recording, options).with_wide_lines().lines(), *notes])
 
 
 def reset_profiler() -> None:
-    """Drop the spans up to now, such as those of the first iterations. An open span counts from now on."""
+    """Drop the spans recorded so far, such as those of the first iterations. Of an open span, only the time from now
+    counts."""
     with _lock:
         if _run is not None:
             _run.since_ns, _run.counts_all = time.monotonic_ns(), False
@@ -110,7 +120,8 @@ def profiler(
     profile_path: _Path | None = PROFILE_PATH,
     tracer_option: str = "Default",
 ) -> Iterator[None]:
-    """Record the block, and print the report at its end, also after an exception."""
+    """Record a `with` block, and print the report at its end, also after an exception. The arguments are as in
+    `start_profiler` and `stop_profiler`."""
     _check_choices(sorted_key=(sorted_key or "default", SORTED_KEYS))
     start_profiler(state, tracer_option)
     try:

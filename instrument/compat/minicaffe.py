@@ -59,7 +59,8 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Stop recording and keep the spans for `dump`. Raises `StateError` if the profiler is off or scopes are open."""
+    """Stop recording. The spans are kept for `dump`. Raises `StateError` if the profiler is off, or if scopes are
+    open."""
     global _is_on
     with _lock:
         if not _is_on:
@@ -75,13 +76,14 @@ def disable() -> None:
 
 
 def open_scope(name: str) -> None:
-    """Begin a scope inside this thread's innermost open scope. Does nothing while the profiler is off."""
+    """Begin a scope within the innermost open scope of this thread. If the profiler is off, nothing happens."""
     if _is_on:
         _open_scopes.scopes.append(RECORDER.make_scope(name).start())
 
 
 def close_scope() -> None:
-    """End this thread's innermost scope, unless the profiler is off. Raises `StateError` if no scope is open."""
+    """End the innermost open scope of this thread. If the profiler is off, nothing happens. Raises `StateError` if no
+    scope is open."""
     if not _is_on:
         return
     if not _open_scopes.scopes:
@@ -90,12 +92,13 @@ def close_scope() -> None:
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write all spans recorded so far as a Chrome trace. Raises `StateError` without a session, or `TraceError`."""
+    """Write all spans recorded so far as a Chrome trace. Raises `StateError` if no session has begun, and `TraceError`
+    if the file cannot be written."""
     return process.dump(path)
 
 
 def now() -> int:
-    """Return the current time in microseconds on the monotonic clock, which also times the spans."""
+    """Return the current time in microseconds. Spans have the same clock, CLOCK_MONOTONIC."""
     return time.monotonic_ns() // 1000
 
 
@@ -104,7 +107,6 @@ def _is_session_over() -> bool:
 
 
 def _close_scopes() -> None:
-    """Drop the open scopes of ended threads, and end those of running threads."""
     for thread, scopes in list(_scopes_by_thread.items()):
         if not thread.is_alive():
             del _scopes_by_thread[thread]

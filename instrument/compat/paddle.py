@@ -81,7 +81,7 @@ _logged_notes: set[str] = set()
 
 
 class SortedKeys(Enum):
-    """Paddle's sort keys. Each value is the name of the same key in `instrument report`."""
+    """Paddle's sort keys. The value is the name of the key in `instrument report`."""
 
     CPUTotal = "cpu_total"
     CPUAvg = "cpu_ave"
@@ -94,7 +94,7 @@ class SortedKeys(Enum):
 
 
 class SummaryView(Enum):
-    """Paddle's views. Each value is the name of the same view in `instrument report`."""
+    """Paddle's views. The value is the name of the view in `instrument report`."""
 
     DeviceView = "device"
     OverView = "overview"
@@ -108,7 +108,7 @@ class SummaryView(Enum):
 
 
 class TracerEventType(Enum):
-    """Paddle's types of ranges. A value is the kind of the range's span, unless `_SCOPE_ARGUMENTS` maps the type."""
+    """Paddle's types of ranges. The value is the kind of the span, except for the types in `_SCOPE_ARGUMENTS`."""
 
     Operator = "op"
     Dataloader = "loader"
@@ -132,7 +132,7 @@ _SCOPE_ARGUMENTS: Mapping[TracerEventType, Mapping[str, str]] = {
 
 
 class RecordEvent:
-    """A named range, usable as a context manager, as a decorator, or by `begin` and `end`."""
+    """A named range. It is used as a context manager, as a decorator, or by `begin` and `end`."""
 
     def __init__(self, name: str, event_type: TracerEventType = TracerEventType.PythonUserDefined) -> None:
         self.name = name
@@ -141,12 +141,12 @@ class RecordEvent:
         self._scope: Scope | None = None
 
     def begin(self) -> None:
-        """Begin the range. Does nothing if it is open."""
+        """Begin the range. If it is open, nothing happens."""
         if self._scope is None:
             self._scope = RECORDER.make_scope(self.name, **self._scope_arguments).start()  # type: ignore[arg-type]
 
     def end(self) -> None:
-        """End the range, on any thread or task. Does nothing if it is not open."""
+        """End the range, on any thread or task. If it is not open, nothing happens."""
         opened, self._scope = self._scope, None
         if opened is not None:
             opened.end()
@@ -165,7 +165,7 @@ class RecordEvent:
 
 
 class _Exporter(InBackground):
-    """A handler that writes windows in the background, or at once if the user calls it with a profiler."""
+    """A handler that writes windows. It writes in the background, but at once if the user calls it with a profiler."""
 
     def __call__(self, ready: Profiler | Window) -> object:
         window = ready.window if isinstance(ready, Profiler) else ready
@@ -173,23 +173,25 @@ class _Exporter(InBackground):
 
 
 def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
-    """Return a handler that writes a Chrome trace per window. The file's name has the worker or service, the process
-    and the window."""
+    """Return a handler that writes a Chrome trace of each window into a folder.
+
+    The file name has the number of the process and of the window, after `worker_name` or the name of the service.
+    """
     return _Exporter(chrome_files(dir_name, worker_name))
 
 
 def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
-    """Raise `ProfileError`: no protobuf is written. The message names the replacement."""
+    """Raise `ProfileError`, because no protobuf can be written. The message names `export_chrome_tracing` as the
+    replacement."""
     raise ProfileError(
         ["export_protobuf: no protobuf is written; use export_chrome_tracing, load_profiler_result reads it"]
     )
 
 
 class _Summary:
-    """The method `summary` of a profiler, and of a window that was read from a file."""
+    """The method `summary`, which `Profiler` and `ProfilerResult` have in common."""
 
     def _parts(self) -> tuple[Recording | None, Benchmark | None]:
-        """Return the spans and the times of the steps, None for a missing part."""
         raise NotImplementedError
 
     def summary(
@@ -200,8 +202,14 @@ class _Summary:
         time_unit: str = "ms",
         views: SummaryView | Iterable[SummaryView] | None = None,
     ) -> str:
-        """Print the views of the newest window, by default all, and the times of the steps. Return the text. The view
-        of memory is left out if memory was not profiled."""
+        """Print views of the newest window and the times of the steps. Return the printed text.
+
+        - `sorted_by`: the column by which rows are sorted
+        - `op_detail`: True to show the parts of operators
+        - `thread_sep`: True for a table per thread
+        - `time_unit`: the unit of times: "s", "ms", "us" or "ns"
+        - `views`: a view or several views, by default all. The view of memory is left out if memory was not profiled
+        """
         recording, steps = self._parts()
         texts = []
         if recording is not None:
@@ -225,9 +233,12 @@ class _Summary:
 
 
 class Profiler(_Summary, _Profiler):  # type: ignore[misc]
-    """A substitute for `paddle.profiler.Profiler`. It passes its arguments on to `instrument.Profiler`. `targets`
-    default to host and GPU. In a `scheduler` ``(start, end)`` a start below 0 counts as 0. `on_trace_ready` gets this
-    object, whose `window` is the recorded window."""
+    """A substitute for `paddle.profiler.Profiler`, based on `instrument.Profiler`.
+
+    - `targets`: the devices to time, by default host and GPU
+    - `scheduler`: a pair `(start, end)` of step numbers, or a function of `make_scheduler`. A start below 0 counts as 0
+    - `on_trace_ready`: called with this profiler after each window. `window` is then the recorded window
+    """
 
     def __init__(
         self,
@@ -269,7 +280,6 @@ class Profiler(_Summary, _Profiler):  # type: ignore[misc]
         )
 
     def _as_window_handler(self, handler: Any) -> Any:
-        """Wrap a handler of the profiler as a handler of a window, as `instrument.Profiler` expects it."""
         if (
             not callable(handler)
             or is_asynchronous(handler)
@@ -280,7 +290,7 @@ class Profiler(_Summary, _Profiler):  # type: ignore[misc]
         return lambda window: handler(self)
 
     def start(self) -> None:
-        """Start like `instrument.Profiler`, and log each option that has no effect."""
+        """Start recording or the schedule. Each option without an effect is logged."""
         super().start()
         torch_options = _TORCH_OPTIONS if self._torch is not None and torch_profiler.is_torch_imported() else ()
         for name in self._not_recorded:
@@ -294,14 +304,14 @@ class Profiler(_Summary, _Profiler):  # type: ignore[misc]
                 self._session.account.complain(note, log=False)
 
     def _stop(self) -> None:
-        """Stop like `instrument.Profiler`, and print the times of the steps, if any were timed."""
+        """Stop recording, and print the times of the steps."""
         was_running = self._is_running
         super()._stop()
         if was_running and not OFF and self._benchmark.measure_loop_times().steps:
             print("\n".join(show_benchmark(self._benchmark, Options()).lines()), flush=True)
 
     def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:
-        """Write the newest window as a Chrome trace. Raises `ProfileError` for a format other than json."""
+        """Write the newest window as a Chrome trace. Raises `ProfileError` if `format` is not "json"."""
         if format != "json":
             raise ProfileError(
                 [f"Profiler.export: format: found {format!r}; allowed: json, which load_profiler_result reads"]
@@ -317,7 +327,7 @@ Handler = Callable[[Profiler], object] | InBackground
 
 
 class ProfilerResult(_Summary):
-    """A window that was read from a file: its `trace`, its `tally`, and `summary` as in `Profiler`."""
+    """A window that was read from a file, with its spans in `trace` and its totals in `tally`."""
 
     def __init__(self, trace: Trace, tally: Tally) -> None:
         self.trace = trace
@@ -328,5 +338,6 @@ class ProfilerResult(_Summary):
 
 
 def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:
-    """Read a file of `export_chrome_tracing` or `Profiler.export`. Raises `TraceError` if it cannot be read."""
+    """Read a file that `export_chrome_tracing` or `Profiler.export` has written. Raises `TraceError` if it cannot be
+    read."""
     return ProfilerResult(*chrome.load(file_name))

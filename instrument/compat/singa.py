@@ -36,7 +36,7 @@ _EVALUATES = "autograd::engine::evaluate_function"
 
 
 class Device:
-    """A substitute for SINGA's device that has only the methods for timing. `verbosity` 0 records nothing."""
+    """A substitute for SINGA's device, with only the methods for timing."""
 
     def __init__(self) -> None:
         self.verbosity = 0
@@ -50,7 +50,8 @@ class Device:
         self._ended = 0
 
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802 - the name that its users have
-        """Set the verbosity, 0 to 3. A value above 0 begins the first iteration, and 0 ends the recording."""
+        """Set the verbosity, from 0 to 3. A value above 0 begins the first iteration, and 0 ends the recording. Raises
+        `ProfileError` for other values."""
         if verbosity not in (0, 1, 2, 3):
             raise ProfileError([f"SetVerbosity: found {verbosity!r}; allowed: 0, 1, 2, 3"])
         self.verbosity = verbosity
@@ -71,7 +72,7 @@ class Device:
             leave_session(session)
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
-        """Exclude the first `iterations` iterations from the mean times."""
+        """Exclude this number of first iterations from the mean times. Raises `ProfileError` for a negative number."""
         if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 0:
             raise ProfileError([f"SetSkipIteration: found {iterations!r}; allowed: a whole number from 0"])
         self.skip_iteration = iterations
@@ -86,7 +87,7 @@ class Device:
                 self._torch.stop_at_limit()
 
     def PrintTimeProfiling(self) -> None:  # noqa: N802
-        """Print the mean times of all iterations so far. Prints nothing for verbosity 0."""
+        """Print the mean times of all iterations so far. With verbosity 0, nothing is printed."""
         if not self.verbosity:
             logger.info("SINGA: verbosity is 0: nothing was timed; SetVerbosity(1) or more")
         elif self._session is not None:  # None: switched off by the environment
@@ -119,7 +120,8 @@ class Device:
         return self.verbosity == 2 or kind == "comm"
 
     def _trace_with_iterations(self, session: Session) -> Trace:
-        """Return the trace with iterations as spans. If torch.profiler was on, only the time until its end counts."""
+        """Return the trace with a span per iteration. If torch.profiler was on, the trace ends when torch.profiler
+        ended."""
         profiled = None if self._torch is None else self._torch.end()
         if profiled is None and self._joined is not None and self.verbosity > 1:
             return self._joined
@@ -140,8 +142,8 @@ class Device:
 
 
 def _split_iterations(trace: Trace) -> list[Step]:
-    """Split a trace into iterations: at each forward that follows a backward or an optimizer. Without these, split it
-    at each forward."""
+    """Split a trace into iterations. An iteration begins at a forward after a backward or an optimizer, or else at each
+    forward."""
     by_thread: dict[int, list[tuple[Span, str]]] = {}
     for span in trace.spans:
         phase = phase_of(span.site)
@@ -164,8 +166,10 @@ def _split_iterations(trace: Trace) -> list[Step]:
 
 
 def _mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
-    """Return the mean times of operators in the order of execution, and the number of timed iterations. The key of a
-    time is the operator's name, its kind, and the number of its earlier calls in the iteration."""
+    """Return the mean time of each operator in the order of execution, and the number of timed iterations.
+
+    The key of a time is the name and the kind of the operator, and the number of earlier calls in the iteration.
+    """
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {
         span.span_id: Counter[tuple[str, str]]()
@@ -193,7 +197,6 @@ def _mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], 
 
 
 def _is_printed(span: Span, by_id: Mapping[int, Span]) -> bool:
-    """Return True if the report has a line for an operator. Layers, and operators inside other operators, have none."""
     if not is_operator(span.site):
         return span.site.kind in IN_ORDER and span.site.kind != "layer"
     around = [outer.site for outer in _ancestors(span, by_id) if is_operator(outer.site)]
@@ -222,5 +225,5 @@ def create_cuda_gpu() -> Device:
 
 
 def create_cuda_gpu_on(device_id: int) -> Device:
-    """Return the device of a program that computes on the GPU with the number `device_id`."""
+    """Return the device of a program that computes on the GPU number `device_id`."""
     return Device()

@@ -54,7 +54,7 @@ _BOOLS: Mapping[str, bool] = {
 
 
 class Flags:
-    """Theano's flags as attributes. Setting an unknown flag only logs a warning."""
+    """The flags of Theano as attributes. Setting an unknown flag logs a warning and has no effect."""
 
     def __init__(self, prefix: str = "", **values: Any) -> None:
         vars(self).update(values, _prefix=prefix)
@@ -71,7 +71,7 @@ class Flags:
 
 
 def parse_flags(text: str) -> Any:
-    """Parse flags from a text such as ``profile=True,profiling.n_ops=10``. Each mistake is logged."""
+    """Parse flags from a text, such as ``profile=True,profiling.n_ops=10``. A mistake in the text is logged."""
     flags: Any = Flags(profile=False, profiling=Flags("profiling.", n_apply=20, n_ops=20, destination="stderr"))
     for flag in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = flag.partition("=")
@@ -97,9 +97,10 @@ config = parse_flags(os.environ.get("THEANO_FLAGS", ""))
 
 
 class ProfileStats:
-    """The profile of a function, or of several functions that share this object. `message` names the profile and
-    defaults to the file and line of the first function. `calls` and `call_ns` count all calls, even if spans are
-    lost."""
+    """The profile of a function, or of several functions that share the object.
+
+    `message` is the name of the profile, by default the file and line of the first function.
+    """
 
     def __init__(self, message: str | None = None) -> None:
         self.message = message
@@ -112,26 +113,31 @@ class ProfileStats:
 
     @property
     def calls(self) -> int:
-        """The number of calls of the functions. A call inside another one does not count."""
+        """The number of calls of the functions, including calls whose spans are lost. A call within another one does
+        not count."""
         return _sum_outermost_calls(self._tally()).calls
 
     @property
     def call_ns(self) -> int:
-        """The time of the outermost calls in ns."""
+        """The time of all calls that count in `calls`, in nanoseconds."""
         return _sum_outermost_calls(self._tally()).total_ns
 
     def summary(
         self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
     ) -> str:
-        """Print the result of `text` to `file`, by default to `config.profiling.destination`, and return it."""
+        """Print the profile, and return it as text. The default of `file` is `config.profiling.destination`.
+
+        `n_ops_to_print` limits the rows of the sections Class and Ops, and `n_apply_to_print` those of Apply.
+        """
         text = self.text(n_ops_to_print, n_apply_to_print)
         _print_text(text, file)
         return text
 
     def text(self, rows: int | None = None, instances: int | None = None) -> str:
-        """Return the profile as text, and end torch.profiler. Raises `StateError` without a session.
+        """Return the profile as text. This ends torch.profiler. Raises `StateError` if no session has begun.
 
-        `rows` limits the sections Class and Ops, and `instances` limits Apply. Both default to the numbers of `config`.
+        `rows` limits the sections Class and Ops, and `instances` limits the section Apply. The defaults are in
+        `config`.
         """
         lines = ["Function profiling", "==================", f"  Message: {printable(self.message or '')}"]
         if OFF:
@@ -160,7 +166,7 @@ _lock = threading.RLock()
 
 
 class _TorchRun:
-    """A run of torch.profiler in a session. It begins at the first call of a profiled function."""
+    """A run of torch.profiler in a session, which begins at the first call of a profiled function."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -170,7 +176,7 @@ class _TorchRun:
         self.tally = Tally()
 
     def begin(self) -> None:
-        """Begin torch.profiler at the first call, if torch is imported."""
+        """Begin torch.profiler, if torch is imported. Only the first call has an effect."""
         profiler = self.profiler
         if profiler is None or self._since_ns:
             return
@@ -179,7 +185,7 @@ class _TorchRun:
             self._since_ns = time.monotonic_ns()
 
     def end(self) -> Tally:
-        """End torch.profiler. Return the tally of the calls while torch.profiler was on, with torch's operators."""
+        """End torch.profiler. Return the tally of the calls while it was on, with the operators of torch."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None
@@ -200,9 +206,12 @@ def function(
 ) -> Callable[[Function], Function]:
     """Return a decorator that profiles a function.
 
-    `profile` is True, the message of a new profile, or a profile to share. It defaults to `config.profile`; False
-    records nothing. `name` names the spans and defaults to the function's name. A second function defined at the same
-    line has a number after its name. Raises `ProfileError` for the inputs and outputs of a graph.
+    - `profile`: True, the message of a new profile, or a profile to share. False records nothing. The default is
+      `config.profile`
+    - `name`: the name of the spans, by default the name of the function
+
+    A second function that is defined at the same line has a number after its name. Raises `ProfileError` if the inputs
+    and outputs of a graph are given.
     """
     if graph:
         raise ProfileError(
@@ -245,8 +254,8 @@ def function(
 
 
 def _attach_profile(target: Any, stats: ProfileStats) -> Any:
-    """Set the attribute `profile` of a function, and return the function. A wrapper replaces a function that takes no
-    attributes."""
+    """Set the attribute `profile` of a function. A function that accepts no attributes is wrapped first. Return the
+    function."""
     try:
         target.profile = stats
     except (AttributeError, TypeError):
@@ -264,7 +273,6 @@ def _begin_session() -> None:
 
 
 def _begin_torch_on_call(target: Function) -> Function:
-    """Wrap a plain function so that its first call begins torch.profiler. For other targets begin it now."""
     torch = _torch
     if torch is None or torch.profiler is None:
         return target
@@ -293,7 +301,6 @@ def _print_at_exit() -> None:
 
 
 def _print_text(text: str, file: TextIO | None = None) -> None:
-    """Print to `file`, by default to the flags' destination: a stream, or the path of a file to append to."""
     destination = config.profiling.destination
     if file is None and destination not in ("stderr", "stdout"):
         with Path(destination).open("a", encoding="utf-8") as opened:
@@ -303,7 +310,8 @@ def _print_text(text: str, file: TextIO | None = None) -> None:
 
 
 def report() -> str:
-    """Return the text that is printed at exit: the profiles, the longest first, and their sum."""
+    """Return the text that is printed when the interpreter exits: the profiles, the longest time first, and their
+    sum."""
     with _lock:
         profiles = sorted(_profiles, key=lambda stats: stats.call_ns, reverse=True)
     called = [stats for stats in profiles if stats.calls]
@@ -338,7 +346,6 @@ def _refuse_trace() -> Trace:
 
 
 def _select_tally_below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
-    """Return the part of a tally inside calls of the sites. Call paths begin with such a call, or with `root`."""
     keys_of_sites = {site.key for site in sites}
 
     def path_below(path: CallPath) -> CallPath | None:

@@ -62,7 +62,8 @@ _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
 
 class AnchoredMoment(NamedTuple):
-    """The host time of an event, with its uncertainty. `near` is True if an anchor is at most `FARTHEST_NS` away."""
+    """The host time of a device event, with its uncertainty. `near` is True if an anchor is at most `FARTHEST_NS`
+    away."""
 
     at_ns: int
     uncertainty_ns: int
@@ -70,10 +71,12 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A linear clock for events after the newest anchor. `host_ns` is the anchor's host time, `rate` is in host ns per
-    device ns.
+    """A linear clock for events after the newest anchor.
 
-    The uncertainty of a time is `uncertainty_ns`, plus `wander` per device ns since the anchor.
+    - `host_ns`: the host time of the anchor
+    - `rate`: host nanoseconds per device nanosecond
+    - `uncertainty_ns`: the uncertainty at the anchor
+    - `wander`: the growth of the uncertainty per device nanosecond
     """
 
     host_ns: int
@@ -82,14 +85,13 @@ class Ahead(NamedTuple):
     wander: float
 
     def host_time_after_anchor(self, offset_ns: int) -> AnchoredMoment:
-        """Return the host time of an event. `offset_ns` is its distance from the newest anchor in device ns."""
         uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + elapsed_time_resolution(offset_ns)
         host_ns = self.host_ns + round(offset_ns * self.rate)
         return AnchoredMoment(host_ns, round(uncertainty_ns), offset_ns <= FARTHEST_NS)
 
 
 class Lead(NamedTuple):
-    """The lead in ns of the host's clock over CLOCK_MONOTONIC_RAW at the host time `at_ns`, with its uncertainty."""
+    """The difference of the host's clock to CLOCK_MONOTONIC_RAW at the host time `at_ns`, with its uncertainty."""
 
     at_ns: int
     lead_ns: int
@@ -98,10 +100,12 @@ class Lead(NamedTuple):
 
 @dataclass(slots=True)
 class Anchor:
-    """An event with a known host time. `rate` is in host ns per device ns up to the next anchor, 0 without one.
+    """A device event with a known host time.
 
-    `lead` is the lead of the host's clock over CLOCK_MONOTONIC_RAW, and `lead_rate` its growth per ns up to the next
-    anchor. At the earlier rate, the lead would have grown by up to `bend_ns` more or less.
+    - `rate`: host nanoseconds per device nanosecond up to the next anchor, 0 without a next anchor
+    - `lead`: the difference of the host's clock to CLOCK_MONOTONIC_RAW
+    - `lead_rate`: the growth of `lead` per nanosecond up to the next anchor
+    - `bend_ns`: the deviation of that growth from the growth before this anchor
     """
 
     event: Any
@@ -115,10 +119,11 @@ class Anchor:
 
 
 class Anchors:
-    """The anchors of one context. Only the thread to which the context is bound uses them.
+    """The anchors of a CUDA context. Only the thread to which the context is bound may use them.
 
-    `now` reads the host's clock, `raw` a clock that is never slewed. `reading` records an event and polls for it
-    without the interpreter's lock. It is None if the driver cannot do that.
+    - `now`: reads the host's clock
+    - `raw`: reads CLOCK_MONOTONIC_RAW, which NTP does not slew
+    - `reading`: records an event and polls for it without the interpreter's lock. None if the driver cannot do that
     """
 
     def __init__(
@@ -134,16 +139,14 @@ class Anchors:
 
     @property
     def newest_ns(self) -> int | None:
-        """The host time of the newest anchor, None without one."""
         return self._anchors[-1].host_ns if self._anchors else None
 
     @property
     def needs_anchor_soon(self) -> bool:
-        """True if the newest anchor is so uncertain that another one is needed soon."""
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
     def take_anchor(self) -> int:
-        """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error."""
+        """Take another anchor, unless the device is busy. Return the error code of the driver, or 0."""
         driver = self._driver
         if self._stream is None:
             error, self._stream = driver.new_stream()
@@ -170,7 +173,6 @@ class Anchors:
         return self._keep_anchor(best) if best is not None else 0
 
     def _read_anchor(self, event: Any) -> tuple[int, int, int]:
-        """Record an event and poll for it. Return the driver's error, and the host times before and after."""
         driver = self._driver
         if self._reading is not None:
             return self._reading(driver.handle(event), self._stream, READ_NS)
@@ -179,7 +181,6 @@ class Anchors:
         return error, before_ns, self._now()
 
     def _poll_until_happened(self, event: Any) -> int:
-        """Poll for an event, at most `POLLS` times. Return the driver's error, `NOT_READY` for a pending event."""
         driver = self._driver
         for _ in range(POLLS):
             error = int(driver.query(event))
@@ -188,12 +189,11 @@ class Anchors:
         return int(driver.NOT_READY)
 
     def adopt_event_as_anchor(self, event: Any, since_ns: int, until_ns: int) -> int:
-        """Use an event of the service's stream as an anchor. It happened between the two host times."""
+        """Use an event of the service's stream as an anchor. The event happened between the two host times."""
         half_ns = (until_ns - since_ns + 1) // 2
         return self._keep_anchor(Anchor(event, since_ns + half_ns, half_ns, self._take_tightest_reading()))
 
     def take_spare_event(self) -> tuple[int, Any]:
-        """Return the driver's error, and an event that is not in use."""
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
 
     def _record_event(self, event: Any) -> int:
@@ -239,7 +239,7 @@ class Anchors:
         return self._anchors[-1].event if self._anchors else None
 
     def clock_after_newest(self) -> Ahead:
-        """Return the clock for events after the newest anchor. Raises `IndexError` without one."""
+        """Return a clock for events after the newest anchor. Raises `IndexError` if there is no anchor."""
         newest = self._anchors[-1]
         rate, rate_error, _ = self._find_rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
@@ -249,8 +249,10 @@ class Anchors:
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def host_time_of_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
-        """Return the driver's error and an event's host time. `offset_ns` is its distance from the newest anchor in
-        device ns."""
+        """Return the driver's error code and the host time of an event.
+
+        `offset_ns` is the device time from the newest anchor to the event.
+        """
         if offset_ns > 0:
             return 0, self.clock_after_newest().host_time_after_anchor(offset_ns)
         anchors = self._anchors
@@ -279,15 +281,13 @@ class Anchors:
         return 0, AnchoredMoment(host_ns, round(uncertainty_ns), is_near)
 
     def _measure_bend(self, lead: Lead) -> float:
-        """Return the ns by which the host's clock has deviated from its earlier rate between the newest anchor and a
-        later reading."""
+        """Return how far the host's clock has deviated from its earlier rate since the newest anchor, in
+        nanoseconds."""
         before, usual = self._anchors[-1].lead, self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         bent_ns = abs(lead.lead_ns - before.lead_ns - (usual or 0.0) * (lead.at_ns - before.at_ns))
         return bent_ns + before.uncertainty_ns + lead.uncertainty_ns
 
     def _find_rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
-        """Return the host ns per device ns near an anchor, and the error of this rate. The third item is True for a
-        time between two anchors."""
         after, before = self._anchors[index], self._anchors[index - 1] if index else None
         if offset_ns > 0 and after.rate:
             return after.rate, after.rate_error, True
@@ -298,7 +298,8 @@ class Anchors:
         return 1.0, DRIFT, False
 
     def measure_shortest_interval(self) -> tuple[int, int]:
-        """Return the driver's error, and the shortest measured ns between two adjacent events."""
+        """Measure the time between two events that are recorded one after the other. Return the driver's error code,
+        and the shortest time."""
         driver = self._driver
         least_ns = 0
         while len(self._spare) < 2:
@@ -329,6 +330,7 @@ class Anchors:
 
 
 def elapsed_time_resolution(elapsed_ns: int) -> float:
-    """Return the resolution in ns of an elapsed time. The driver returns such a time as a 32-bit float in ms."""
+    """Return the resolution of an elapsed time in nanoseconds. CUDA returns elapsed times as 32-bit floats in
+    milliseconds."""
     bits = (abs(elapsed_ns) // 10**6).bit_length()
     return _GRAINS_NS[bits] if bits < len(_GRAINS_NS) else 2.0 ** (bits - 24) * 1e6

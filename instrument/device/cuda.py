@@ -56,7 +56,8 @@ WANTED = "cuda-bindings>=12.9.1,<14"
 
 
 def why_absent() -> str:
-    """Return the reason why there is no CUDA driver, "" if there is one. Loads its library, but initialises nothing."""
+    """Return the reason why there is no CUDA driver, or an empty string. The driver's library is loaded, but CUDA is
+    not initialised."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError as error:
@@ -65,10 +66,11 @@ def why_absent() -> str:
 
 
 def misfit(bindings: str, driver: int) -> str:
-    """Return a sentence with the reason why bindings do not fit a driver, and the remedy, "" if they fit.
+    """Return the reason why a version of cuda-bindings does not fit a driver, with the remedy. Return an empty string
+    if it fits.
 
-    `bindings` is a version, "" for none. `driver` is the newest CUDA version that the driver supports, such as 13010
-    for 13.1, 0 if unknown.
+    - `bindings`: the version of cuda-bindings, or empty
+    - `driver`: the newest CUDA version that the driver supports, such as 13010 for 13.1, or 0 if it is unknown
     """
     if not bindings:
         return "cuda-bindings is not installed; install instrument-sdk[cuda]"
@@ -83,9 +85,9 @@ def misfit(bindings: str, driver: int) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `driver`, `bindings` and `rocm`, and a sentence on their `problem`, each "" for none.
+    """Return the versions of the driver, cuda-bindings and ROCm, and the problem between them. Missing ones are empty.
 
-    Loads the driver's library, but initialises nothing.
+    The driver's library is loaded, but CUDA is not initialised.
     """
     torch = _find_version("torch")
     facts = {"driver": "", "bindings": _find_version("cuda-bindings"), "rocm": torch if "rocm" in torch else ""}
@@ -112,9 +114,9 @@ def _format_version(version: int) -> str:
 
 
 class CudaDriver:
-    """The driver, called through cuda-python. `holds_gil` is True if `mark` keeps the interpreter's lock.
+    """The CUDA driver, called through cuda-python. `holds_gil` is True if `mark` must keep the interpreter's lock.
 
-    Raises `ImportError` if cuda-bindings is missing or of an unknown version, `OSError` without a driver.
+    Raises `ImportError` if cuda-bindings is missing or unknown, and `OSError` if there is no driver.
     """
 
     CAPTURING = CAPTURING
@@ -160,7 +162,6 @@ class CudaDriver:
 
     @functools.cached_property
     def misfit(self) -> str:
-        """A sentence with the reason why the bindings do not work with the driver, "" if they do."""
         error, version = self._call_driver(self._driver.cuDriverGetVersion)
         return misfit(self.version, 0 if error else version)
 
@@ -173,9 +174,9 @@ class CudaDriver:
     # ---------------------------------------------------------------- on a thread of the service
 
     def _call_driver(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
-        """Call a function of the bindings. Return the driver's error and the value, if any.
+        """Call a function of cuda-bindings. Return the driver's error code and the value.
 
-        The bindings raise an exception for errors that only newer drivers have.
+        cuda-bindings raises an exception for an error code that only newer drivers have.
         """
         try:
             error, *values = function(*arguments)
@@ -185,17 +186,17 @@ class CudaDriver:
         return int(error), values[0] if len(values) == 1 else values
 
     def current(self) -> int:
-        """Return the calling thread's current context, 0 without one."""
         error, context = self._call_driver(self._driver.cuCtxGetCurrent)
         return 0 if error else int(context)
 
     def current_device(self) -> int:
-        """Return the index of the current context's device, -1 without one."""
+        """Return the device index of the calling thread's current context, or -1."""
         error, device = self._call_driver(self._driver.cuCtxGetDevice)
         return -1 if error else int(device)
 
     def primary_context(self, device: int) -> int:
-        """Return a device's primary context, 0 if the service has created none. Does not retain the context."""
+        """Return the primary context of a device, or 0 if the service has not created it. The context is not
+        retained."""
         driver = self._driver
         error, handle = self._call_driver(driver.cuDeviceGet, device)
         if error:
@@ -210,12 +211,12 @@ class CudaDriver:
         return int(context)
 
     def capture(self, stream: int) -> int:
-        """Return `CAPTURING` for a stream that is captured into a graph, else the driver's error, 0 for none."""
+        """Return `CAPTURING` if a CUDA graph captures the stream, otherwise the driver's error code or 0."""
         error, status = self._call_driver(self._driver.cuStreamIsCapturing, stream)
         return error or (CAPTURING if status else 0)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of a stream's device, -1 for an error. Default streams belong to the current device."""
+        """Return the device index of a stream, or -1 on an error. A default stream belongs to the current device."""
         if stream <= PER_THREAD:
             return self.current_device()
         error, context = self._call_driver(self._driver.cuStreamGetCtx, stream)
@@ -227,7 +228,7 @@ class CudaDriver:
             self.pop()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Call `make`, which creates driver objects, in a mode that breaks no capture of a graph."""
+        """Call a function that creates events or streams, in a mode that does not break the capture of a CUDA graph."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
         error, mode = self._call_driver(exchange, driver.CUstreamCaptureMode(_RELAXED))
@@ -238,7 +239,7 @@ class CudaDriver:
                 self._call_driver(exchange, mode)
 
     def push(self, context: int) -> int:
-        """Make a context current on the calling thread until `pop`."""
+        """Make a context current on the calling thread until `pop` is called."""
         return self._call_driver(self._driver.cuCtxPushCurrent, context)[0]
 
     def pop(self) -> None:
@@ -247,9 +248,10 @@ class CudaDriver:
     # ---------------------------------------------------------------- on the resolver's thread
 
     def bind(self, context: int) -> int:
-        """Make a context permanently current on the calling thread, in a mode that breaks no capture.
+        """Make a context current on the calling thread permanently, in a mode that does not break the capture of a CUDA
+        graph.
 
-        In the mode `global`, torch's default, a query on this thread would break another thread's capture.
+        In the mode `global`, which torch uses, a query on this thread would break a capture on another thread.
         """
         driver = self._driver
         error, _ = self._call_driver(driver.cuCtxSetCurrent, context)
@@ -259,18 +261,18 @@ class CudaDriver:
         return error
 
     def new_event(self) -> tuple[int, Any]:
-        """Return the driver's error, and a new event with timing, in the current context."""
         return self._call_driver(self._driver.cuEventCreate, 0)
 
     def handle(self, event: Any) -> int:
-        """Return the argument for `mark` that represents an event."""
+        """Return the number that `mark` accepts for an event."""
         return int(event)
 
     def destroy_event(self, event: Any) -> None:
         self._call_driver(self._driver.cuEventDestroy, event)
 
     def new_stream(self) -> tuple[int, int]:
-        """Return the driver's error, and a new stream of highest priority that waits for no other stream."""
+        """Make a stream of the highest priority that does not wait for the default stream. Return the driver's error
+        code and the stream."""
         error, priorities = self._call_driver(self._driver.cuCtxGetStreamPriorityRange)
         if error:
             return error, 0
@@ -281,25 +283,26 @@ class CudaDriver:
         self._call_driver(self._driver.cuStreamDestroy, stream)
 
     def query(self, event: Any) -> int:
-        """Return 0 for an event that has happened, `NOT_READY` for a pending one."""
         return self._call_driver(self._driver.cuEventQuery, event)[0]
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
-        """Return a function that records an event and polls for it, None if `now` is not the recorder's clock."""
+        """Return a function that records an event and polls for it. Return None if `now` is not the clock of the
+        recorder."""
         read = getattr(recorder, "read_event", None)
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Return the error, length and start in ns of each pair of events, up to the first pair that has not ended.
+        """Return the error code, the length and the start of each pair of events. The list ends before a pair that has
+        not ended.
 
-        The start counts from the event `anchor`, and is 0 without an anchor.
+        Times are in nanoseconds. The start counts from the event `anchor`. Without an anchor, it is 0.
         """
         events = [int(event) for pair in pairs for event in pair]
         lengths = self._measure(0 if anchor is None else int(anchor), events)
         return [(error, round(device_ms * 1e6), round(offset_ms * 1e6)) for error, device_ms, offset_ms in lengths]
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
-        """Return the error, and the device ns between two events that have happened."""
+        """Return the driver's error code, and the device time in nanoseconds between two events that have happened."""
         ms = ctypes.c_float()
         error = self._elapsed(ms, int(first), int(second))
         return error, round(ms.value * 1e6)
@@ -328,7 +331,7 @@ COPIES = ("host_to_device", "device_to_host", "device_to_device")
 
 
 def find_current_stream_of_torch(torch: Any) -> Current | None:
-    """Return a function for torch's current stream, None for a torch without CUDA."""
+    """Return a function that returns torch's current stream. Return None for a torch without CUDA."""
     native = getattr(torch, "_C", None)
     raw, device = getattr(native, "_cuda_getCurrentRawStream", None), getattr(native, "_cuda_getDevice", None)
     if raw is None or device is None:
@@ -346,8 +349,10 @@ def find_current_stream_of_torch(torch: Any) -> Current | None:
 
 
 def find_current_stream_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
-    """Return a function for cupy's current stream. The function returns None if no CUDA context exists, because cupy
-    itself would create a context to answer."""
+    """Return a function that returns cupy's current stream, or None while no CUDA context exists.
+
+    Without a context, cupy is not asked, because it would create one.
+    """
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
     def current(index: int | None = None) -> Stream | None:
@@ -375,8 +380,8 @@ class NumbaStreams:
         return None if index < 0 else (index, getattr(self._thread, "stream", UNREPORTED))
 
     def install(self, numba_cuda: Any) -> Callable[[], None]:
-        """Note streams from now on. Return the function that undoes this. A numba without the needed functions is not
-        changed."""
+        """Wrap the functions of numba that launch kernels or copy memory. Return the function that removes the
+        wrappers."""
         name = numba_cuda.__name__
         kernel = getattr(sys.modules.get(f"{name}.dispatcher"), "_Kernel", None)
         driver = sys.modules.get(f"{name}.cudadrv.driver")
@@ -392,7 +397,6 @@ class NumbaStreams:
         return undo
 
     def _wrap_to_note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
-        """Wrap a function so that it first notes its stream, the argument at index `place`."""
         function, thread, default = getattr(owner, name), self._thread, self._driver.default_stream
 
         @functools.wraps(function)
@@ -414,17 +418,16 @@ class NumbaStreams:
 
 
 def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
-    """Return the streams on which work may run, from the frameworks' current streams, without duplicates.
+    """Return the streams on which work may run, without duplicates, from the current streams of all frameworks.
 
-    A framework without work reports the default stream, and an event there blocks other streams. So a default stream is
-    left out if another framework has its own stream on that device.
+    A framework without work reports the default stream. An event on that stream blocks other streams. If another
+    framework uses another stream on the device, the default stream is left out.
     """
     devices = {device for device, stream in places if stream > 1}
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]
 
 
 def find_current_stream_of_module(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
-    """Return a function for a framework's current stream, None for a module without one."""
     if module.__name__ == "torch":
         return find_current_stream_of_torch(module)
     if module.__name__ == "cupy":

@@ -34,7 +34,7 @@ class Times(Protocol):
 
 
 class DeferredTimes(NamedTuple):
-    """The device interval of one pair, stored until its span ends. Only spans with pairs on several streams need
+    """The device interval of one pair, stored until the span ends. Only spans with pairs on several streams need
     this."""
 
     context: Context
@@ -47,17 +47,13 @@ class DeferredTimes(NamedTuple):
 
 
 class Pair:
-    """A pair of events from a context's pool, recorded before and after a span's work on a stream.
+    """A pair of events, recorded before and after a span's work on a stream.
 
-    The recorder refers to an open span's first pair, the `whole`. A generator has a further pair for each later step,
-    which refers to the `whole`. The `whole` returns to the pool last.
+    The recorder refers to an open span's first pair, the `whole`. Each later step of a generator has another pair,
+    which refers to the `whole`. The `whole` returns to the context's pool last.
 
-    The span's threads count `begun` pairs, the resolver `taken` ones. Host times are 0 until known. A `handle` may be
-    reused for another stream, but the number `stream` is unique. `thread_id` is set for a handle that means a different
-    stream on each thread.
-
-    A span that may use several streams has a pair on each. The `side_pairs` begin and end when the first pair does. All
-    their intervals are `deferred` until the span's end.
+    The driver may reuse a `handle` for another stream, but not the number `stream`. `thread_id` is set for a handle
+    that means a different stream on each thread. `side_pairs` are the span's pairs on other streams.
     """
 
     __slots__ = (
@@ -88,18 +84,17 @@ class Pair:
         self.deferred: list[DeferredTimes] | None = None
 
     def pause(self) -> None:
-        """End the current step when a generator yields."""
         pair, self.running = self.running, None
         if pair is not None:
             self.timer.end_pair(pair)
 
     def resume(self) -> None:
-        """Begin another step when the generator continues, on the stream that is then current."""
+        """Begin another step when a generator continues. The current stream may be a different one."""
         if self.running is None:
             self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """Store an ended span's ring, node and times. The node is -1 if the time counts for another span."""
+        """Note the end of the span. An `index` of -1 means that the time counts for another span."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
         pair = self.running
@@ -110,7 +105,6 @@ class Pair:
             self.timer.finish(self)
 
     def cancel(self) -> None:
-        """Drop the pair of a span that is not recorded."""
         for side_pair in self.side_pairs:
             side_pair.cancel()
         self.whole = self.running = None
@@ -118,7 +112,7 @@ class Pair:
         self.timer.wake()  # or calls that do nothing would empty the pool
 
     def add(self, start_ns: int, end_ns: int) -> None:
-        """Add an interval to the span's device time. Intervals must come in the order of time. Overlaps count once."""
+        """Add an interval to the span's device time. Intervals must be added in the order of their begins."""
         if start_ns < self.last_ns:
             start_ns = self.last_ns
         if end_ns > start_ns:
@@ -147,7 +141,7 @@ class Untimed:
 
 
 class Context:
-    """A context of a device: its pool of pairs, the pairs in flight, and its clock."""
+    """A driver's context on a device, with a pool of event pairs, the pairs in flight, and a clock."""
 
     def __init__(self, handle: int, device: int, anchors: Anchors) -> None:
         self.handle = handle
@@ -173,13 +167,13 @@ class Context:
         """The stream on which an end was last observed, if the device is too busy for anchors."""
 
     def note_stream_number(self, stream: int, number: int) -> None:
-        """Note the number of the stream that now has a handle."""
+        """Note the number of the stream that a handle now means. The driver reuses handles, but not numbers."""
         if len(self.numbers) >= STREAMS_KNOWN:
             self.numbers.clear()
         self.numbers[stream] = number
 
     def add_pairs(self, timer: Times, driver: Driver, pairs: int) -> int:
-        """Add pairs to the pool. The context must be current. Return the driver's error."""
+        """Add pairs to the pool. The context must be current on the calling thread. Return the driver's error."""
         for _ in range(pairs):
             error, begin = driver.new_event()
             if not error:
@@ -193,10 +187,8 @@ class Context:
         return 0
 
     def forget_streams(self, now_ns: int) -> None:
-        """Drop the state of idle streams, as their number may grow without limit.
-
-        An interval that ended before the oldest open pair began cannot affect later intervals.
-        """
+        """Drop the state of idle streams. An interval that ended before the oldest open pair began cannot affect later
+        intervals."""
         for stream in [stream for stream, pairs in self.under_way.items() if not pairs]:
             del self.under_way[stream]
             self.pending.pop(stream, None)
@@ -214,7 +206,6 @@ class Context:
                     self.floors.pop(stream, None)
 
     def drop_all_pairs(self) -> None:
-        """Drop all pairs, because the device gives no more results."""
         for pair in [*self.begun, *(pair for pairs in self.under_way.values() for pair in pairs)]:
             pair.whole = None
         for state in (self.recent, self.floors, self.begun, self.under_way, self.pending, self.free):
@@ -243,7 +234,7 @@ _by_begin = attrgetter("begin_ns")
 
 
 class Placing:
-    """Converts the times of all contexts' pairs to the host's clock, on the resolver's thread."""
+    """Converts the times of event pairs to the host's clock, on the resolver's thread."""
 
     def __init__(self, driver: Driver, now: Callable[[], int]) -> None:
         self._driver = driver
@@ -252,7 +243,6 @@ class Placing:
     def compute_begins_in_order(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
-        """Compute the host times at which a stream's pairs began. No pair begins before earlier events."""
         times = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
         if not times:
             return
@@ -291,7 +281,7 @@ class Placing:
     def label_interval(
         self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
-        """Return begin, end and label of an ended pair's interval. `is_alone` is True if the context uses no other
+        """Return the begin, the end and the label of a pair's interval. `is_alone` is True if the context uses no other
         stream."""
         start_ns = place.at_ns
         end_ns = start_ns + device_ns if device_ns > 0 else start_ns
@@ -319,7 +309,6 @@ class Placing:
         stretches.append((start_ns, end_ns))
 
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
-        """Return True if an interval of another stream overlaps by more than the resolution of events."""
         start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
         if start_ns >= end_ns:
             return False
@@ -362,10 +351,9 @@ class Placing:
     def _compute_host_begin(
         self, context: Context, pair: Pair, offset_ns: int | None, ahead: Ahead | None, now_ns: int
     ) -> AnchoredMoment | None:
-        """Return the host time at which a pair began, None for an error of the driver.
+        """Return the host time at which a pair began, or None after an error of the driver.
 
-        `offset_ns` is the time since the newest anchor, and `ahead` the clock after it, if known. `now_ns` is later
-        than all events that have happened.
+        `offset_ns` is the device time since the newest anchor. `now_ns` must be later than all past events.
         """
         anchors = context.anchors
         anchor = anchors.newest_event

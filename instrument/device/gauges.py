@@ -37,8 +37,7 @@ GAUGE_OF = {
 
 
 class TorchMemory:
-    """Reads the counters of torch's allocator, for devices that torch uses. `problem` is the reason why reading has
-    stopped.
+    """Reads the counters of torch's allocator.
 
     torch keeps the interpreter's lock while it waits for its allocator, so the counters are read rarely. No peak is
     missed, because torch stores the peaks.
@@ -49,7 +48,6 @@ class TorchMemory:
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Return the gauges of each device that torch uses. Without `rarely`, only the first call returns any."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)
@@ -99,11 +97,10 @@ _Read = Callable[[int, bool], "Readout | None"]
 
 
 class GaugeSources:
-    """Reads gauges of this process or another one, as the profile's `device` selects them. `keep` receives each
-    reading.
+    """Reads the gauges that the profile's `device` selects, of this process or another one.
 
-    One thread calls all methods except `prepare`, `gpus` and `notes`. It has the lock `inside` during calls of NVML and
-    torch's allocator. `environ` has the process's variables that select GPUs.
+    One thread calls all methods except `prepare`, `gpus` and `notes`. It acquires the lock `inside` for calls of NVML
+    and of torch's allocator.
     """
 
     _is_spoilt = False
@@ -130,7 +127,7 @@ class GaugeSources:
         self.inside = Lock()
 
     def prepare(self) -> None:
-        """Find the gauges that can be read. Raises `Gone` for a process that has ended."""
+        """Find the gauges that can be read. Raises an exception for a process that has ended."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
             problem = SPOILT if self._is_spoilt else nvml.explain_unavailable()
@@ -146,12 +143,10 @@ class GaugeSources:
         return self._nvml is not None or self._host is not None
 
     def readable_settings(self) -> Device:
-        """Return the settings without those of unreadable gauges."""
         nvml_ns = None if self._nvml is None else self._settings.nvml_ns
         return Device(nvml_ns=nvml_ns, host_ns=None if self._host is None else self._settings.host_ns)
 
     def open(self) -> bool:
-        """Begin reading. Return True if GPUs are read."""
         gpus, host, is_open = self._nvml, self._host, False
         if gpus is not None:
             self._run_safely(partial(self._close, gpus))  # of a run that died
@@ -175,11 +170,9 @@ class GaugeSources:
         return is_open
 
     def wait_ns(self) -> int | None:
-        """Return the ns until the next reading, None if there is none."""
         return max(min(self._due_ns.values()) - time.monotonic_ns(), 0) if self._due_ns else None
 
     def read(self, *, is_last: bool = False) -> None:
-        """Read the gauges that are due. With `is_last`, read all for the last time."""
         now_ns = time.monotonic_ns()
         for name in list(self._due_ns):
             if name not in self._due_ns:
@@ -210,7 +203,6 @@ class GaugeSources:
             self._run_safely(partial(self._close, self._nvml))
 
     def _run_safely(self, action: Callable[[], Readout | None]) -> Readout | None:
-        """Return the result of an action. If it raises, count the fault as ours and return an empty result."""
         try:
             return action()
         except Gone:
@@ -222,7 +214,6 @@ class GaugeSources:
     # ------------------------------------------------------------ reading
 
     def _open(self, gpus: Nvml) -> Readout | None:
-        """Open NVML. Return None if there is no GPU to read."""
         try:
             with self.inside:
                 gpus.open()
@@ -239,7 +230,6 @@ class GaugeSources:
         return ()
 
     def _read_gpus(self, gpus: Nvml, now_ns: int, rarely: bool) -> Readout | None:
-        """Read the GPUs. After other code of the process has shut NVML down, open it again."""
         try:
             with self.inside:
                 return gpus.read(now_ns, rarely)
@@ -253,7 +243,7 @@ class GaugeSources:
         return None
 
     def torch_memory(self, *, rarely: bool) -> Readout:
-        """Read torch's allocator. Only one thread may call it."""
+        """Read torch's allocator. Only one thread may call this method."""
         with self.inside:
             return self._torch.read(rarely)
 
@@ -315,7 +305,6 @@ class Gauges(GaugeSources):
     # ------------------------------------------------------------ life
 
     def begin(self) -> None:
-        """Start the thread, if any gauge can be read."""
         if not self.has_readable_gauges:
             return
         self._watch_forks()
@@ -325,7 +314,8 @@ class Gauges(GaugeSources):
         self._thread.start()
 
     def stop(self, limit_s: float = STOP_S) -> None:
-        """Read all gauges a last time, and end the thread. Takes at most `limit_s`, even if the driver hangs."""
+        """Read all gauges a last time, and end the thread. The call takes at most `limit_s` seconds, even if the driver
+        hangs."""
         global _running
         thread, self._thread = self._thread, None
         if _running is self:
@@ -341,10 +331,8 @@ class Gauges(GaugeSources):
             self.reasons.append(f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left")
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Drop the parent's readings, and begin to read again unless `begins` is False.
-
-        The parent's handles are not closed, because the driver would close them for the parent, too.
-        """
+        """Drop the parent's readings. The parent's handles are not closed, because the driver would also close them for
+        the parent."""
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
         self._begin(self._settings)
@@ -380,7 +368,6 @@ class Gauges(GaugeSources):
             self._keep_with_gpus(samples, self.gpus())
 
     def store_agent_readings(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
-        """Store the GPUs that the agent reads, and the agent's sentences on unreadable ones."""
         self._outside = tuple(gpus), tuple(notes)
 
     def gpus(self) -> tuple[Gpu, ...]:
@@ -431,7 +418,7 @@ class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
 class Host:
     """Reads the host's gauges for one process. Shares refer to the time since the last reading.
 
-    The constructor and `read` raise `Gone` if the process has ended.
+    The constructor and `read` raise an exception if the process has ended.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -442,7 +429,6 @@ class Host:
         self._waits_ns, self._memory_waits_us = self._read_processor_waits(), memory_waits_us(self._pid)
 
     def read(self, now_ns: int, rarely: bool) -> Values:
-        """Read the gauges. `rarely` adds those that seldom change."""
         values: Values = {"cores": count_usable_cores(self._pid)} if rarely else {}
         process_ns = self._read_processor_ns()
         elapsed_ns = now_ns - self._at_ns
@@ -503,7 +489,7 @@ class Host:
         return waits_ns
 
     def _read_system_times(self) -> tuple[float, float, float]:
-        """Read the busy, idle and stolen time of all cores in ticks since the machine's start, zeros if unreadable.
+        """Read the busy, idle and stolen time of all cores in ticks since the machine's start.
 
         Stolen time is the part of the busy time in which the hypervisor ran other machines.
         """

@@ -51,13 +51,13 @@ class NvmlError(Exception):
 
 
 class Closed(Exception):  # noqa: N818 - no error: NVML must be opened again
-    """An exception for an NVML that other code of the process has shut down."""
+    """An exception after other code of the process has shut NVML down."""
 
 
 def explain_unavailable() -> str:
-    """Return the reason why NVML cannot be opened, "" if it can. No fork may happen meanwhile.
+    """Return the reason why NVML cannot be opened, or "". The process must not fork meanwhile.
 
-    Without an NVIDIA driver it costs a failed `dlopen`. With one it imports `pynvml`, in 20 to 40 ms.
+    Without an NVIDIA driver the call only tries `dlopen`. With a driver it imports `pynvml`, which takes 20 to 40 ms.
     """
     try:
         dlopen(LIBRARY, 0)  # `ctypes` itself takes longer to load than all of this module
@@ -73,7 +73,7 @@ def explain_unavailable() -> str:
 
 
 def why_unreadable() -> str:
-    """Return the reason why no GPU can be read, "" if one can be. Opens and closes NVML, which may take seconds."""
+    """Return the reason why no GPU can be read, or "". The call opens and closes NVML, which may take seconds."""
     problem = explain_unavailable()
     if problem:
         return problem
@@ -89,7 +89,7 @@ def why_unreadable() -> str:
 
 @dataclass(slots=True, eq=False)
 class NvmlDevice:
-    """A GPU or MIG instance. `gpm` has the older and the newer sample of GPM."""
+    """A GPU or MIG instance. `gpm` has two samples of NVML's performance counters, the older one first."""
 
     handle: Any
     uuid: str
@@ -107,10 +107,10 @@ class NvmlDevice:
 
 
 class Nvml:
-    """Reads GPUs by NVML between `open` and `close`. `gpus` are the GPUs that are read, `notes` are sentences on them.
+    """Reads the gauges of GPUs by NVML, between `open` and `close`.
 
-    `failures` counts calls that failed for unknown reasons. `pid` is the process whose GPUs and memory are read.
-    `environ` has its variables that select GPUs.
+    `notes` are sentences for the user. `failures` counts calls that failed for unknown reasons. `pid` is the process
+    whose GPUs and memory are read.
     """
 
     def __init__(self, pid: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
@@ -126,7 +126,6 @@ class Nvml:
         self._metrics: Any = None
 
     def open(self) -> None:
-        """Initialise NVML, and find the GPUs. Raises `NvmlError`."""
         import pynvml
 
         try:
@@ -137,7 +136,6 @@ class Nvml:
             raise NvmlError(_describe_error(pynvml, error)) from error
 
     def close(self) -> None:
-        """Shut NVML down. Never raises."""
         if not self._open:
             return
         import pynvml
@@ -153,10 +151,7 @@ class Nvml:
         self._shown, self._devices = [], []
 
     def read(self, now_ns: int, rarely: bool) -> list[tuple[int, Values]]:
-        """Read the gauges of each GPU. `rarely` adds gauges that change slowly or are expensive.
-
-        Raises `NvmlError` when the driver has gone, and `Closed` when NVML must be opened again.
-        """
+        """Read the gauges of each GPU. Raises an exception if the driver has gone, or if NVML must be opened again."""
         import pynvml
 
         if self._environ.get(VARIABLE) != self._variable:
@@ -169,7 +164,7 @@ class Nvml:
 
     @property
     def count(self) -> int:
-        """The number of GPUs, read or not."""
+        """The number of GPUs, including those that are not read."""
         return len(self._devices)
 
     # ------------------------------------------------------------ the choice of GPUs
@@ -190,7 +185,6 @@ class Nvml:
         self._choose_visible()
 
     def _choose_visible(self) -> None:
-        """Select the GPUs by the current `CUDA_VISIBLE_DEVICES`, which the service may set late."""
         self._variable = self._environ.get(VARIABLE)
         for device in self._shown:
             device.energy_mj = device.first_energy_mj = None
@@ -229,7 +223,6 @@ class Nvml:
         return values
 
     def _stop_failed(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
-        """Stop reading the gauges that a failed call shows to be unreadable: all, one GPU's, or the call's own."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error
@@ -260,7 +253,6 @@ class Nvml:
         return {"memory_used": memory.used, "memory_total": memory.total}
 
     def _read_power(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the power, unless it is computed from two readings of the energy."""
         if device.energy_mj is not None and now_ns - device.energy_ns >= ENERGY_NS:
             return {}  # `_read_energy` has it
         return {"power": nvml.nvmlDeviceGetPowerUsage(device.handle) / 1e3}
@@ -290,7 +282,6 @@ class Nvml:
         return {"memory_of_process": sum(sizes) if sizes else None}
 
     def _read_gpm(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the performance counters since the last sample. Read nothing if that sample is too recent."""
         handle = device.handle if device.parent is None else device.parent
         if not device.gpm:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
@@ -344,8 +335,10 @@ _RARELY: tuple[_Reading, ...] = (
 
 
 def select_visible(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
-    """Return the GPUs or MIG instances that CUDA shows if CUDA_VISIBLE_DEVICES is `variable`. `devices` are all GPUs,
-    in the order of PCI buses."""
+    """Return the GPUs or MIG instances that CUDA shows for a value of `CUDA_VISIBLE_DEVICES`.
+
+    `devices` are all GPUs, in the order of PCI buses.
+    """
     if variable is None:
         chosen = list(devices)
     elif variable.startswith("MIG-"):

@@ -76,16 +76,15 @@ _by_end = attrgetter("end_ns")
 
 
 def _end_time(pair: Pair) -> int:
-    """Return the host time at which a pair's span ended or, if unknown, the pair itself: 0 or less without an end."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
 
 class Resolver:
-    """Resolves the pairs of all contexts on its own thread. One thread of the service calls `start` and `stop`.
+    """Reads the times of ended event pairs on its own thread, and writes the device intervals of spans.
 
-    `counts` has the intervals per label, and the errors per device and name. `faults` has the reason for each abandoned
-    device.
+    One thread of the service calls `start` and `stop`. `counts` has the number of intervals per label, and of errors
+    per device and name. `faults` has the reason for each abandoned device.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Resolver:
             self._thread.start()
 
     def stop(self, limit_s: float = math.inf) -> None:
-        """Wait up to `limit_s` for pairs in flight, release all events and streams, and end the thread. Idempotent."""
+        """Wait up to `limit_s` seconds for the pairs in flight, and end the thread, which releases all events."""
         self.stopping.set()
         self._waking.set()
         thread, self._thread = self._thread, None
@@ -142,7 +141,7 @@ class Resolver:
             context.alive = False
 
     def settled_ns(self) -> int:
-        """Return the time up to which all ended spans are resolved."""
+        """Return the time in ns up to which all ended spans have their device times."""
         now_ns = self._now()
         waiting = [
             end_ns
@@ -159,7 +158,6 @@ class Resolver:
         self._waking.set()
 
     def count_error(self, context: Context, error: int) -> None:
-        """Count an error of the driver. Abandon the device after a fatal error."""
         driver = self._driver
         name = driver.name(error)
         self.counts[f"device {context.device}: {name}"] += 1
@@ -225,7 +223,8 @@ class Resolver:
             FAULTS.note("device thread", fault)
 
     def resolve_ended(self, *, growing: bool = True) -> tuple[bool, bool]:
-        """Resolve the pairs that have ended. Return True if there were any, and True if pairs are still in flight."""
+        """Read the times of ended pairs. The first result is True if a pair had ended, the second if pairs are still in
+        flight."""
         moved, driver = self._resolve_noted_untimed(), self._driver
         while self.finished:
             self._count_completed_span(self.finished.popleft())
@@ -257,7 +256,6 @@ class Resolver:
         return moved, waits
 
     def _bind_context(self, context: Context) -> int:
-        """Make a context current on this thread. Return the driver's error."""
         bound = get_ident(), context.handle
         error = 0 if bound == self._bound else self._driver.bind(context.handle)
         self._bound = None if error else bound
@@ -298,9 +296,9 @@ class Resolver:
             self.count_error(context, error)
 
     def watch(self) -> bool:
-        """Poll for the next end of a pair on devices that are too busy for anchors. Return True if an end was observed.
+        """Poll devices that are too busy for anchors until a pair ends. Return True if a pair has ended.
 
-        The end can serve as an anchor if it is read at once.
+        The end of a pair can serve as an anchor if it is read at once.
         """
         watched = [self._watch_context(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
@@ -333,8 +331,6 @@ class Resolver:
         return False
 
     def _measure_cost(self, context: Context) -> float:
-        """Measure the processor ns of `begin` and `end` of a pair. Return the least of some rounds, 0 if none
-        succeeds."""
         stream, best_ns = {STREAM: context.anchors.stream}, 0.0
         for _ in range(COST_ROUNDS):
             pairs: list[Pair] = []
@@ -354,7 +350,6 @@ class Resolver:
         return best_ns
 
     def _resolve_context(self, context: Context) -> bool:
-        """Resolve the pairs that have ended on each stream, in the order of their ends."""
         moved = False
         watched, context.watched = context.watched, None
         # The watched stream comes first, as its end was seen just now.
@@ -395,7 +390,7 @@ class Resolver:
         return moved
 
     def _adopt_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
-        """Use the just observed end of a pair as an anchor. Return the answers without offsets, which count from older
+        """Use the newest end of a pair as an anchor. The returned answers have no offsets, because those refer to older
         anchors."""
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:
@@ -441,11 +436,8 @@ class Resolver:
         self._store_interval(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _add_deferred(self, whole: Pair) -> None:
-        """Add the intervals of a span on several streams. Launch-bound ones are left out: their streams may have had no
-        work.
-
-        If all are launch-bound, those of the main stream count.
-        """
+        """Add the intervals of a span on several streams. Launch-bound intervals are left out, because their streams
+        may have had no work."""
         deferred = whole.deferred or []
         worked = [times for times in deferred if times.label != "launch-bound"]
         worked = worked or [times for times in deferred if not times.is_side] or deferred
@@ -461,7 +453,6 @@ class Resolver:
             self._add_interval(whole, context, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _resolve_untimed(self, context: Context, stream: int, pair: Pair, error: int) -> None:
-        """Resolve a pair that has no time, or whose span was not recorded."""
         whole = pair.whole
         if whole is None:
             self._return_pair(pair)
@@ -507,7 +498,6 @@ class Resolver:
         )
 
     def _drop_ended_pairs(self) -> None:
-        """Count the ended pairs that the device has not reached as lost."""
         for context in self.contexts.values():
             for stream, pairs in context.under_way.items() if context.alive else ():
                 for pair in [pair for pair in pairs if pair.end_ns]:

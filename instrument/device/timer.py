@@ -32,8 +32,7 @@ NO_CONTEXT_YET = "spans that began before their device had a context"
 
 
 class Timer:
-    """Times spans on the devices of one driver. All methods run on threads of the service, in one to two
-    microseconds."""
+    """Times spans on the devices of one driver. A method takes one to two microseconds on a thread of the service."""
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class Timer:
         return pair
 
     def _begin_on_streams(self, places: Sequence[Stream], span_id: int) -> Pair | Untimed | None:
-        """Begin a span's pair of events on each stream. Return the first pair."""
         marks: list[Pair | Untimed] = []
         try:
             for place in places:
@@ -143,7 +141,7 @@ class Timer:
             raise
 
     def _find_streams(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
-        """Return the streams on which a span's work may run, () if no device is in use.
+        """Return the streams on which a span's work may run.
 
         A span with a known framework and devices uses that framework's current streams. Any other span uses the current
         stream of each framework.
@@ -161,7 +159,6 @@ class Timer:
         return places if len(places) < 2 else cuda.select_streams(places)
 
     def _find_device(self, stream: int) -> int:
-        """Return the device of a stream that a call's argument names, -1 if no device is in use."""
         device = self._devices.get(stream)
         if device is None:
             driver = self.driver
@@ -176,7 +173,6 @@ class Timer:
         return device
 
     def begin_again(self, whole: Pair) -> None:
-        """Begin a later step of a generator's span, with a pair of its own."""
         pair = self.begin(whole.site, whole.attributes, whole.span_id)
         if isinstance(pair, Pair):
             # The resolver does not read a pair before it has ended.
@@ -190,7 +186,6 @@ class Timer:
             self.resolver.counts["steps of generators without device time"] += 1
 
     def end_pair(self, pair: Pair) -> None:
-        """Record the second event, for the resolver to read."""
         try:
             self._record_end(pair)
         finally:
@@ -222,14 +217,13 @@ class Timer:
             self.resolver.wake()
 
     def finish(self, pair: Pair) -> None:
-        """Pass a span's first pair to the resolver after the span's end."""
         self.resolver.finished.append(pair)
         self.wake()
 
     def _record_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """Record an event again, in its own context. Return the driver's answer.
+        """Record an event in its own context after a failure. Return the driver's answer.
 
-        Return `refused`, the answer to the first attempt, if another context would not help.
+        `refused` is the answer to the first attempt. It is returned if another context would not help.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD
@@ -244,7 +238,6 @@ class Timer:
             driver.pop()
 
     def _find_context(self, device: int) -> Context | None:
-        """Return a device's context. A new one has few events, and the resolver creates more."""
         driver = self.driver
         with self._meeting:
             context = self._contexts.get(device)
@@ -270,6 +263,5 @@ class Timer:
             return context
 
     def note_untimed(self, span_id: int, place: Stream, at_ns: int, label: str) -> None:
-        """Pass a span that cannot be timed to the resolver."""
         self.resolver.untimed.append((span_id, place, at_ns, label))
         self.wake()

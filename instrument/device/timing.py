@@ -42,7 +42,7 @@ raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
 class Timing:
     """Switches device times on and off for one session.
 
-    `reason` is one line with the reason why device time is missing or costs more, else "".
+    `reason` is one line that explains why device time is missing or costs more.
     """
 
     _numba: cuda.NumbaStreams
@@ -65,7 +65,7 @@ class Timing:
         return Timer(driver, self.intervals, RECORDER, RECORDER.now_ns, raw_clock)
 
     def install(self) -> Callable[[], None]:
-        """Time spans from now on, or once a library is imported that uses a device. Return the function that undoes
+        """Time spans from now on, or from the import of a library that uses a device. Return the function that undoes
         this."""
         self._undo_imports = imports.install(MODULES.__contains__, self.begin_for_framework)
         for name in MODULES:
@@ -75,7 +75,6 @@ class Timing:
         return self.uninstall
 
     def begin_for_framework(self, module: ModuleType) -> None:
-        """Read an imported framework's current streams from now on, if it can use a device."""
         version = getattr(module, "version", None)
         if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
             self.reason = self.reason or f"{NO_DEVICE_TIME}this torch is built without a device"
@@ -101,7 +100,6 @@ class Timing:
         self._ranges.set_device_timer(self.timer.begin)
 
     def _find_driver(self, module: ModuleType) -> Driver | None:
-        """Return a driver that uses cuda-python or else torch's own events, None without either. Sets `reason`."""
         from instrument.device.torch_events import TorchDriver
 
         is_torch = module.__name__ == "torch"
@@ -125,7 +123,7 @@ class Timing:
             return None
 
     def uninstall(self, limit_s: float = math.inf) -> None:
-        """Stop timing: resolve the pairs in flight within `limit_s`, and release all events. Idempotent."""
+        """Stop timing. Wait up to `limit_s` seconds for the pairs in flight, and release all events."""
         if self._undo_imports is not None:
             self._undo_imports()
             self._undo_imports = None
@@ -148,16 +146,14 @@ class Timing:
                 self._ranges.set_device_timer(self.timer.begin)
 
     def is_settled(self, at_ns: int) -> bool:
-        """Return True if all spans that ended before `at_ns` have their device times."""
         return self.settled_ns() >= at_ns
 
     def settled_ns(self) -> int:
-        """Return the time up to which device times are settled. Each open span makes the call longer."""
+        """Return the time in ns up to which device times are complete. The call takes longer with more open spans."""
         return RECORDER.now_ns() if self.timer is None else self.timer.resolver.settled_ns()
 
     def await_settled(self, at_ns: int, end_s: float) -> None:
-        """Wait until `at_ns` is settled, or `time.monotonic()` is `end_s`. Write the settled time into the
-        recording."""
+        """Wait for the device times of spans that ended before `at_ns`, at most until `time.monotonic()` is `end_s`."""
         resolver = None if self.timer is None else self.timer.resolver
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
             settled_ns = resolver.settled_ns()
@@ -169,7 +165,7 @@ class Timing:
 
     @property
     def pair_ns(self) -> float:
-        """The ns that recording a pair takes on its thread."""
+        """The time in ns that recording a pair of events takes on a thread of the service."""
         return 0.0 if self.timer is None else self.timer.resolver.pair_ns
 
     def cost_ns(self) -> tuple[float, int]:
@@ -180,7 +176,6 @@ class Timing:
         return resolver.pairs * resolver.pair_ns, resolver.thread_ns
 
     def losses(self) -> Mapping[str, int]:
-        """Return the number of spans without the device time that they asked for, by reason."""
         counts = self.timer.resolver.counts if self.timer is not None else {}
         return {
             "device times not taken while a graph was captured": counts.get("captured", 0),
@@ -189,7 +184,6 @@ class Timing:
         }
 
     def notes(self) -> list[str]:
-        """Return sentences on missing device times, none if no span asked for device time."""
         notes = [self.reason] if self.reason and any(site.device for site in RECORDER.paths().sites) else []
         if self.timer is not None:
             resolver, misfit = self.timer.resolver, self.timer.driver.misfit
@@ -213,9 +207,9 @@ Begin = Callable[[Any, Any, int], Any]
 
 
 class Ranges:
-    """Opens NVTX ranges for a recorder's spans, and calls the device timer, if any.
+    """Opens an NVTX range for each span of a recorder, and calls the device timer.
 
-    `reason` is the reason for missing ranges although a tool is attached, else "".
+    `reason` explains missing ranges although a tool is attached.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -227,7 +221,6 @@ class Ranges:
         self.reason = ""
 
     def install(self) -> Callable[[], None]:
-        """Open a range for each span from now on, if a tool is attached. Return the function that undoes this."""
         if not os.environ.get(VARIABLE):
             return _do_nothing
         try:
@@ -249,14 +242,12 @@ class Ranges:
         return self.uninstall
 
     def uninstall(self) -> None:
-        """Open no more ranges. Open ones end with their spans. Idempotent."""
         if self._domain is not None:
             self._domain = None
             self._recorder.watches_all = False
             self._recorder.begin_device = self._timed
 
     def set_device_timer(self, begin: Begin | None) -> None:
-        """Set the function that times spans on devices, None for no device times."""
         self._timed = begin
         if self._domain is None:
             self._recorder.begin_device = begin
@@ -265,7 +256,6 @@ class Ranges:
         self.forks += 1
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Any:
-        """Begin a span's range and, if the span asks for it, its device time. The recorder calls this."""
         pair = None
         if self._timed is not None and (site is None or site.device):
             pair = self._timed(site, attributes, span_id)
@@ -285,7 +275,7 @@ class Ranges:
 
 
 class Range:
-    """The range of one open span, and its pair of events, if any."""
+    """The NVTX range of an open span, with the span's pair of events on a device."""
 
     __slots__ = ("_domain", "_event_attributes", "_forks", "_id", "_pair", "_ranges")
 
@@ -314,7 +304,6 @@ class Range:
             self._pair.resume()
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """End the range of an ended span. `ring` has the span's row, and `index` is the node of its call path."""
         self._end()
         if self._pair is not None:
             self._pair.end(ring, index, span_id, start_ns, end_ns)

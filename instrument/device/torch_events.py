@@ -62,9 +62,10 @@ _kept: dict[int, Any] = {}
 
 
 class TorchDriver:
-    """The driver, used through a torch for CUDA or ROCm.
+    """A driver that uses torch's own events, for CUDA or ROCm.
 
-    Raises `ImportError` for a torch that is too old, `OSError` if our thread would disturb captures of graphs.
+    Raises `ImportError` for a torch that is too old, and `OSError` if a thread of this package would disturb captures
+    of graphs.
     """
 
     default_stream = 0
@@ -110,7 +111,6 @@ class TorchDriver:
         return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers that vendors' tools use
 
     def _find_stream(self, device: int, stream: int) -> Any:
-        """Return torch's object for a stream's handle. Handle 0 is the default stream."""
         if len(self._streams) > 1024:
             self._streams.clear()
         torch = self._torch.cuda
@@ -119,7 +119,8 @@ class TorchDriver:
         return stream_object
 
     def _is_captured(self, device: int, target: Any, stream: int) -> bool:
-        """Return True for a captured stream. torch tests only the current stream, so this one is made current."""
+        """Return True for a captured stream. torch tests only the current stream, so the given stream is made
+        current."""
         if self._device() == device and self._current(device) == stream:
             return self._captures()
         native = self._native
@@ -142,7 +143,7 @@ class TorchDriver:
             return find_error(error)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of a stream's device, the current device for a stream unknown to torch."""
+        """Return the index of a stream's device. A stream that torch does not know counts for the current device."""
         index = next((device for device, handle in list(self._streams) if handle == stream), None)
         return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
 
@@ -156,12 +157,10 @@ class TorchDriver:
                 self._exchange_mode(ctypes.byref(mode))
 
     def current(self) -> int:
-        """Return the context of the calling thread's device, 0 without one."""
         device = self.current_device()
         return 0 if device < 0 else self.primary_context(device)
 
     def current_device(self) -> int:
-        """Return the index of the calling thread's device, -1 if torch has initialised none."""
         return self._device() if self._torch.cuda.is_initialized() else -1
 
     def primary_context(self, device: int) -> int:
@@ -181,10 +180,8 @@ class TorchDriver:
     # ---------------------------------------------------------------- on the resolver's thread
 
     def bind(self, context: int) -> int:
-        """Make a context's device permanently current on the calling thread, in a mode that breaks no capture.
-
-        Without this, a query of an event would create a context on the first device.
-        """
+        """Make a context's device current on the calling thread. Without this, a query of an event would create a
+        context on the first device."""
         try:
             self._exchange(context - 1)
         except RuntimeError as error:
@@ -200,7 +197,6 @@ class TorchDriver:
         return 0, event
 
     def handle(self, event: Any) -> tuple[Any, int]:
-        """Return the argument for `mark` that represents an event of the calling thread's device."""
         return event, self._device()
 
     def destroy_event(self, event: Any) -> None:

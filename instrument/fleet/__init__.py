@@ -45,7 +45,10 @@ def _columns_of(table: str) -> dict[str, str]:
 
 
 def spark_schema(table: str) -> str:
-    """Return the columns of a table of the dataset or of `RESULTS` as a schema for Spark's `applyInArrow`."""
+    """Return the schema of a table for Spark's `applyInArrow`.
+
+    `table` is the name of a table of the dataset, or a key of `RESULTS`.
+    """
     names = {"text": "string", "int64": "bigint", "bool": "boolean", "list": "array", "binary(8)": "binary",
              "binary(16)": "binary"}  # fmt: skip
 
@@ -58,8 +61,11 @@ def spark_schema(table: str) -> str:
 
 
 def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
-    """Wrap a function of one table, or of the two tables of a cogroup, for Spark's `applyInArrow`. The wrapper has the
-    number of arguments that Spark expects, and converts bytes of fixed length, which Spark lacks, to plain bytes."""
+    """Wrap a function of Arrow tables for Spark's `applyInArrow`.
+
+    `tables` is 1 for a group, or 2 for a cogroup. Spark calls the wrapper with that number of tables. The wrapper
+    converts bytes of fixed length to plain bytes, because Spark has no such type.
+    """
     arrow = import_pyarrow()
 
     def to_plain_bytes(result: Any) -> Any:
@@ -81,7 +87,10 @@ def _merge_tables(**tables: Any) -> DatasetRows:
 
 
 def joined(table: str, spans: Any, intervals: Any = None, processes: Any = None) -> Any:
-    """Return the table `requests`, `batches` or `members`, computed from the spans of all hosts."""
+    """Compute the table `requests`, `batches` or `members` from the spans of all hosts.
+
+    `spans`, `intervals` and `processes` are Arrow tables of the dataset. The last two are optional.
+    """
     if not len(spans):
         return dataset_tables.arrow_schema(table).empty_table()
     rows = _merge_tables(spans=spans, intervals=intervals, processes=processes)
@@ -89,17 +98,18 @@ def joined(table: str, spans: Any, intervals: Any = None, processes: Any = None)
 
 
 def requests(spans: Any, intervals: Any = None) -> Any:
-    """Return the table of requests among the spans. Columns divide each request's time into parts and stages."""
+    """Return an Arrow table with a row per request. Its columns divide the request's time into parts and stages."""
     return joined("requests", spans, intervals)
 
 
 def recording(spans: Any, **tables: Any) -> Recording:
-    """Return a recording for views and for `explain`, made from spans and further `tables`, such as `intervals`."""
+    """Make a recording for views and for `explain` from Arrow tables of the dataset. `tables` are further tables, such
+    as `intervals`."""
     return Recording.of_saved(graft_requests(_merge_tables(spans=spans, **tables).merged.saved))
 
 
 def explanations(spans: Any, most: int = 10) -> Any:
-    """Explain the `most` slowest requests, as `instrument explain` does. Return a row per request with its cause."""
+    """Return an Arrow table with the causes of the `most` slowest requests, as `instrument explain` finds them."""
     rows = _merge_tables(spans=spans)
     causes = explain(Recording.of_saved(graft_requests(rows.merged.saved)), RequestChoice(slowest=most), Options())
     places = rows_of(rows.trace.span_id, np.array([item.span_id for item in causes], dtype=np.int64))
@@ -120,8 +130,11 @@ def explanations(spans: Any, most: int = 10) -> Any:
 
 
 def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
-    """Return the call paths whose time changed between two versions, as `instrument compare` finds them. `before` and
-    `after` each have a table of spans per run."""
+    """Return an Arrow table of the call paths whose time changed between two versions, as `instrument compare` finds
+    them.
+
+    `before` and `after` each have a table of spans per run.
+    """
     recordings = [[recording(spans) for spans in side] for side in (before, after)]
     rows = compare(recordings[0], recordings[1], Options()).changes if all(recordings) else ()
     return _make_table("changes", {name: [getattr(row, name) for row in rows] for name in RESULTS["changes"]})

@@ -55,13 +55,12 @@ class TcpConnection:
             raise ConnectionError(line[:100])
 
     def send(self, data: bytes, left_s: Callable[[], float]) -> None:
-        """Send all of the data. Raises `OSError`; `TimeoutError` after `left_s()` seconds."""
+        """Send all of the data. Raises `OSError`, or `TimeoutError` when no time is left."""
         self._sock.settimeout(require_time_left(left_s()))
         self._sock.sendall(data)
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
-        """Receive at least one byte into a buffer. Return the number of bytes, 0 at the end of the data. Raises
-        `OSError`."""
+        """Receive at least one byte into a buffer. Return the number of bytes, 0 at the end of the data."""
         self._sock.settimeout(require_time_left(left_s()))
         return self._sock.recv_into(buffer)
 
@@ -96,7 +95,6 @@ class TlsConnection(TcpConnection):
             raise
 
     def _repeat_step(self, step: Callable[[], Any], left_s: Callable[[], float]) -> Any:
-        """Repeat a step of TLS until it succeeds. Exchange with the collector the bytes that the step needs."""
         while True:
             try:
                 result = step()
@@ -175,8 +173,8 @@ def tls_context(trusted: str | None, certificate: str | None, key: str | None) -
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """An HTTP proxy. `address` is the URL without its password; `variable` is the environment variable that names the
-    proxy."""
+    """An HTTP proxy. `address` is the URL without its password, and `variable` the environment variable that has the
+    URL."""
 
     host: str
     port: int
@@ -187,7 +185,7 @@ class Proxy:
 
 
 def find_proxy(endpoint: str) -> Proxy | None:
-    """Return the proxy in the environment for a collector, or None. Reads variables as the package `requests` does."""
+    """Return the proxy for a collector, or None. The environment variables are those of the package `requests`."""
     url = urlsplit(endpoint)
     names = {name.lower(): name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value}
     variable = names.get(f"{url.scheme}_proxy") or names.get("all_proxy")

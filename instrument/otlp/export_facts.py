@@ -28,10 +28,10 @@ _MASK = (1 << 64) - 1
 
 
 class Ids:
-    """Converts the recorder's numbers to span and trace ids: random-looking, unique in the process, never zero.
+    """Converts the recorder's numbers to random-looking span and trace ids, unique in the process and never zero.
 
-    splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. No span has the number 0, so
-    its id replaces an id of zero. Numbers from 2**63 up belong to device intervals.
+    The finaliser of splitmix64 maps 64 bits one to one, so distinct numbers give distinct ids. No span has the number
+    0, so the id of this number replaces an id of zero. Numbers from 2**63 up belong to device intervals.
 
     `instance` is the process's service.instance.id. `run` names the run, "" for none.
     """
@@ -56,24 +56,21 @@ class Ids:
         return span_id
 
     def take_device_numbers(self, count: int) -> int:
-        """Return the first of `count` new numbers for device intervals."""
         first = self._device_number
         self._device_number += count
         return first
 
     def ids_of_root(self, span: Span) -> tuple[int, int]:
-        """Return the trace id and the span id that a collector gets for a root span."""
         trace_id = self.trace_id(span.root_id) if span.remote is None else span.remote.trace_id
         return trace_id, self.span_id(span.span_id)
 
     def trace_id(self, number: int) -> int:
-        """Return the 128-bit trace id for the number of a tree's root."""
         high, low = self._trace_seeds
         trace_id: int = (mix_bits(high + number) or mix_bits(high)) << 64 | (mix_bits(low + number) or mix_bits(low))
         return trace_id
 
     def make_ids(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
-        """Return the span ids of the recorder's numbers. With part 1 or 2, return the upper or lower halves of trace
+        """Return span ids for the recorder's numbers. With part 1 or 2, return the upper or lower halves of trace
         ids."""
         return mix_span_ids(self.seeds[part], numbers)
 
@@ -134,9 +131,6 @@ class MeteredFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExportFacts:
-    """The facts of a process that its exporter needs: ids and resource of the spans, the rules of capture, and
-    metrics."""
-
     ids: Ids
     resource: Mapping[str, object]
     capture: Capture
@@ -157,7 +151,6 @@ def facts_as_json(facts: ExportFacts) -> dict[str, Any]:
 
 
 def decode_facts(document: Any) -> ExportFacts | None:
-    """Return the facts of a process, None if they are missing or malformed."""
     import msgspec  # which a service that an agent exports for has no use for
 
     try:
@@ -174,7 +167,8 @@ def decode_facts(document: Any) -> ExportFacts | None:
 
 
 def settings_as_json(settings: Otlp) -> dict[str, Any]:
-    """Return the settings of a collector as JSON, with absolute paths for a process in another folder."""
+    """Return the settings of a collector as JSON. Paths are absolute, because the reading process may have another
+    folder."""
     document = asdict(settings)
     for name in ("certificate", "client_certificate", "client_key"):
         if document[name] is not None:
@@ -183,7 +177,6 @@ def settings_as_json(settings: Otlp) -> dict[str, Any]:
 
 
 def decode_collector_settings(document: Mapping[str, Any]) -> Otlp:
-    """Return the settings of a collector that a process sent. Raises `ValueError` for malformed ones."""
     import msgspec
 
     return msgspec.convert(document, Otlp, strict=False)

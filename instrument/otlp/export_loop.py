@@ -43,10 +43,8 @@ FULL_RETRY_S = 0.02
 
 
 class EndedExport(NamedTuple):
-    """The end of a recording's export: its unreported counts of spans, and the problem that ended it.
-
-    `metered` has the last metrics for scrapes, None if no scrape reads them. `key` is the key of the recording.
-    """
+    """The end of a recording's export, with the unreported counts of spans and the problem that ended it. `metered` has
+    the last metrics, None if no scrape reads them."""
 
     fates: Mapping[str, int]
     problem: Exception | None
@@ -55,12 +53,12 @@ class EndedExport(NamedTuple):
 
 
 class ExportLoop:
-    """Reads and settles the recordings of one exporter together.
+    """Reads the recordings of one exporter, and settles their requests. One thread uses an instance, except for
+    `note_sent`.
 
-    `recordings` has the recordings by number. `report_end` is called with a recording's number at the end of its
-    export, `report_unstored` with the number of lost rows in a dataset whose processes have ended. `has_looked` is
-    called after each look at all recordings, `has_room` when spans were sent while reading pauses. One thread uses an
-    instance, except for `note_sent`.
+    `recordings` has the recordings by number. `report_end` is called at the end of an export. `report_unstored` gets
+    the number of lost dataset rows whose processes have ended. `has_looked` is called after each look at all
+    recordings, `has_room` when spans were sent while reading pauses.
     """
 
     def __init__(
@@ -86,13 +84,11 @@ class ExportLoop:
     def begin(
         self, number: int, fd: int, exporter: Exporter, generation: int = 0, *, sends: bool = True
     ) -> RecordingExport:
-        """Begin the export of a recording, see `RecordingExport`. Raises `TraceError` and `OSError`."""
         exporter.settled = self.note_sent
         export = self.recordings[number] = RecordingExport(fd, exporter, generation, sends=sends)
         return export
 
     def begin_dataset(self, export: RecordingExport, settings: Parquet, key: str, disk_bytes: int) -> None:
-        """Begin to write the settled requests of a recording into the dataset of its run, whose name is `key`."""
         from instrument.otlp.file_exports import DatasetExport
 
         place = key, settings
@@ -102,7 +98,6 @@ class ExportLoop:
         export.has_dataset = True
 
     def begin_files(self, number: int, folder: Path, run: str, disk_bytes: int) -> None:
-        """Begin to write the kept spans of a recording into files."""
         from instrument.otlp.file_exports import KeptFiles
 
         files = self._files[number] = KeptFiles(folder, run, disk_bytes)
@@ -117,7 +112,6 @@ class ExportLoop:
             self.end(number, problem)
 
     def attempt_dataset(self, action: Callable[[], object]) -> None:
-        """Call an action on datasets. Log its failure, and count the rows that were lost."""
         try:
             action()
         except Exception as problem:
@@ -129,7 +123,6 @@ class ExportLoop:
                 (self._report_unstored if member is None else member.note_unstored)(lost)
 
     def end(self, number: int, problem: Exception | None = None) -> None:
-        """End the export of a recording, and report what became of its spans."""
         export, ended = self.recordings.pop(number, None), EndedExport({}, problem)
         if export is None and problem is None:
             return
@@ -150,7 +143,6 @@ class ExportLoop:
         self._report_end(number, ended)
 
     def end_settled(self) -> None:
-        """End the exports of ended processes whose spans are all sent or lost."""
         for number, export in list(self.recordings.items()):
             self.attempt(number, partial(self._end_if_settled, number, export))
 
@@ -159,7 +151,6 @@ class ExportLoop:
             self.end(number)
 
     def end_datasets(self, until: float) -> None:
-        """Close the files of all datasets, and upload them until the time `until` of the monotonic clock."""
         for place, dataset in list(self.datasets.items()):
             for export in dataset.members:
                 if export.source is not None:
@@ -178,8 +169,7 @@ class ExportLoop:
             export.after_fork_in_child()
 
     def note_sent(self, source: Source) -> None:
-        """Store the position up to which the spans of a recording (`source`) have been sent. The sending thread calls
-        this."""
+        """Store the outcome of sent spans in the recording of a source. The sending thread calls this."""
         for export in list(self.recordings.values()):
             if export.owns_source(source):
                 export.note_sent()
@@ -194,11 +184,10 @@ class ExportLoop:
         return any(export.is_behind for export in list(self.recordings.values()))
 
     def read_new(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
-        """Read the new rows of all recordings, in up to `MOST_LOOKS` looks. Return True if rows are left."""
+        """Read the new rows of all recordings. Return True if rows are left after `MOST_LOOKS` attempts."""
         return all(self.read_and_settle(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
 
     def read_rest(self, until: float) -> None:
-        """Read and settle all rows of all recordings, until the time `until` of the monotonic clock."""
         while (self.read_and_settle() or self.is_behind) and time.monotonic() < until:
             time.sleep(FULL_RETRY_S if self.is_behind else 0)
         while self.read_and_settle(is_last=True) and time.monotonic() < until:
@@ -225,7 +214,6 @@ class ExportLoop:
         return True
 
     def metered(self, exports: Sequence[RecordingExport]) -> dict[str, Metered]:
-        """Return the current metrics of recordings for a scrape, by the recording's key."""
         for export in exports:
             export.is_scraped = True
             export.before_scrape()
@@ -238,10 +226,10 @@ class ExportLoop:
     def read_and_settle(
         self, *, is_last: bool = False, at_once: bool = False, metered: RecordingExport | None = None
     ) -> bool:
-        """Read all recordings, and settle the requests that are due.
+        """Read all recordings, and settle the requests that are due. Return True if a recording has more rows.
 
         With `at_once`, settle all requests that have ended. With `is_last`, settle all requests. Send the metrics of
-        `metered`. Return True if a recording has more rows.
+        the recording `metered`.
         """
         if not self.recordings:
             return False
@@ -302,7 +290,6 @@ class ExportLoop:
             self.attempt(number, partial(export.write_progress, self._settling.settled_ns))
 
     def _close_datasets(self) -> None:
-        """Add the facts of processes to the datasets that are due, and close their files."""
         for dataset in self.datasets.values():
             if dataset.is_due:
                 for export in dataset.members:

@@ -51,9 +51,8 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The number of spans that were offered since the exporter was made, and how many of them were sent, lost or are
-    pending. `settled` is True if each span that was offered before the flush was sent or lost in time. `reason`
-    explains the last loss."""
+    """The numbers of spans that were offered to an exporter since its start, sent, lost, and not sent yet. `settled` is
+    True if all spans that were offered before a flush were sent or lost in time. `reason` explains the last loss."""
 
     offered: int
     exported: int
@@ -66,7 +65,7 @@ class Delivery:
 
     @property
     def complete(self) -> bool:
-        """Return True if all spans were settled in time and none was lost."""
+        """True if all spans were sent in time."""
         return self.settled and not (self.rejected or self.failed or self.dropped)
 
 
@@ -130,7 +129,6 @@ class Exporter:
         return f"otlp_{'grpc' if self._settings.protocol == 'grpc' else 'http'}_span_exporter"
 
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
-        """Return the metrics of a process with this environment, for the same collector."""
         endpoint = self._settings.endpoint
         url = endpoint if self._settings.protocol == "grpc" else make_metrics_url(endpoint)
         return Metrics(url if self._sends else None, environ)
@@ -152,7 +150,6 @@ class Exporter:
         return self._metrics_source is source
 
     def resource(self) -> dict[str, object]:
-        """Return the current attributes of this process's resource, with detected ones once they are ready."""
         detected = environment_attributes() if self._detected is None else self._detected
         return resource_attributes(self.own.origin, self.own.ids.instance, detected, provider_attributes())
 
@@ -178,25 +175,23 @@ class Exporter:
             raise
 
     def prepare(self) -> None:
-        """Import the modules for sending, before `start` does."""
         for name in self._sender.modules:
             import_once(name)
         if self._detected is None:
             self._detected = detect_attributes()
 
     def _is_current(self, sender: Sender) -> bool:
-        """Return True until `stop`, or until another sender replaces this one."""
         return self._sender is sender and not self._queue.is_closed
 
     def _open_sender(self) -> Sender:
-        """Open the queue and a new sender, also after `stop`. The caller has the lock."""
+        """Open the queue and a new sender. The caller has the lock."""
         self._queue.is_closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
         self._sender = make_sender(self._settings)
         return self._sender
 
     def send(self, bodies: Iterable[Body]) -> Delivery:
-        """Send packed requests one after the other on the calling thread, in place of `start` and `submit`. Stops at
-        the first request that fails."""
+        """Send packed requests on the calling thread, in place of `start` and `submit`. Stops at the first request that
+        fails."""
         self.prepare()
         with self._queue.lock:
             sender = self._open_sender()
@@ -217,8 +212,8 @@ class Exporter:
         return self.flush(0)
 
     def submit_rows(self, source: Source, trace: Columns, rows: Int64s, **facts: Any) -> None:
-        """Pack the rows of one process into OTLP requests, and queue the requests. `facts` are the arguments of
-        `SpanPacker`. Never raises: rows that cannot be packed are counted as failed."""
+        """Pack rows into OTLP requests, and queue the requests. Never raises: rows that cannot be packed are counted as
+        failed."""
         pace = Pace() if self._is_in_service else None
         bodies = []
         try:
@@ -245,17 +240,15 @@ class Exporter:
 
     @property
     def pending_spans(self) -> int:
-        """The number of spans that are neither sent nor lost yet."""
         return self._queue.pending
 
     def send_soon(self) -> None:
-        """Wake the export thread, so that it sends the offered spans now."""
         if self._wake.empty():
             self._wake.put(None)
 
     def flush(self, timeout_ns: int) -> Delivery:
-        """Send the offered spans, wait up to `timeout_ns` until they are sent or lost, and return the counts. Does not
-        wait if the collector has asked for a longer pause."""
+        """Send the offered spans, and wait up to `timeout_ns`. Does not wait if the collector has asked for a longer
+        pause."""
         thread, end_ns = self._thread, time.monotonic_ns() + timeout_ns
         waits = bool(self._queue.pending) or self._have_waiting_metrics()
         settled = not waits and self._metrics_source is None  # in this order: what is just being sent waits no more
@@ -278,7 +271,6 @@ class Exporter:
         return any(metered.metrics is not None and metered.metrics.has_waiting() for metered in self._metered)
 
     def _is_deferred_beyond(self, time_ns: int) -> bool:
-        """Return True if the collector has asked for a pause that ends after `time_ns`."""
         metrics_ns = 0 if self._queue.pending else self._metrics_deferred_until_ns
         return self._stop_at_ns == _NEVER_NS and max(self._deferred_until_ns, metrics_ns) > time_ns
 
@@ -308,24 +300,20 @@ class Exporter:
         return delivery
 
     def note_silence(self) -> None:
-        """Log the reason if the current request has waited for its answer longer than `SILENCE_NS`."""
         began_ns = self._sent_at_ns
         if began_ns and time.monotonic_ns() - began_ns > SILENCE_NS:
             self._log_outcome(Response(False, reason=self._sender.obstacle or "no answer yet"))
 
     def counts(self) -> Mapping[str, int]:
-        """Return the number of spans by fate, see `RequestQueue.counts`."""
         return self._queue.counts()
 
     def after_fork_in_child(self) -> None:
-        """Forget the parent's spans, counts, ids, thread and connection. `start` begins again in the child."""
         self._sender.after_fork_in_child()
         self._reset_sources(self.own.origin)
         if self._detected is not None:
             self._detected = drop_parent_id(self._detected)
 
     def _run_thread(self, sender: Sender) -> None:
-        """Run the export thread: send the waiting spans every second, when enough bytes wait, or on request."""
         while self._is_current(sender):
             try:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
@@ -358,11 +346,8 @@ class Exporter:
             self._deliver_request(sender, request)
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
-        """Send the waiting snapshots and samples of each process whose metrics are due.
-
-        After a failure for one process, the next attempt begins with the other processes, because the collector may
-        refuse only that one.
-        """
+        """Send the metrics of each process that are due. After a failure, begin with the other processes at the next
+        attempt. The collector may refuse only one process."""
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
             deferred_ns = max(self._deferred_until_ns, self._metrics_deferred_until_ns)
@@ -405,8 +390,8 @@ class Exporter:
         return True
 
     def _deliver_request(self, sender: Sender, request: QueuedRequest) -> None:
-        """Send one request, in halves if it is too large for the collector, and settle its spans. If the collector asks
-        for a pause, all spans wait."""
+        """Send one request, in halves if the collector finds it too large. All spans wait for a pause that the
+        collector asks for."""
         timeout_ns = self._settings.timeout_ns
         last_ns = time.monotonic_ns() + timeout_ns
         suppress_instrumentation()
@@ -442,13 +427,10 @@ class Exporter:
         self._log_outcome(verdict)
 
     def _remaining_s(self, sender: Sender, deadline_ns: int) -> float:
-        """Return the seconds left for a request, 0 once the sender is replaced or the exporter has stopped."""
         until_ns = min(deadline_ns, self._stop_at_ns)
         return (until_ns - time.monotonic_ns()) / 1e9 if self._is_current(sender) else 0.0
 
     def _await_retry(self, sender: Sender, deadline_ns: int) -> bool:
-        """Wait until the pause that the collector asked for is over. Return False if the exporter or the deadline of
-        `send` ends before that."""
         while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns
             if not self._is_current(sender) or self._deferred_until_ns >= end_ns:

@@ -71,7 +71,7 @@ def require_client() -> None:
 
 
 def registry_of(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegistry:
-    """Return a registry for `prometheus_client`'s writers. Each output gets its metrics by a call of `make`."""
+    """Return a registry for the writers of `prometheus_client`. Each output calls `make` for its metrics."""
     from prometheus_client import CollectorRegistry
 
     class Collected:
@@ -100,8 +100,8 @@ def metrics_of_process(metered: Metered, why_alone: str) -> Iterator[MetricAndOr
 
 
 def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[MetricAndOrigin]:
-    """Yield the metrics of several processes: for each service the sums over living and `ended` processes. Gauges have
-    the id of their process as a label."""
+    """Yield the metrics of several processes. Totals are sums over the living and the ended processes of a service.
+    Gauges of processes have the process id as a label."""
     services = {*ended, *(process.origin.service for process in living)}
     labels: dict[str, Labels] = {name: ((SERVICE, name),) if len(services) > 1 else () for name in services}
     before = [
@@ -140,8 +140,8 @@ def _make_totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndO
 def _make_gauges(
     parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None
 ) -> Iterator[MetricAndOrigin]:
-    """Yield the newest sample of each gauge: of processes for True in `of_processes`, of machines for False, of both
-    for None."""
+    """Yield the newest sample of each gauge. `of_processes` selects the gauges of processes or of machines, None
+    both."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
         newest = {
@@ -205,8 +205,7 @@ def ids_of(exemplar: Exemplar) -> dict[str, str]:
 
 
 def iterate_buckets(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
-    """Yield each bucket's upper bound in the metric's unit, the number of values up to there, and its longest exemplar,
-    if any."""
+    """Yield the buckets of a histogram: upper bound, number of values up to the bound, and longest exemplar."""
     usual_bounds = BOUNDS_S if metric.unit == "s" else BOUNDS_ITEMS
     bounds = DEFINITIONS[metric.name].bounds if metric.name in DEFINITIONS else usual_bounds
     counts = [0] * (len(bounds) + 1)
@@ -231,7 +230,6 @@ _pack_double = struct.Struct("<Bd").pack
 
 
 def prefers_protobuf(accept: str) -> bool:
-    """Return True if an HTTP header `Accept` prefers the protobuf format to all others."""
     offers = [(0.0, False)]
     for offer in accept.lower().split(","):
         media_type, *parameters = map(str.strip, offer.split(";"))

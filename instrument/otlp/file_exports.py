@@ -55,14 +55,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 def decode_dataset_settings(document: Mapping[str, Any]) -> Parquet:
-    """Return the dataset settings that a process sent as JSON. Raises `ValueError` if they are malformed."""
     import msgspec
 
     return msgspec.convert(document, Parquet, strict=False)
 
 
 def limit_pyarrow() -> None:
-    """Make pyarrow use one thread, and return freed memory to the system. Not called in a process of the service."""
+    """Limit pyarrow to one thread, and return freed memory to the system. The service's own processes do not call
+    this."""
     arrow = import_pyarrow()
     arrow.set_cpu_count(1)
     arrow.set_memory_pool(arrow.system_memory_pool())
@@ -78,11 +78,11 @@ class _SpooledFile(NamedTuple):
 
 
 class DatasetExport:
-    """Writes the Parquet files of one exporter.
+    """Writes the Parquet files of one exporter, on one thread. `key` names the run. `counts` has the numbers of
+    `stored`, lost (`unstored`) and unwritten (`storing`) rows.
 
-    One thread uses an instance. `key` names the run. `counts` has the number of rows that are `stored`, lost
-    (`unstored`), or not stored yet (`storing`). Files that wait for their upload take at most `disk_bytes`; above that,
-    the oldest are dropped. Raises `InstrumentError` if pyarrow is missing or the path cannot be used.
+    Files that wait for their upload take at most `disk_bytes`; above that, the oldest are dropped. Raises
+    `InstrumentError` if pyarrow is missing or the path cannot be used.
     """
 
     def __init__(self, settings: Parquet, key: str, disk_bytes: int) -> None:
@@ -113,7 +113,7 @@ class DatasetExport:
         self._resume_from_journal()
 
     def _resume_from_journal(self) -> None:
-        """Count the rows in a killed exporter's unfinished files as lost, and upload its complete files."""
+        """Upload the complete files of a killed exporter. The rows in its unfinished files are lost."""
         self._spool.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(OSError, ValueError, KeyError, TypeError):
             journal = json.loads((self._spool / JOURNAL).read_text("utf-8"))
@@ -136,7 +136,6 @@ class DatasetExport:
             logger.warning("export.parquet: %d rows are lost, later ones without a word: %s", rows, why)
 
     def put_settled(self, members: Sequence[RecordingExport], decisions: Decisions, now_ns: int) -> None:
-        """Add the rows of settled requests, for the recordings that write to this dataset."""
         processes = [_describe_process(member) for member in members]
         intervals_of = [member.intervals_of for member in members]
         try:
@@ -146,7 +145,6 @@ class DatasetExport:
             self._count_lost(1, f"{type(fault).__name__}: {fault}")
 
     def put_window(self, member: RecordingExport) -> None:
-        """Add the gauge samples and the losses of a recording since the last call, and the facts of its process."""
         since = self._windows.get(member) or self._whole_windows.get(member.key)
         process, (since_ns, before) = _describe_process(member), since or (0, Counter[str]())
         facts, losses = process.facts, Counter({**member.mapped.losses(), **losses_by_name(member.fates)})
@@ -157,14 +155,12 @@ class DatasetExport:
         self.buffer_rows(make_window_tables([ProcessWindow(0, window, process.offset_ns)], [process]))
 
     def finish_recording(self, member: RecordingExport) -> None:
-        """Add the last window of a recording, and forget the recording."""
         if member.source is not None:
             self.put_window(member)
         self._windows.pop(member, None)
         self.members.discard(member)
 
     def buffer_rows(self, tables: Iterable[tuple[str, Any]]) -> None:
-        """Add rows to tables, and write each table that has enough rows for a row group."""
         for name, rows in tables:
             if not self._rows:
                 self._due_at = time.monotonic() + self._every_s
@@ -197,14 +193,12 @@ class DatasetExport:
         self._writer, self._rows, self._waiting = None, 0, {}
 
     def _write_journal(self) -> None:
-        """Write the journal: the names of unfinished files, and the number of their rows."""
         self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.rows)
         parts = [] if self._writer is None else self._writer.parts
         with suppress(OSError), file_writing.open_replacement(self._spool / JOURNAL) as file:
             file.write(json.dumps({"rows": self._rows, "parts": parts, "windows": self._whole_windows}).encode())
 
     def take_lost(self) -> int:
-        """Return the number of rows that were lost since the last call."""
         before, self._reported = self._reported, self.counts["unstored"]
         return self._reported - before
 
@@ -213,7 +207,6 @@ class DatasetExport:
         return bool(self._rows) and time.monotonic() >= self._due_at
 
     def close_files(self) -> None:
-        """Close all files, and begin to upload them if the dataset is in an object store."""
         while self._waiting:
             self._write_table(next(iter(self._waiting)))
         if self._writer is None:
@@ -235,7 +228,7 @@ class DatasetExport:
         self._write_journal()
 
     def end(self, until: float) -> None:
-        """Close all files, and upload them. Files that are not uploaded by the monotonic time `until` are lost."""
+        """Close all files, and upload them until the monotonic time `until`."""
         self.close_files()
         if self._uploads is not None:
             self._uploads.end(until)
@@ -244,7 +237,6 @@ class DatasetExport:
 
 
 def _describe_process(member: RecordingExport) -> DatasetProcess:
-    """Return the process of a recording, with the ids that its spans have at a collector."""
     header, source = member.mapped.header, member.source
     origin = read_origin(header)
     offset_ns = origin.realtime_of(0)
@@ -274,7 +266,6 @@ class _Uploads:
             return sum(file.rows for file in self._files)
 
     def add(self, path: Path) -> None:
-        """Queue a file for its upload. Drop the oldest files above the limit of disk space."""
         from pyarrow import parquet
 
         rows, name = parquet.read_metadata(path).num_rows, str(path.relative_to(self._spool))
@@ -331,7 +322,6 @@ class _Uploads:
         self._folder.rename(part, file.name)
 
     def end(self, until: float) -> None:
-        """Upload the waiting files. Those that are not uploaded by the monotonic time `until` are lost."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -352,11 +342,9 @@ REMOVED = "files of kept requests that were removed to keep within limits.disk"
 
 
 class KeptFiles:
-    """Writes one process's kept spans into a folder, as files named `SERVICE-RUN-PID-NUMBER-kept.npz`.
-
-    All files with such names in the folder take at most `disk_bytes`. Above that, the oldest are removed, and the next
-    file reports how many.
-    """
+    """Writes the kept spans of one process into files of a folder, named `SERVICE-RUN-PID-NUMBER-kept.npz`. All files
+    with such names take at most `disk_bytes`. Above that, the oldest are removed, and the next file has their
+    number."""
 
     def __init__(self, folder: Path, run: str, disk_bytes: int) -> None:
         self._folder = folder
@@ -379,7 +367,6 @@ class KeptFiles:
 
     @property
     def is_due(self) -> bool:
-        """True if the kept spans have waited for `WRITE_S`, or number `FILE_SPANS`."""
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
     def write(self) -> tuple[int, bool]:
@@ -413,8 +400,6 @@ class KeptFiles:
         return self._folder / f"{service}-{self._run}-{pid}-{self._number}-kept.npz"
 
     def _make_room(self, wanted_bytes: int, newest: Path | None = None) -> None:
-        """Remove the oldest files until the remaining ones fit into the limit. Count the removed files, and the
-        removals that these files reported."""
         files = []
         for path in self._folder.glob("*-kept.npz"):
             with suppress(OSError):

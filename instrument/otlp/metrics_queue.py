@@ -129,7 +129,6 @@ class Metrics:
     # ---------------------------------------------------------------- what waits
 
     def offer_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
-        """Queue samples for delivery. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = self._has_metrics or bool(samples)
             return
@@ -144,7 +143,6 @@ class Metrics:
                 self._lost["samples of gauges dropped"] += 1
 
     def put_snapshot(self, snapshot: Snapshot) -> None:
-        """Replace the newest snapshot. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = True
         else:
@@ -154,7 +152,6 @@ class Metrics:
         return bool(self._waiting) or self._snapshot is not self._delivered
 
     def is_due(self, now_ns: int) -> bool:
-        """Return True if it is time to send samples, or if no attempt was made yet to send the newest snapshot."""
         return self._snapshot is not self._tried or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
     def make_due(self) -> None:
@@ -173,7 +170,7 @@ class Metrics:
 
     def requests(self, origin: Origin) -> Iterator[MetricsRequest]:
         """Yield OTLP requests with the waiting snapshot, then with the waiting samples. The caller settles each
-        request, and stops after one that fails."""
+        request, and stops after a failure."""
         snapshot = self._tried = self._snapshot
         if snapshot is not None and snapshot is not self._delivered:
             yield from self._split_snapshot(snapshot, origin)
@@ -213,7 +210,6 @@ class Metrics:
     def _make_point(
         self, metric: Metric, labels: Labels, value: float | Distribution, at_ns: int, origin: Origin
     ) -> Point | None:
-        """Return a point, None for a delta without change since the last delivery."""
         start_ns = self._start_realtime_ns
         sent_value: float | Exponential
         if metric.kind in self._deltas:
@@ -239,7 +235,6 @@ class Metrics:
         return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
     def settle(self, request: MetricsRequest, verdict: Response) -> None:
-        """Count the outcome of a request. If the collector refuses all metrics, send no more."""
         lost = min(verdict.rejected, request.count) if verdict.taken else request.count
         with self._lock:
             if not request.values:
@@ -257,11 +252,9 @@ class Metrics:
             self.drop_waiting()
 
     def losses(self) -> dict[str, int]:
-        """Return the counts of samples and series that did not reach the collector, by reason."""
         return {f"{reason} by the OTLP export": lost for reason, lost in self._lost.items() if lost}
 
     def notes(self) -> list[str]:
-        """Return notes for the reports: why metrics are not sent, and why some were lost."""
         if self.off:
             return [f"export.otlp: metrics are not sent: {self.off}"] if self._has_metrics else []
         notes = [f"export.otlp: {self._problem}"] if self._problem else []
@@ -285,8 +278,8 @@ def convert_samples(
     newest: dict[tuple[str, int], float],
     begun_ns: dict[int, int],
 ) -> list[Series]:
-    """Convert samples of gauges to metrics. `newest` collects the last reading of each gauge, `begun_ns` the wall time
-    of each device's first reading, the start of its sums."""
+    """Convert samples of gauges to metrics. `newest` gets the last value of each gauge. `begun_ns` gets the wall time
+    of each device's first sample, from which its sums count."""
     series_by_name: dict[str, Series] = {}
     for sample in samples:
         if sample.value is None:

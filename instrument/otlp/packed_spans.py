@@ -157,7 +157,6 @@ class SpanPacker:
         return pieces, size
 
     def _add_tracestates(self, pieces: Objects, size: Int64s, remote: Int64s) -> None:
-        """Add the `tracestate` of each tree to the last pieces of its entries."""
         stated = np.flatnonzero(self._ids.have_states[remote])
         if len(stated):
             states, lengths = _make_pieces_by_row(
@@ -167,7 +166,6 @@ class SpanPacker:
             size[stated] += lengths
 
     def _pack_site(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
-        """Return the piece that the spans of a site on a thread share, without the attributes in `hidden`."""
         key = (site, is_server, thread)
         packed = None if hidden else self._facts.get(key)
         if packed is None:
@@ -185,7 +183,6 @@ class SpanPacker:
     def _make_row_pieces(
         self, row: int, values: Mapping[str, AttributeValue], has_more: bool
     ) -> tuple[bytes, bytes, frozenset[str]]:
-        """Return a row's packed attributes and `RareMembers`, and the names of the replaced attributes of its site."""
         trace = self._trace
         site, error = trace.sites[int(trace.site[row])], int(trace.error[row])
         failed = None if error == NONE else trace.errors[error]
@@ -204,7 +201,6 @@ class SpanPacker:
     def _pack_intervals(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Int64s, Objects, Int64s] | None:
-        """Return the packed device intervals of rows: the index of each interval's row, the pieces and the sizes."""
         trace, work, form = self._trace, self._trace.device, self._form
         firsts, lasts = np.searchsorted(work.row, rows), np.searchsorted(work.row, rows, side="right")
         counts = lasts - firsts
@@ -239,7 +235,6 @@ class SpanPacker:
     def _put_heads(
         self, pieces: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
     ) -> Int64s:
-        """Write the heads of entries. `size` is the size of an entry without its head. Return the sizes of entries."""
         form = self._form
         columns: dict[str, NDArray[Any]] = {
             "high": ids.high,
@@ -274,8 +269,8 @@ class SpanPacker:
 
 
 def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
-    """Return the head of each span, for spans whose heads have the same layout. A head is the bytes that all these
-    spans share, with the span's own fields written into them."""
+    """Return the heads of spans with the same layout. A head has bytes that all spans share, and the fields of its
+    span."""
     parts = form.head(layout)
     widths = [part if isinstance(part, int) else len(part) for _, part in parts]
     shared = b"".join(bytes(part) for _, part in parts)
@@ -303,8 +298,6 @@ def _measure_pieces(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
 
 
 def _make_pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
-    """Return the piece of each row, and its size. `make` is called once per distinct combination of the columns'
-    values."""
     group, firsts = number_combinations(*columns)
     pieces, lengths = _measure_pieces(list(map(make, *(column[firsts].tolist() for column in columns))))
     return pieces[group], lengths[group]
@@ -371,12 +364,10 @@ class SpanIds:
         return RowIds(high, low, span_ids, above, flags, is_root, remote)
 
     def state_of(self, remote: int) -> str:
-        """Return the `tracestate` of a remote parent by its number, "" for none."""
         return "" if remote == NONE else self._remotes[remote].state
 
     def links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
-        """Return links to spans. `spans` has pairs of the numbers of a span and its root, as in the trace or in the
-        process of `row`."""
+        """Return links to spans. Each pair in `spans` has the number of a span and the number of its root."""
         span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         rows = np.full(len(spans), row)
         requests = ((span_ids, 0), (root_ids, 1), (root_ids, 2))
@@ -409,7 +400,6 @@ class SpanIds:
         return mix_span_ids(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
 
     def _mix_numbers(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
-        """Return the span ids, or one half of the trace ids, for the recorder's numbers."""
         process, trace = self._process, self._trace
         if process is None or self._order is None:
             return mix_span_ids(self._seeds[0, part], numbers.astype(np.uint64))

@@ -58,8 +58,8 @@ _FILLED = frozenset(
 
 
 def find_cause(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
-    """Return the link that is stored in a span's attributes: to the ended span that started the task or thread, or to
-    the caller's span."""
+    """Return the link in a span's attributes. It leads to the ended span that started the task or thread, or to the
+    caller's span."""
     state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
@@ -79,8 +79,7 @@ def find_cause(attributes: Mapping[str, object], linked: Callable[[int, int], Li
 
 
 def select_events(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
-    """Return a span's longest interruptions as events (time, name, attributes), and the number of interruptions that
-    are left out."""
+    """Return a span's longest interruptions as events, and the number of the other interruptions."""
     longest = sorted(interruptions, key=lambda span: -span.total_ns)[:EVENT_LIMIT]
     longest.sort(key=attrgetter("start_ns"))
     events: list[tuple[int, str, Mapping[str, object]]] = [
@@ -92,7 +91,6 @@ def select_events(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, M
 def make_device_attributes(
     site: Site, attributes: Mapping[str, object], device: int, stream: int, label: str
 ) -> dict[str, object]:
-    """Return the attributes of a device interval of a span, except its uncertainty."""
     facts = _rename_attributes(site.kind, (*site.attributes, *attributes.items()))
     facts = {key: facts[key] for key in ("cuda.memcpy.kind", "instrument.bytes") if key in facts}
     return facts | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
@@ -115,7 +113,6 @@ def make_site_attributes(site: Site) -> dict[str, object]:
 def make_own_attributes(
     site: Site, attributes: Mapping[str, object], error: str | None, is_clipped: bool
 ) -> dict[str, object]:
-    """Return the attributes of one span, except its measured numbers."""
     facts = _rename_attributes(site.kind, attributes.items()) if attributes else {}
     if is_clipped:
         facts["instrument.clipped"] = True
@@ -126,7 +123,7 @@ def make_own_attributes(
 
 
 def find_status(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
-    """Return (True, reason) for a failed span, (False, "") for a successful one, None if unknown."""
+    """Return (True, reason) for a failed span, (False, "") for a successful span, None if unknown."""
     if error is not None:
         return True, str(convert_to_plain(attributes.get(STATUS_DESCRIPTION) or error))
     return (False, "") if attributes.get(STATUS_CODE) == "OK" else None
@@ -147,8 +144,8 @@ def _rename_attributes(kind: str, attributes: Iterable[tuple[str, object]]) -> d
 
 
 def convert_to_plain(value: object) -> object:
-    """Return a value that OTLP can represent. Any other value, such as a tensor, is never read: its type's name
-    replaces it."""
+    """Return a value that OTLP can represent. The type's name replaces any other value, such as a tensor, which is
+    never read."""
     if isinstance(value, str):
         return str.__str__(value).encode("utf-8", "replace").decode()
     if isinstance(value, bool):
@@ -170,8 +167,7 @@ def pack_resource(attributes: Mapping[str, object]) -> bytes:
 
 
 def pack_request(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
-    """Return an ExportTraceServiceRequest of packed spans under a packed resource, or a request of metrics. Entries in
-    `foreign` get no schema URL."""
+    """Pack a request of spans or metrics under a packed resource. Entries in `foreign` get no schema URL."""
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", find_version()))
     of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
     without_schema = pack_field(b"\x12", b"".join((scope, *foreign))) if foreign else b""
@@ -183,14 +179,11 @@ REQUEST_BYTES = 512 << 10
 
 
 class Body(NamedTuple):
-    """The bytes of an `ExportTraceServiceRequest`, and the count of its spans."""
-
     data: bytes
     spans: int
 
 
 def split_request(request: bytes) -> Sequence[Body]:
-    """Split a request that `pack_request` made into two."""
     (of_resource,) = _split_fields(request, 0, len(request))
     resource, of_scope = _split_fields(request, *of_resource[1:])
     _, *pieces, _ = _split_fields(request, *of_scope[1:])
@@ -201,7 +194,7 @@ def split_request(request: bytes) -> Sequence[Body]:
 
 
 def _split_fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the offsets of the tag, the content and the end of each field. Fields have a one-byte tag and a length."""
+    """Yield the offsets of each field's tag, content and end. Fields have a one-byte tag and a length."""
     while at < end:
         first, size, shift = at, 0, 0
         while True:
@@ -220,14 +213,13 @@ def find_version() -> str:
 
 @lru_cache(maxsize=16_384)
 def pack_link(link: LinkedSpan) -> bytes:
-    """Return a link of a span as a field. Cached, because batches link the same requests repeatedly."""
+    """Pack a link of a span as a field. Cached, because batches link the same requests repeatedly."""
     ids = b"\x0a\x10" + link.trace_id.to_bytes(16, "big") + b"\x12\x08" + link.span_id.to_bytes(8, "big")
     ids += pack_text(b"\x1a", link.state) if link.state else b""
     return pack_field(b"\x6a", ids + b"\x35" + struct.pack("<I", HAS_IS_REMOTE))
 
 
 def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> bytes:
-    """Return attributes as KeyValues of a repeated field, by default `Span.attributes`."""
     return b"".join([_pack_attribute(key, value, tag) for key, value in attributes.items()])
 
 
@@ -245,7 +237,7 @@ def _pack_key(key: str) -> bytes:
 
 @lru_cache(maxsize=1024)
 def pack_int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
-    """Return the bytes of a KeyValue that precede its integer value, whose varint takes `varint_bytes`."""
+    """Return the bytes of a KeyValue in front of its integer value, which is a varint of `varint_bytes`."""
     head = _pack_key(key) + b"\x12" + encode_varint(varint_bytes + 1) + b"\x18"
     return tag + encode_varint(len(head) + varint_bytes) + head
 
@@ -332,7 +324,6 @@ def make_exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
 
 @lru_cache(maxsize=4096)
 def _find_finest_bucket(index: int) -> int:
-    """Return the bucket of the finest scale into which the middle of a tally's bucket falls."""
     return math.ceil(math.log2(bucket_middle(index) / 1e9) * (1 << FINEST_SCALE)) - 1
 
 
@@ -372,7 +363,6 @@ _MONOTONIC = b"\x18\x01"
 
 
 def pack_metric(series: Series) -> bytes:
-    """Return one packed entry of `ScopeMetrics.metrics`. Integers and byte counts are sent as integers."""
     points = b"".join([pack_field(b"\x0a", _pack_point(point, series.unit == "By")) for point in series.points])
     temporality = _DELTA if series.is_delta else _CUMULATIVE
     if series.kind == "gauge":

@@ -94,7 +94,6 @@ class RecordingExport:
         """True if a scrape will read the metrics after the process's end."""
 
     def close(self) -> None:
-        """End the export of this recording, so that another exporter can continue it."""
         with closing(self._place), closing(self.mapped):
             try:
                 if self._reading is not None and self.is_ours:
@@ -112,7 +111,6 @@ class RecordingExport:
     # ---------------------------------------------------------------- reading
 
     def read(self, *, is_last: bool = False, meters: bool = False) -> bool:
-        """Read the new rows. Return True if there are more. With `meters`, make metrics due for `take_metrics`."""
         ended = self.has_ended
         if ended and not self.ended_ns:
             self.ended_ns = time.monotonic_ns()
@@ -127,7 +125,6 @@ class RecordingExport:
         return has_more
 
     def take_metrics(self) -> None:
-        """Take metrics if they are due, after the read rows are settled."""
         if self._reading is not None and self.is_ours:
             self._reading.metering.after_read(is_complete=not (self._has_more or self.is_behind))
 
@@ -166,7 +163,6 @@ class RecordingExport:
         return self._reading if self.is_ours else None
 
     def take_settled(self, settled: Settled, settled_ns: int) -> None:
-        """Send and write the settled rows of this recording. Requests that ended by `settled_ns` are settled."""
         reading = self._reading
         if reading is None:
             return
@@ -196,7 +192,6 @@ class RecordingExport:
         self.note_settled()
 
     def note_written(self, count: int, *, is_written: bool) -> None:
-        """Count kept spans as exported if they are in complete files (`is_written`), else as lost."""
         if (reading := self._reading) is not None:
             reading.source.counts["exported" if is_written else "unwritten"] += count
             self.note_settled()
@@ -214,7 +209,6 @@ class RecordingExport:
 
     @property
     def ids(self) -> Ids | None:
-        """The ids of the recording's spans at the collector, None without a collector."""
         return self._reading.source.ids if self._reading is not None and self.sends else None
 
     def _is_superseded(self) -> bool:
@@ -233,7 +227,6 @@ class RecordingExport:
         return facts
 
     def _begin_reading(self, facts: ExportFacts) -> _Reading:
-        """Continue the export of the previous exporter, or begin the export of a new session."""
         self.mapped.tree()
         progress = self._progress
         if progress.generation != self._generation:
@@ -254,7 +247,6 @@ class RecordingExport:
     # ---------------------------------------------------------------- the books
 
     def write_progress(self, settled_ns: int = 0) -> None:
-        """Write the progress of reading and settling, and the counts of rows by fate, into the recording."""
         reading = self._reading
         if reading is None or not self.is_ours:
             return
@@ -277,7 +269,7 @@ class RecordingExport:
         self._progress.fates["kept"] += spans + intervals
 
     def note_settled(self) -> None:
-        """Write counts into the recording: of spans about to be sent, and of ended spans by fate."""
+        """Write the counts of spans into the recording: spans that are being sent, and ended spans by fate."""
         with self._lock:
             reading = self._reading
             if not self.is_ours or reading is None:
@@ -290,14 +282,14 @@ class RecordingExport:
             self._place.write(self._progress)
 
     def note_sent(self) -> None:
-        """Write the outcome of spans and metrics that were sent into the recording."""
+        """Write into the recording which spans and metrics were sent or lost."""
         self.note_settled()
         with self._lock:
             if self.is_ours and self._reading is not None:
                 self._reading.metering.note_sent()
 
     def keep_open(self, spans: Sequence[Span]) -> None:
-        """Let tail sampling keep the open requests of `spans`, even if they end without an error."""
+        """Let tail sampling keep the open requests among the spans, even without an error."""
         reading = self._reading
         if reading is not None:
             rows = reading.reader.rows
@@ -336,16 +328,13 @@ class RecordingExport:
 
     @property
     def key(self) -> str:
-        """The key of the recording, unique in its run."""
         return f"{read_origin(self.mapped.header).pid}-{self._generation}"
 
     def before_scrape(self) -> None:
-        """Store which requests have ended, before the recording is read for a scrape."""
         if self._reading is not None and self.is_ours:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
     def read_metrics_for_scrape(self) -> Metered | None:
-        """Return the recording's metrics at the last read for a scrape, None if there are no metrics."""
         return None if self._reading is None or not self.is_ours else self._reading.metering.read_totals_for_scrape()
 
     @property
@@ -356,8 +345,7 @@ class RecordingExport:
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
     def settle_remaining(self) -> bool:
-        """Send all due spans. Return True if no span waits for a decision or for an answer, and an ended process's
-        metrics are sent."""
+        """Send all due spans. Return True if no span waits, and the metrics of an ended process are sent."""
         reading = self._reading
         if reading is None:
             return True
@@ -372,7 +360,7 @@ class RecordingExport:
         return reading.metering.is_settled or time.monotonic() - self._superseded_at > LAST_METRICS_S
 
     def finish(self) -> Mapping[str, int]:
-        """End the export, and count requests that never ended as abandoned. Return the unreported counts by fate.
+        """End the export. Return the unreported counts of spans by fate; requests that never ended are abandoned.
 
         The session must have ended, and no span may be waiting.
         """
@@ -411,7 +399,7 @@ def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
 
 
 class _Reading:
-    """The state of reading one session in a recording. It continues the rows and counts of the previous exporter."""
+    """The state of reading one session. It continues the rows and counts of the previous exporter."""
 
     def __init__(
         self, mapped: Mapped, progress: Progress, facts: ExportFacts, exporter: Exporter, place: ExportCheckpoint,

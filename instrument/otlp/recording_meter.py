@@ -110,7 +110,6 @@ class Metering:
         exporter.add_metrics(self._source)
 
     def _restore(self, saved: MeterState | None) -> Mapping[int, int]:
-        """Restore the counts of the previous exporter. Return the next row to count in each ring."""
         if saved is None or saved.generation != self._generation:
             return {}
         try:
@@ -122,7 +121,6 @@ class Metering:
         return saved.places
 
     def _count_earlier_rows(self, places: Mapping[int, int]) -> None:
-        """Count rows that the reader has already read. `places` has the first of them in each ring."""
         if not self._facts.metered.asks:
             return
         for rows in self._reader.reread(places):
@@ -131,7 +129,6 @@ class Metering:
                 self._meter.count_items_and_batches(rows, self._facts.metered.streams)
 
     def change_facts(self, facts: ExportFacts) -> None:
-        """Apply the newest facts of the process, and count the read rows of generators and batches."""
         self._facts = facts
         self._meter.generations = facts.metered.routes
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
@@ -150,18 +147,16 @@ class Metering:
         self._meter.count_served(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
 
     def note_exemplar(self, request: Span) -> None:
-        """Add an exemplar for a request that will be sent. `request` is the first span of its tree."""
         self._meter.add_exemplar(request, *self._facts.ids.ids_of_root(request))
 
     def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
-        """Note the requests that have ended, before the recording is read. The read then finds all of them."""
+        """Store which requests have ended. The recording is read afterwards, so that the read finds all of them."""
         if meters:
             self._asked_ns, self._due_ns = time.monotonic_ns(), 0
         if (self._is_due or scrapes) and self._facts.metered.asks and self._ended is None:
             self._ended = time.monotonic_ns(), self._meter.count_ended()
 
     def after_read(self, *, is_complete: bool) -> None:
-        """Take a snapshot if one is due. `is_complete` is True if the recording was read to its end."""
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._settle_ended()
@@ -178,8 +173,8 @@ class Metering:
         return time.monotonic_ns() >= self._due_ns
 
     def _take_snapshot(self, until_ns: int) -> None:
-        """Take a snapshot of the read rows, and the new samples of gauges. No row that ended by `until_ns` is
-        unread."""
+        """Take a snapshot of the read rows, and the new samples of gauges. All rows that ended by `until_ns` have been
+        read."""
         metrics, header = self.metrics, self._mapped.header
         if self._mapped.generation != self._generation:
             return  # what is there by now is another session's
@@ -207,7 +202,6 @@ class Metering:
         self._write_state()
 
     def _make_snapshot(self) -> Snapshot | None:
-        """Return the current totals, None if there is nothing to send."""
         if (newest := decode_facts(self._mapped.header.facts.get("export"))) is not None:
             self.change_facts(newest)
         facts = self._facts.metered
@@ -228,7 +222,6 @@ class Metering:
         return replace(snapshot, metrics=(*snapshot.metrics, memory, *self._make_sdk_metrics(), *numbers))
 
     def _make_sdk_metrics(self) -> list[Metric]:
-        """Return OpenTelemetry's own metrics of an SDK: the spans that were recorded, sampled and exported."""
         fates, live = self._fates, 0 if self._meter.has_ended else len(self._mapped.open_spans())
         started = sum(self._mapped.read_heads().values()) + self._mapped.ended_rows + live
         processed, exported = (
@@ -248,7 +241,6 @@ class Metering:
         ]
 
     def read_totals_for_scrape(self) -> Metered | None:
-        """Return the current metrics for a scrape."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
         snapshot, header = self._make_snapshot(), self._mapped.header
@@ -258,7 +250,6 @@ class Metering:
     # ---------------------------------------------------------------- the end
 
     def take_last(self) -> None:
-        """Take the last metrics, once, after the process has ended and its recording was read."""
         if not self._has_last:
             self._has_last = self._meter.has_ended = True
             until_ns = time.monotonic_ns()
@@ -281,18 +272,14 @@ class Metering:
         return False
 
     def drop_at_end(self) -> int:
-        """Drop waiting metrics. Return the count of all lost points and samples, 0 if the collector takes no
-        metrics."""
         self.metrics.drop_waiting()
         return 0 if self.metrics.off else sum(self.metrics.losses().values())
 
     def note_sent(self) -> None:
-        """Write the state after metrics were sent or lost. After spans, write nothing."""
         if self._exporter.is_sending_metrics(self._source):
             self._write_state()
 
     def end(self) -> None:
-        """Send no more metrics, so that another exporter can continue."""
         self._exporter.remove_metrics(self._source, RELEASE_S)
         self._write_state()
 

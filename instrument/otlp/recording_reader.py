@@ -68,8 +68,7 @@ class RecordingReader:
     # ---------------------------------------------------------------- what the meter asks
 
     def take_watched_rows(self, *, goes_on: bool) -> list[Row]:
-        """Return the rows of generators and batches since the last call. With `goes_on`, collect later rows for the
-        next call."""
+        """Return the new rows of generators and batches. With `goes_on`, collect further rows for the next call."""
         rows, self._watched = self._watched or [], [] if goes_on else None
         return rows
 
@@ -93,7 +92,6 @@ class RecordingReader:
         return tally.merge_threads() if merged else tally
 
     def reread(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
-        """Read rows of requests, generators and batches again, from `places` up to the rows that were read last."""
         if all(places.get(ring, 0) >= place for ring, place in self.places.items()):
             return
         details, _ = self._mapped.details_since(0)
@@ -107,7 +105,6 @@ class RecordingReader:
     # ---------------------------------------------------------------- reading
 
     def read(self) -> list[Row]:
-        """Read the rows since the last read. Return the rows of requests that have ended."""
         if self.ahead > AHEAD_ROWS:
             self.has_more = True
             return []
@@ -144,9 +141,10 @@ class RecordingReader:
             self._watched += _unpack_rows(marked, details)
 
     def _adopt_unsettled(self, settled_ns: int) -> None:
-        """Add the rows that an earlier reader had read but not settled.
+        """Add rows that an earlier reader has read but not settled.
 
-        These are rows of open requests, of requests that ended after `settled_ns`, and of spans that may serve them.
+        They belong to open requests, to requests that ended after `settled_ns`, or to spans that may serve such
+        requests.
         """
         self._mapped.tree()
         opened = {span.span_id: span for span in self._mapped.open_spans()}

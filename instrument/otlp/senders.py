@@ -87,7 +87,6 @@ class Sender(ABC):
     """The addresses to which spans and metrics are sent."""
 
     def send(self, request: bytes, spans: int, left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
-        """Send one request. Retry while time is left and the collector may still accept it."""
         return self._send(self._places[0], request, spans, left_s, pause)
 
     def send_metrics(
@@ -97,7 +96,6 @@ class Sender(ABC):
         left_s: Callable[[], float],
         pause: Callable[[float], None],
     ) -> Response:
-        """Send one request of metrics, as `send` does for spans. Rejected points are counted."""
         packed = [(metric.name.startswith(NAMESPACE), pack_metric(metric)) for metric in series]
         pieces, foreign = ([metric for of_gen_ai, metric in packed if of_gen_ai == flag] for flag in (False, True))
         body = packing.pack_request(packing.pack_resource(resource), pieces, foreign)
@@ -136,7 +134,7 @@ class Sender(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Wake the thread that waits for an answer, from another thread."""
+        """Wake the thread that waits for an answer. Another thread calls this."""
 
     def after_fork_in_child(self) -> None:
         self.close()
@@ -246,7 +244,6 @@ class HttpSender(Sender):
 
 
 def make_metrics_url(traces_url: str) -> str | None:
-    """Return the URL for metrics that matches `traces_url`, None if this does not end in `/v1/traces`."""
     path, question, query = traces_url.partition("?")
     path = path.rstrip("/")
     return f"{path[: -len('/v1/traces')]}/v1/metrics{question}{query}" if path.endswith("/v1/traces") else None
@@ -269,7 +266,8 @@ def _judge_response(response: HTTPResponse, content: bytes, spans: int) -> Respo
 
 
 def parse_partial_success(answer: bytes) -> tuple[int, str]:
-    """Return the number of rejected spans and the reason from a successful answer; the number is 0 if malformed."""
+    """Return the number of rejected spans and the reason from a successful answer. A malformed answer has the number
+    0."""
     match = _PARTIAL_SUCCESS.match(answer)
     if match is None:
         return 0, ""
@@ -282,7 +280,6 @@ def _decode_varint(varint: bytes) -> int:
 
 
 def _parse_retry_after(text: str | None) -> float:
-    """Return the seconds of a Retry-After header, which has a number or a date; 0 for any other text."""
     from email.utils import parsedate_to_datetime
 
     if text is None:
@@ -386,7 +383,6 @@ class GrpcSender(Sender):
 
 
 def _find_retry_info(metadata: Sequence[tuple[str, str | bytes]] | None) -> float | None:
-    """Return the seconds until a retry in the details of a status, None for none."""
     for name, value in metadata or ():
         if name in _RETRY_INFO and isinstance(value, bytes):
             match = re.search(_RETRY_INFO[name] + _RETRY_DELAY, value, re.DOTALL)
@@ -399,7 +395,6 @@ _SENDERS: Mapping[str, type[HttpSender | GrpcSender]] = {"http/protobuf": HttpSe
 
 
 def make_sender(settings: Otlp) -> Sender:
-    """Return the sender for the profile's protocol. Raises `ExportError` for settings that cannot work."""
     if settings.protocol not in _SENDERS:
         raise ExportError(f"there is no OTLP protocol {settings.protocol!r}; allowed: {', '.join(_SENDERS)}")
     return _SENDERS[settings.protocol](settings)

@@ -22,8 +22,7 @@ _UNNAMED = "unknown_service"
 
 
 def detect_attributes() -> dict[str, object]:
-    """Return the attributes that OpenTelemetry's SDK detects, with those of `OTEL_RESOURCE_ATTRIBUTES`. Takes about 0.1
-    s."""
+    """Return the resource attributes that OpenTelemetry's SDK detects, in about 0.1 s."""
     try:
         from opentelemetry.sdk.resources import Resource
 
@@ -36,13 +35,12 @@ def detect_attributes() -> dict[str, object]:
 
 
 def drop_parent_id(detected: Mapping[str, object]) -> dict[str, object]:
-    """Return the attributes that the parent process had detected, without the instance id that the SDK made for it."""
+    """Return the attributes without the instance id that the SDK made for the parent process."""
     variable = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     return {key: value for key, value in detected.items() if key != "service.instance.id" or key in variable}
 
 
 def resource_of(origin: Origin, instance: str) -> dict[str, object]:
-    """Return the resource attributes that a process's origin determines. `instance` is the service.instance.id."""
     attributes: dict[str, object] = {
         "service.name": origin.service or _UNNAMED,
         "service.instance.id": instance,
@@ -66,7 +64,7 @@ def resource_attributes(
     origin: Origin, instance: str, detected: Mapping[str, object], provider: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the resource of this process. The provider's attributes have priority, then the profile's, then detected
-    ones. `instance` is the default of service.instance.id."""
+    ones."""
     own_attributes = resource_of(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
     merged = {**own_attributes, **detected}
     for attributes in ({"service.name": origin.service}, provider):
@@ -76,7 +74,6 @@ def resource_attributes(
 
 
 def provider_attributes() -> dict[str, object]:
-    """Return the resource of the tracer provider that the service configured; empty without one."""
     trace = sys.modules.get("opentelemetry.trace")
     try:
         resource = None if trace is None else getattr(trace.get_tracer_provider(), "resource", None)
@@ -112,13 +109,12 @@ def current_parent() -> RemoteParent | None:
 
 
 def _is_in_server_span(local: Any) -> bool:
-    """Return True if a span of this process is a server span, or may be inside one."""
     kind = getattr(getattr(local, "kind", None), "name", "SERVER")
     return kind in ("SERVER", "CONSUMER") or (kind == "INTERNAL" and getattr(local, "parent", None) is not None)
 
 
 def suppress_instrumentation() -> None:
-    """Turn OpenTelemetry's instrumentations off on this thread, by the context keys that they read."""
+    """Turn off OpenTelemetry's instrumentations on this thread."""
     context = sys.modules.get("opentelemetry.context")
     if context is None:
         return

@@ -100,11 +100,10 @@ class ProtobufForm:
     """Return the encoded size of the length of each entry, in bytes."""
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
-        """Return the encoded size of each value of a field, in bytes."""
         return np.zeros(len(values), dtype=np.int64) if name in _TYPES else count_varint_bytes(values)
 
     def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
-        """Return the parts of a head, for the widths of its fields in bytes. A width of 0 leaves the field out."""
+        """Return the parts of a head, for the widths of its fields in bytes. A width of 0 leaves a field out."""
         parts: list[Part] = [("", b"\x12"), ("length", widths["length"]), ("", b"\x0a\x10"), ("high", 8), ("low", 8)]
         parts += [("", b"\x12\x08"), ("own", 8)]
         parts += [("", b"\x22\x08"), ("parent", 8)] if widths["parent"] else []
@@ -119,13 +118,11 @@ class ProtobufForm:
         return values if name in _TYPES else encode_varints(values, width)
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
-        """Return the encoded name, kind and attributes that the spans of a site share."""
         return pack_text(b"\x2a", name) + (SERVER_KIND if is_server else INTERNAL_KIND) + pack_attributes(attributes)
 
     attributes = staticmethod(pack_attributes)
 
     def members(self, members: RareMembers) -> bytes:
-        """Return the encoded rare members of a span, with the bytes that end the span."""
         packed: list[bytes] = []
         if members.status is not None:
             failed, why = members.status
@@ -137,7 +134,7 @@ class ProtobufForm:
         return b"".join([*packed, *map(pack_link, members.links)])
 
     def state(self, state: str) -> bytes:
-        """Return an encoded `tracestate`, which precedes the other members."""
+        """Encode a `tracestate`, which precedes the other members."""
         return pack_text(b"\x1a", state)
 
 
@@ -151,8 +148,7 @@ REQUEST_SPANS = 4_000
 def split_into_requests(
     packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
 ) -> Iterator[Body]:
-    """Yield OTLP requests with packed entries and a packed resource. Each has at most `most_bytes` and `most_spans`,
-    but a larger entry is a request of its own."""
+    """Yield OTLP requests, each with at most `most_bytes` and `most_spans`. A larger entry is a separate request."""
     for pieces, sizes, _ in packed:
         sums = np.cumsum(sizes)
         at = 0
@@ -173,8 +169,7 @@ SPANS_IN_A_LINE = 1_000
 
 
 def json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
-    """Yield pieces of JSON lines for the spans of one process. Each line has complete trees. `roots` has the root of
-    each span."""
+    """Yield pieces of JSON lines for the spans of one process. Each line has complete trees."""
     scope = {"scope": {"name": SCOPE, "version": find_version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
     line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
     head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')

@@ -55,7 +55,6 @@ class Source:
     renewed_ns: int = field(default_factory=time.monotonic_ns)
 
     def update_origin(self) -> None:
-        """Update `origin` if the wall clock has stepped or drifted."""
         monotonic_ns, realtime_ns = clock.read_clocks()
         since_ns, self.looked_ns = self.looked_ns, monotonic_ns
         moved_ns = abs(realtime_ns - self.origin.realtime_of(monotonic_ns))
@@ -69,8 +68,6 @@ class Source:
     def requests(
         self, trace: Columns, rows: Int64s, most_bytes: int, ids: SpanIds | None = None, **facts: Any
     ) -> Iterator[Body]:
-        """Pack rows of a trace into OTLP export requests of at most `most_bytes`. `facts` are the arguments of
-        `SpanPacker`."""
         from instrument.otlp.packed_spans import SpanIds, SpanPacker
         from instrument.otlp.span_forms import PROTOBUF, split_into_requests
         from instrument.trace.indices import Groups, rank_distinct
@@ -122,7 +119,6 @@ class RequestQueue:
 
     @property
     def pending(self) -> int:
-        """The number of spans that are neither sent nor lost yet."""
         return self._counts["pending"]
 
     def counts(self) -> Mapping[str, int]:

@@ -37,7 +37,6 @@ class _Refused(Exception):  # noqa: N818 - no error of the caller: the problems 
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read the text of a profile's file. Raises `ProfileError` if it cannot be read."""
     name = os.fspath(path)
     try:
         with Path(path).open("rb") as file:
@@ -68,10 +67,10 @@ _TOO_LARGE = "more than 1 MiB; is this the right file?"
 
 
 class Document:
-    """A YAML text, the environment variables that it may refer to, and its problems.
+    """A YAML text, the environment variables to which it may refer, and its problems.
 
-    `faults` counts problems, and attempts to read a broken node. If a setting comes from a variable, `origins` has the
-    variable's name and `shown` its text for messages, by the setting's path.
+    `faults` counts problems, and attempts to read a broken node. `origins` has the variable's name for each setting
+    that comes from a variable, and `shown` the text of such a setting for messages.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
@@ -88,7 +87,7 @@ class Document:
         """Sentences on environment variables that are ignored."""
 
     def read(self, read: Read) -> Any:
-        """Read the root node. Return None if it was refused. An empty text is an empty mapping."""
+        """Read the root node, None if it was refused. An empty text is an empty mapping."""
         with suppress(_Refused):
             return _parse_root(self).attempt(read)
         return None
@@ -99,7 +98,7 @@ class Document:
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """After the `with` block, refuse the current node if any part was refused in the block."""
+        """Refuse the current node after the `with` block if a part of it was refused in the block."""
         faults = self.faults
         yield
         if self.faults > faults:
@@ -108,13 +107,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A value of a document, with its path, line and column (from 1).
+    """A value of a document, with its path, line and column (from 1). The `kind` `broken` marks a value with problems.
 
-    The `kind` `broken` marks a value with problems. A scalar's `text` has its references replaced. It is `plain` if it
-    is written without quotes. `variable` is the name of the variable that gives the whole text, else "".
-
-    `written` is the text with its references, if a variable may be a secret, else "". `unset` is the node without the
-    variable, None unless the variable is one of `STANDARD`. A list has `items`, a mapping has `pairs` of keys and
+    A scalar's `text` has its references replaced, and `written` has the references if a variable may be secret. `plain`
+    is True for text without quotes. `variable` names the variable that gives the whole text. `unset` is the node
+    without this variable, if the variable is one of `STANDARD`. A list has `items`, a mapping has `pairs` of keys and
     values by name.
     """
 
@@ -148,7 +145,7 @@ class YamlNode:
 
     @property
     def is_off(self) -> bool:
-        """True for the word `off`. YAML 1.1 reads it as false if it is not quoted."""
+        """True for the word `off`, which YAML 1.1 reads as false if it has no quotes."""
         if self.kind == "bool":
             return self.text.lower() in ("false", "no", "off")
         return self.kind == "text" and self.text == "off"
@@ -157,10 +154,8 @@ class YamlNode:
         return f"{self.key_path}.{name}" if self.key_path else name
 
     def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
-        """Note a problem. Messages show `actual`, by default this node's value, as the value that was found.
-
-        `near` is the value that was probably meant.
-        """
+        """Note a problem. `allowed` and `actual` describe the allowed and the actual value. `near` is the value that
+        was probably meant."""
         document, path = self.document, self.key_path
         path = clip_text(path or "profile") if path.isprintable() else ascii(clip_text(path))
         suggestion = f"; did you mean '{clip_text(near)}'?" if near and not self.written else ""
@@ -169,12 +164,11 @@ class YamlNode:
         document.faults += 1
 
     def refuse(self, allowed: str, *, actual: str = "", near: str = "") -> NoReturn:
-        """Note a problem, and end the reading of this node."""
         self.note(allowed, actual=actual, near=near)
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
-        """Return True if `read` finds no problem. Otherwise turn its problems into remarks that end with `instead`."""
+        """Return True if `read` accepts the node. Otherwise note its problems as remarks that end with `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt(read)
         if document.faults == faults:
@@ -187,7 +181,6 @@ class YamlNode:
         return False
 
     def attempt(self, read: Read) -> Any:
-        """Read the node. If it has problems, note them and return None."""
         if self.kind == "broken":
             self.document.faults += 1
             return None
@@ -205,7 +198,7 @@ _UNSTORABLE = late_pattern("[\0\ud800-\udfff]")
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without credentials and query if it is a URL."""
+    """Remove credentials and query from a text that is a URL."""
     before, at, after = text.rpartition("@")
     if at and "//" in before:
         text = f"{before.partition('//')[0]}//***@{after}"
@@ -214,13 +207,11 @@ def without_secrets(text: str) -> str:
 
 
 def clip_text(text: str) -> str:
-    """Return a text shortened for a message, without secrets."""
     text = without_secrets(text)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def find_most_similar(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the name with the most similar spelling, "" if none is similar."""
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in names}
@@ -299,10 +290,10 @@ def _kind_of_tag(tag: str) -> str:
 
 
 class _Tree:
-    """A converter of YAML's nodes. It expands aliases, merges merge keys and replaces references.
+    """Converts YAML's nodes. It expands aliases, merges merge keys and replaces references.
 
-    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`. `resolve` is PyYAML's function for a plain
-    scalar's tag.
+    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`. `resolve` is PyYAML's function for the tag of
+    a plain scalar.
     """
 
     def __init__(self, document: Document, resolve: Callable[[type[Any], str, tuple[bool, bool]], str]) -> None:
@@ -383,7 +374,6 @@ class _Tree:
         return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
 
     def kind_of_text(self, source: Any, text: str, quoted: str) -> str:
-        """Return the kind that YAML gives an unquoted text, `quoted` for a quoted one."""
         return _kind_of_tag(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
     def value_of_variable(self, reference: re.Match[str]) -> str:
@@ -486,10 +476,8 @@ def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Return a reader of a number with a unit, such as 64MiB, in the smallest unit. 0 needs no unit.
-
-    `also` names further allowed values in messages, such as `auto, or `.
-    """
+    """Return a reader of a number with a unit, such as 64MiB, in the smallest unit. 0 needs no unit. `also` names other
+    allowed values for messages."""
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
     floor = parse_amount(least, units) or 0
@@ -539,8 +527,6 @@ def reader_or_off(read: Read) -> Read:
 
 
 def list_reader(read_item: Read, allowed: str) -> Read:
-    """Return a reader of a list whose items `read_item` reads. Messages describe the list as `allowed`."""
-
     @with_schema({"type": "array", "items": SHAPES[read_item]})
     def read(node: YamlNode) -> tuple[Any, ...]:
         if node.kind != "list":
@@ -552,7 +538,7 @@ def list_reader(read_item: Read, allowed: str) -> Read:
 
 
 def list_or_item(read_item: Read) -> Read:
-    """Return a reader of one item or a list of items, without duplicates."""
+    """Return a reader of an item or a list of items, without duplicates."""
     read_list = list_reader(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 

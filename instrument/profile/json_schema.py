@@ -102,7 +102,6 @@ def _quantity_schema(units: Mapping[str, int]) -> Shape:
 
 
 def _section_schema(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section's schema. Keys keep their descriptions in `current`, and new keys have none."""
     keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {
@@ -128,7 +127,6 @@ def _key_schema(section: str, name: str, key: Key, current: Mapping[str, Any]) -
 
 
 def _default_schema(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
-    """Return a mapping with a key's default as written in a profile, empty without a default."""
     if text := TEXTS_OF_DEFAULTS.get((section, name)):
         return {"default": text}
     defaults = {class_field.name: class_field.default for class_field in fields(KEYS[section].kind) if class_field.init}
@@ -148,7 +146,6 @@ def _default_schema(section: str, name: str, key: Key, shape: Shape) -> dict[str
 
 
 def _quantity_text(value: int, units: Mapping[str, int]) -> str:
-    """Return a number's text in the largest unit that divides it."""
     if not value:
         return "0B" if "B" in units else "0s"
     name, unit = max((item for item in units.items() if value % item[1] == 0), key=lambda item: item[1])

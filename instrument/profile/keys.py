@@ -51,8 +51,8 @@ from instrument.runtime.environment import user_settings
 
 
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> model.Profile:
-    """Read a profile from a file. `environ` replaces `os.environ`. A preset's file is read like a profile that names
-    the preset.
+    """Read a profile from a file. `environ` replaces `os.environ`. The file of a preset is read like a profile that
+    names the preset.
 
     Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
     """
@@ -68,7 +68,7 @@ def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = No
 
 
 def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | None = None) -> model.Profile:
-    """Read a profile from text. `name` is the file in messages, and `environ` replaces `os.environ`. Raises
+    """Read a profile from text. `name` is the file's name in messages, and `environ` replaces `os.environ`. Raises
     `ProfileError` with every mistake."""
     document = Document(text, name=name, environ=user_settings() if environ is None else environ)
     preset_texts: dict[str, str] = {}
@@ -99,7 +99,7 @@ REMOVED: Mapping[tuple[str, str], str] = {("frameworks", "nodes"): _NODES, ("con
 
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
-    """Return a profile with the function and request rules of an engine's preset after its own."""
+    """Return a profile with an engine's preset: function rules after its own, and merged request rules."""
     preset = load(preset_path(ENGINES[package]))
     requests = profile.requests
     for more in preset.requests:
@@ -117,7 +117,6 @@ def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
 
 
 def _read_fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
-    """Read the keys of a section as fields of its class. Refuse the section if a key is refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
         node.refuse(f"{also}a mapping of {', '.join(keys)}")
@@ -151,7 +150,6 @@ def _read_fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]
 
 
 def _find_variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
-    """Return the environment variable for an omitted setting, its reader and its value."""
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
@@ -187,7 +185,7 @@ class Key:
 
 
 class Keys(dict[str, Key]):
-    """The keys of a section by name, and the class of the model whose fields they set and whose defaults they have."""
+    """The keys of a section by name. `kind` is the class of the model that the section sets."""
 
     def __init__(self, kind: type, /, **keys: Key | Read) -> None:
         self.kind = kind
@@ -195,8 +193,6 @@ class Keys(dict[str, Key]):
 
 
 def _section_reader(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
-    """Return a reader of a section. `also` names further allowed values in messages, such as `off, or `."""
-
     @with_schema(section_shape(section))
     def read(node: YamlNode) -> Any:
         return (build or KEYS[section].kind)(**_read_fields(node, section, also))
@@ -205,7 +201,7 @@ def _section_reader(section: str, build: Callable[..., Any] | None = None, also:
 
 
 def _make_export_key(way: str) -> Key:
-    """Return the key of an export. A profile with the value `off` removes its preset's export."""
+    """Return the key of an export. With the value `off`, a profile removes its preset's export."""
     return Key(way, reader_or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
 
 
@@ -341,8 +337,8 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @with_schema({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> model.Otlp | None:
-    """Read the settings of the collector. `auto` means a collector that a variable names. Return None without a valid
-    variable."""
+    """Read the settings of the collector, None without a collector. For `auto`, an environment variable names the
+    collector."""
     if node.is_off:
         return None
     is_asked = node.kind == "mapping"
@@ -376,7 +372,6 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
 
 
 def _is_written(node: YamlNode, name: str) -> bool:
-    """Return True if the profile has a key itself, so that the value is not from a variable."""
     return node.document.origins[node.path_of_key(name)] == "profile" and node.pairs[name][1].unset is None
 
 
@@ -385,7 +380,6 @@ _exports = list_or_item(one_of(*(name for name, _ in fields_of(model.Export))))
 
 @with_schema({"anyOf": [section_shape("export"), SHAPES[_exports]]})
 def _export(node: YamlNode) -> model.Export:
-    """Read the exports, as a mapping or as a list of names with default settings."""
     if node.kind in ("text", "list"):
         ways = {
             way: (node, replace(node, key_path=node.path_of_key(way), kind="mapping", items=()))
@@ -591,7 +585,7 @@ KEYS: Mapping[str, Keys] = {
 
 
 def get_setting(profile: model.Profile, path: str) -> Any:
-    """Return a setting by its path in the file, such as `limits.ring`, None if its section is off."""
+    """Return a setting by its path in the file, such as `limits.ring`. Return None if its section is off."""
     value: Any = profile
     section = ""
     for name in path.split("."):

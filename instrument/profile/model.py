@@ -107,7 +107,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
-    """The path (`argument`) to a request's key, or to the keys of a batch, in a call's arguments.
+    """The path (`argument`) to a request's key, or to the keys of a batch, in the arguments of a call.
 
     `weights` is the path to the weights of a batch's members. Matches of the regular expression `cut` are removed from
     keys. The module `instrument.instrumentors.arguments` explains paths.
@@ -120,10 +120,10 @@ class RequestKeys:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact of a request, such as a token count, to read from calls. It becomes the request's attribute `name`.
+    """A fact of a request, such as a token count, that is read from calls. It becomes the request's attribute `name`.
 
-    `argument` is the path to its value. A path with `[]` has values of several requests, whose keys are at `key` or
-    else at the rule's `batch`. `keep`, one of `KEEPS`, decides between several values. `record` is as in `Argument`.
+    `argument` is the path to the value. A path with `[]` has the values of several requests, and `key` or the rule's
+    `batch` has their keys. `keep`, a word of `KEEPS`, decides between several values. `record` is as in `Argument`.
     """
 
     argument: str
@@ -226,9 +226,9 @@ class CopyRule:
 
 @dataclass(frozen=True, slots=True)
 class FrameworkRule:
-    """A rule for a framework, whose entry points are instrumented after its import.
+    """A rule for a framework, whose functions are instrumented after its import.
 
-    With `auto`, the profile asks for all frameworks, and no report says that this one is missing.
+    With `auto`, the profile asks for all frameworks, and no report mentions that this framework is missing.
     """
 
     name: str
@@ -237,7 +237,6 @@ class FrameworkRule:
 
     @property
     def text(self) -> str:
-        """The rule's name in messages."""
         return self.name
 
 
@@ -273,11 +272,11 @@ class RequestsRule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule of windows. After `skip_first` steps it repeats `closed`, `ready` and `record` steps. Only `record`
-    steps are recorded.
+    """A schedule of windows. After `skip_first` steps it repeats `closed`, `ready` and `record` steps, and records only
+    the `record` steps.
 
-    `repeat` is the number of repetitions, 0 for no end. ``[start, end]`` in a file means to skip `start` steps and
-    record up to `end`, once. A step is a call of the function `step` (`module:qualname`), by default a request.
+    `repeat` is the number of repetitions, 0 for no end. A step is a call of the function `step` (`module:qualname`), by
+    default a request. ``[start, end]`` in a file records steps from `start` up to `end`, once.
     """
 
     record: int
@@ -521,14 +520,13 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that are the same for equal profiles, not counting headers of exports."""
+        """Twelve hexadecimal digits that are the same for equal profiles. Headers of exports do not count."""
         from hashlib import sha256  # it loads OpenSSL
 
         return sha256(repr(_compared_fields(self)).encode()).hexdigest()[:12]
 
 
 def _compared_fields(thing: Any) -> Any:
-    """Return a dataclass's fields as plain values, without those left out of comparisons or of `repr`."""
     if isinstance(thing, tuple):
         return tuple(map(_compared_fields, thing))
     shown = [name for name, member in fields_of(thing) if member.compare and member.repr]

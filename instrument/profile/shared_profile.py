@@ -29,7 +29,7 @@ _ITERATED = "OTEL_"
 
 
 class Consulted(Mapping[str, str]):
-    """The environment as a mapping. `names` collects the variables that are read."""
+    """The environment as a mapping that collects the names of the variables that are read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = user_settings(environ)
@@ -47,7 +47,7 @@ class Consulted(Mapping[str, str]):
 
 
 def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> None:
-    """Write a parsed profile for other processes, unless it has a secret for a collector. Never raises."""
+    """Write a parsed profile for other processes, unless it has a collector's secret. Never raises."""
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
@@ -58,8 +58,7 @@ def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> 
 
 
 def read_shared_profile(path: Path | None, source: str) -> Profile | None:
-    """Read the profile that another process has parsed. Return None without one, or if its file or variables have
-    changed."""
+    """Read the profile that another process has parsed, None if there is none or it is out of date."""
     if path is None:
         return None
     try:

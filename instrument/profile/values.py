@@ -117,7 +117,7 @@ _read_ring = size("64MiB", least="64KiB")
 
 @with_schema(SIZE)
 def ring_size(node: YamlNode) -> int:
-    """Read the size of the rings. Refuse more than the process's memory, because all of it may be used."""
+    """Read the size of the rings. A size above the process's memory is refused, because all of it may be used."""
     size_bytes: int = _read_ring(node)
     memory = memory_bytes()
     if memory is not None and size_bytes > memory:
@@ -131,7 +131,7 @@ _read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
 
 @with_schema({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
 def interval(node: YamlNode) -> int | None:
-    """Read the ns between readings of gauges, `AUTO_NS` for auto, None for off."""
+    """Read the ns between two readings of gauges: `AUTO_NS` for auto, None for off."""
     if node.is_off:
         return None
     return model.AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
@@ -141,7 +141,8 @@ duration_or_off = reader_or_off(with_schema(DURATION)(quantity(DURATION_UNITS, "
 
 
 def _as_rule_pattern(text: str) -> str:
-    """Return a dotted path in a rule's syntax, such as `chat.engine:Engine.step`. A capital letter marks the class."""
+    """Convert a dotted path to a rule's pattern, such as `chat.engine:Engine.step`. A capital letter marks the
+    class."""
     segments = text.split(".")
     split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
     return ".".join(segments[:split]) + ":" + ".".join(segments[split:])
@@ -198,7 +199,8 @@ _timing_header = text_reader(
 
 @with_schema({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
 def server_timing(node: YamlNode) -> str:
-    """Read the choice of answers with timings: "true" for all, "header NAME" for requests with NAME, "" for none."""
+    """Read the choice of answers with timings. "true" is for all, "header NAME" for requests with this header, "" for
+    none."""
     if node.is_off:
         return ""
     return "true" if node.kind == "bool" else str(_timing_header(node))
@@ -243,7 +245,6 @@ _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the end
 
 @with_schema({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
 def slow_limit(node: YamlNode) -> int | PercentileThreshold:
-    """Read the limit for slow requests: a time in ns, or a `PercentileThreshold`."""
     text = node.text if node.kind == "text" else ""
     parts = re.fullmatch(USUAL_SYNTAX, text)
     if parts:
@@ -286,7 +287,6 @@ _read_compared = list_or_item(_read_comparison)
 
 
 def _mapping_shape(names: str, *values: Shape) -> Shape:
-    """Return the schema of a mapping whose names match a regular expression."""
     items: Shape = {"anyOf": [*values, {"$ref": "#/$defs/left_out"}]}
     return {"type": "object", "propertyNames": {"pattern": f"^(?:{names})$"}, "additionalProperties": items}
 
@@ -303,7 +303,7 @@ def conditions(node: YamlNode) -> tuple[Where, ...]:
 
 
 def _read_pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
-    """Yield a mapping's names, which must match `syntax`, and values. Null values are skipped."""
+    """Yield the names and values of a mapping. Names must match `syntax`, and null values are skipped."""
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(syntax, name):
@@ -379,13 +379,12 @@ def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
 
 
 def public_texts(node: YamlNode, key: str) -> list[str]:
-    """Return a key's texts without duplicates or secrets, for the rule's name in messages."""
+    """Return the texts of a key without duplicates or secrets, for a rule's name in messages."""
     _, value = node.pairs.get(key, (node, node))
     return list(dict.fromkeys(text.public_text for text in value.items or (value,) if text.kind == "text"))
 
 
 def split_patterns(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split patterns into those that select, and those that exclude, without their '!'."""
     match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
     return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
 
@@ -446,7 +445,7 @@ _SWITCHES = {
 
 
 def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the signals (traces, metrics) that are switched off, and the variables that do so."""
+    """Return the signals (traces, metrics) that variables switch off, with the variable and its value."""
     return {
         signal: f"{name}={value}"
         for signal, switches in _SWITCHES.items()
@@ -456,7 +455,7 @@ def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def drop_switched_off_exports(profile: Profile, document: Document) -> Profile:
-    """Return a profile without the exports that variables switch off, and with remarks on variables."""
+    """Return a profile without the exports that variables switch off. Add remarks on variables."""
     remarks, environ = document.remarks, document.environ
     if profile.export.otlp is not None:
         remarks = [*remarks, *_describe_variables(environ)]
@@ -469,7 +468,6 @@ def drop_switched_off_exports(profile: Profile, document: Document) -> Profile:
 
 
 def _describe_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence per variable that changes the exported data or is ignored."""
     for signal, switch in _switched_off_signals(environ).items():
         yield f"no {signal} are sent to a collector: {switch}"
     valid = {name for names in VARIABLES.values() for name, _ in names}

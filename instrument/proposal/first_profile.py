@@ -56,7 +56,8 @@ COVERED = 0.8
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A path to an argument of a function that may be a key of requests. The lowest `rank` is the most likely key."""
+    """A path to an argument of a function that may be the key of requests. The path with the lowest `rank` is the most
+    likely key."""
 
     label: str
     path: str
@@ -69,7 +70,7 @@ class _Path:
 
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
-    """Add keys and batches to the rules of a choice. Functions with a key or batch but no rule get one."""
+    """Add keys and batches to the rules of a choice. A function without a rule gets one."""
     inside = _group_called_below(choice.requests)
     key_path = _choose_key_path(observation, choice, inside)
     if key_path is None:
@@ -127,7 +128,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 
 
 def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallGroup]) -> _Path | None:
-    """Choose the argument that names requests best: its values occur in the most other functions."""
+    """Choose the argument whose values occur in the most other functions. It is the best name for requests."""
     count = CallGroup(choice.requests).calls
     values_elsewhere = [
         set().union(*(ids.digests for ids in paths.values()))
@@ -162,8 +163,7 @@ def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: M
 def _choose_batch_functions(
     paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, CallGroup]
 ) -> dict[str, _Path]:
-    """Return the functions whose calls serve batches, with the path of the batch. Callees replace a function if they
-    take most of its time."""
+    """Return the functions whose calls serve batches. A function's callees replace it if they take most of its time."""
     best = _pick_best(paths)
     chosen: dict[str, _Path] = {}
     for label in sorted(best, key=lambda label: (_min_depth(outside[label]), -outside[label].total_ns, label)):
@@ -198,7 +198,6 @@ def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallGroup) -> Ru
 
 
 def _group_called_below(tops: Iterable[ObservedNode]) -> dict[str, CallGroup]:
-    """Group the call paths with calls at and below some others by the label of their function."""
     return group_by_label(dict.fromkeys(node for top in tops for node in top.walk() if node.calls))
 
 
@@ -244,7 +243,6 @@ class FirstProfile(NamedTuple):
 
 
 def rules_yaml(key: str, rules: Sequence[RuleProposal]) -> list[str]:
-    """Return the lines of a profile's key `functions` or `layers`, with the reasons of each rule above it."""
     lines = [f"{key}:"] if rules else []
     for rule in rules:
         batch = rule.batch and _quote_yaml(rule.batch)
@@ -263,7 +261,6 @@ def rules_yaml(key: str, rules: Sequence[RuleProposal]) -> list[str]:
 
 
 def wrap_comment(paragraph: str, indent: str = "") -> list[str]:
-    """Wrap a paragraph into lines that begin with `#`."""
     lead = f"{indent}# "
     return textwrap.wrap(
         _replace_unprintable(paragraph),
@@ -276,7 +273,6 @@ def wrap_comment(paragraph: str, indent: str = "") -> list[str]:
 
 
 def join_first_items(items: Sequence[str]) -> str:
-    """Join the first `SHOWN` items by commas, and add how many more there are."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
 
@@ -312,7 +308,6 @@ def _replace_unprintable(text: str) -> str:
 
 
 def propose_first_profile(observation: Observation, words: Sequence[str], service: str, file: str) -> FirstProfile:
-    """Propose a profile for an observed service. `words` are its command, and `file` is the profile's path."""
     choice = choose_functions(observation)
     choose_keys(observation, choice)
     layers, command = choose_layers(observation), remove_secret_words(words)
@@ -355,7 +350,7 @@ def _comment_lines(paragraphs: Iterable[str]) -> list[str]:
 
 
 def _find_ignored_paths(observation: Observation, preset: str) -> list[str]:
-    """Return the preset's ignored paths and those of observed probes. Return [] if the preset ignores all probes."""
+    """Return the paths of the preset and of observed probes, [] if the preset ignores all probes."""
     ignored = [path for rule in load(preset_path(preset)).requests for path in rule.ignore]
     probes = {path for node in observation.nodes() if is_health_check_path(path := _request_path(node))}
     return [*ignored, *sorted(probes - set(ignored))] if preset == "serving" and probes - set(ignored) else []
@@ -403,7 +398,6 @@ def _describe_requests(observation: Observation, choice: FunctionChoice, ignored
 
 
 def _describe_preset_calls(observation: Observation) -> Iterator[str]:
-    """Yield a sentence on the copies and framework calls that the preset records, if any ran."""
     recorded = _list_call_sums(
         node
         for node in observation.nodes()
@@ -414,7 +408,6 @@ def _describe_preset_calls(observation: Observation) -> Iterator[str]:
 
 
 def _list_call_sums(nodes: Iterable[ObservedNode]) -> str:
-    """List the calls and times of call paths by name, the longest first, as text."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for node in nodes:
         sums[node.callee.name][0] += node.calls
@@ -443,7 +436,6 @@ def _describe_left_out(observation: Observation, choice: FunctionChoice) -> Iter
 
 
 def pattern_of(path: str) -> str:
-    """Return a layer's path with `*` in place of numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
@@ -472,7 +464,7 @@ def _count_layers(layers: CallGroup) -> int:
 
 
 def _choose_patterns(by_pattern: Mapping[str, CallGroup], whole_ns: int) -> list[str]:
-    """Choose patterns of layers: repeated blocks, the layers right inside them, and large layers elsewhere."""
+    """Choose patterns for repeated blocks, for the layers directly inside them, and for large layers elsewhere."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(
         (

@@ -101,10 +101,11 @@ LOADS, OF_REQUESTS, OUTSIDE = range(3)
 
 @dataclass(slots=True)
 class RuleProposal:
-    """A proposed rule for a function, or for layers. The `reasons` become the comment above the rule.
+    """A rule that `instrument init` proposes for a function, or for layers.
 
-    `label` is the function's `module:qualname`, or the path of layers with `*` for numbers. `key`, `batch` and
-    `weights` are paths to argument values, as a profile writes them.
+    - `reasons`: the comment above the rule in the profile
+    - `label`: `module:qualname` of the function, or the path of layers with `*` for numbers
+    - `key`, `batch`, `weights`: paths to argument values, in the syntax of a profile
     """
 
     label: str
@@ -122,14 +123,16 @@ class RuleProposal:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """The sort key of the rule: by group, then by the function's first call."""
         return self.group, self.first_ns, self.label
 
 
 @dataclass(slots=True)
 class FunctionChoice:
-    """The rules chosen for functions, and the functions without a rule. `hot` has the reason for each function with too
-    short or too frequent calls. `small` are the functions with little time."""
+    """The functions that get a rule, and the functions that get none.
+
+    - `hot`: the functions with too short or too frequent calls, with the reason for each
+    - `small`: the functions with little time
+    """
 
     rules: list[RuleProposal]
     hot: dict[str, str]
@@ -140,7 +143,7 @@ class FunctionChoice:
 
 @dataclass(slots=True)
 class CallGroup:
-    """Call paths of one function, or of layers with one pattern of paths."""
+    """The call paths of one function, or of layers whose paths differ only in numbers."""
 
     nodes: list[ObservedNode] = field(default_factory=list)
     own_ns: int = 0
@@ -177,12 +180,12 @@ def function_name(label: str) -> str:
 
 
 def is_health_check_path(path: str) -> bool:
-    """Return True for the path of a health check, such as `/healthz`."""
     return path.startswith("/") and _PROBE.search(path) is not None
 
 
 def phase_by_name(name: str) -> str:
-    """Return the phase that a function's name suggests, such as `prepare` for `tokenize`; "" for none."""
+    """Return the phase that the name of a function suggests, such as `prepare` for `tokenize`. Return "" for other
+    names."""
     return next((phase for phase, names in _PHASES.items() if names.search(name)), "")
 
 
@@ -247,7 +250,6 @@ class _Chooser:
         return units
 
     def _find_delegate(self, node: ObservedNode) -> ObservedNode:
-        """Return the function to which a private function delegates its time, by default the private one."""
         while function_name(node.callee.label).startswith("_"):
             delegates = [
                 child
@@ -267,7 +269,7 @@ class _Chooser:
         return [unit for unit in units if largest is not None and unit.callee.label == largest.callee.label]
 
     def _find_hot_functions(self) -> dict[str, str]:
-        """Find the functions whose calls are too short or too frequent. Return the reasons by label."""
+        """Return the functions whose calls are too short or too frequent, with the reason for each."""
         seconds = max(self._observation.seconds, 1e-3)
         hot = {}
         by_label = group_by_label(self._observation.nodes())
@@ -280,7 +282,6 @@ class _Chooser:
         return hot
 
     def _may_get_rule(self, node: ObservedNode) -> bool:
-        """Return True if the function of a call path may get a rule."""
         label = node.callee.label
         if not label or node.callee.kind in ("layer", "copy") or label in self._hot:
             return False
@@ -290,7 +291,6 @@ class _Chooser:
     # ---------------------------------------------------------------- proposals
 
     def _propose_requests(self) -> Iterator[RuleProposal]:
-        """Propose the functions that count as requests because no known server handled any."""
         for node in self._named_requests:
             text = f"{CallGroup([node])}; no server was met, so this is taken for the request"
             yield RuleProposal(
@@ -298,8 +298,8 @@ class _Chooser:
             )
 
     def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[RuleProposal]:
-        """Propose the functions below `tops` with at least the share `least` of self time, and callers whose time
-        several such functions divide."""
+        """Propose rules for the functions that the call paths `tops` call. A function needs the share `least` of their
+        time as self time. A function also gets a rule if it calls several such functions."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
@@ -334,8 +334,6 @@ class _Chooser:
                 self._small.add(label)
 
     def _add_functions_below(self, node: ObservedNode, by_label: dict[str, CallGroup]) -> int:
-        """Add the functions below a call path to `by_label`. Return the path's self time, including calls below it that
-        get no rule."""
         own_ns = node.self_ns
         for child in node.children.values():
             child_ns = self._add_functions_below(child, by_label)
@@ -348,7 +346,6 @@ class _Chooser:
         return own_ns
 
     def _find_dividing_callees(self, paths: CallGroup, large: set[str]) -> set[str]:
-        """Return the functions in `large` nearest below a function, if they take a notable part of its time."""
         parts: dict[str, int] = defaultdict(int)
         nodes_left = [child for node in paths.nodes for child in node.children.values()]
         for node in nodes_left:
@@ -391,7 +388,6 @@ class _Chooser:
         )  # fmt: skip
 
     def _runs_on_device(self, nodes: Iterable[ObservedNode]) -> bool:
-        """Return True if the service used CUDA and layers ran below the call paths."""
         below = (inner.callee.kind for node in nodes for inner in node.walk())
         return self._observation.uses_cuda and "layer" in below
 
@@ -414,7 +410,6 @@ class _Chooser:
             yield rule
 
     def _propose_loading(self) -> Iterator[RuleProposal]:
-        """Propose the outermost functions that load or build an object before the first request."""
         until_ns = CallGroup([*self._requests, *self._units]).first_ns
         for node in self._observation.nodes():
             count, label = max(len(node.processes), 1), node.callee.label
@@ -428,7 +423,6 @@ class _Chooser:
             yield RuleProposal(label, "phase", "load", first_ns=node.first_ns, reasons=[text])
 
     def _propose_blocking(self, rules: Mapping[str, RuleProposal]) -> Iterator[RuleProposal]:
-        """Propose each function that has blocked an event loop, even one with little time."""
         by_label = group_by_label(filter(self._may_get_rule, self._observation.nodes()))
         for label, (stretches, longest_ns) in self._observation.blockers.items():
             if label not in by_label:

@@ -41,9 +41,12 @@ _SERVERS = {name.partition(".")[0] for names in PACKAGES.values() for name in na
 
 
 class Callee(NamedTuple):
-    """The end of a call path: a function with a `label` (`module:qualname`), or a layer, request or copy. `instance` is
-    a layer's path in its model. `shape` is `call`, `coroutine`, `generator` and so on, or `layer` for the `forward` of
-    a layer."""
+    """The last element of a call path: a function, layer, request or copy.
+
+    - `label`: `module:qualname` of a function
+    - `instance`: the path of a layer in its model
+    - `shape`: the form of a function, such as `call` or `coroutine`, or `layer` for the `forward` of a layer
+    """
 
     name: str
     kind: str
@@ -54,7 +57,8 @@ class Callee(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class ObservedNode:
-    """A call path with its totals over all processes and threads. `first_ns` is its first call's start time, or 0."""
+    """A call path with its totals over all processes and threads. `first_ns` is the start time of its first call, 0 if
+    unknown."""
 
     callee: Callee
     parent: ObservedNode | None = None
@@ -72,7 +76,6 @@ class ObservedNode:
             yield from child.walk()
 
     def iterate_callers(self) -> Iterator[ObservedNode]:
-        """Yield the callers of this call path, the nearest first."""
         node = self.parent
         while node is not None:
             yield node
@@ -81,9 +84,13 @@ class ObservedNode:
 
 @dataclass(slots=True)
 class Observation:
-    """The merged reports of the processes of an observed command. `keys` has the observed values by label and argument
-    path. `unseen` has the reason for each unobserved target. `blockers` has, for each function that blocked an event
-    loop, the number of blocks, and the longest in ns. `silent` counts processes without a report."""
+    """The reports of all processes of an observed command, merged into one.
+
+    - `keys`: the observed argument values, by label and argument path
+    - `unseen`: the targets that were not observed, with the reason for each
+    - `blockers`: the functions that blocked an event loop, with the number of blocks and the longest block in ns
+    - `silent`: the number of processes without a report
+    """
 
     roots: list[ObservedNode]
     packages: set[str] = field(default_factory=set)
@@ -97,7 +104,6 @@ class Observation:
     cost: float = 0.0
 
     def nodes(self) -> Iterator[ObservedNode]:
-        """Yield all call paths, parents before their children."""
         for root in self.roots:
             yield from root.walk()
 
@@ -118,7 +124,6 @@ def write_report(
     lasted_ns: int,
     cost_ns: float,
 ) -> None:
-    """Write the report of this process for the `instrument init` that started it."""
     labels = {
         verdict.site.key: verdict.target
         for verdict in verdicts
@@ -161,7 +166,8 @@ def write_report(
 
 
 def _is_layer_forward(label: str) -> bool:
-    """Return True for the `forward` of a torch layer. Rules of layers record it, not rules of functions."""
+    """Return True for the `forward` method of a torch layer. Rules for layers record it, so it needs no rule for
+    functions."""
     module, _, qualname = label.partition(":")
     owner, _, name = qualname.rpartition(".")
     torch = sys.modules.get("torch.nn")
@@ -190,7 +196,7 @@ def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
 
 
 def _processes_of_command(folder: str) -> set[int]:
-    """Return the pids of the command's running processes, which a variable in their environment identifies."""
+    """Return the ids of the command's running processes. A variable in their environment identifies them."""
     mark = f"{INIT_FOLDER}={folder}".encode()
     pids = set()
     for path in Path("/proc").iterdir():
@@ -255,7 +261,8 @@ def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapp
 
 
 def find_module_folders(words: Sequence[str], folder: Path) -> list[Path]:
-    """Return the folders that may contain a command's own modules: the current one, the script's, and `PYTHONPATH`."""
+    """Return the folders in which a command may find modules of the service. They are the current folder, the script's
+    folder, and `PYTHONPATH`."""
     folders = [folder]
     if words and not words[0].startswith("-"):
         script = (folder / words[0]).resolve()
@@ -268,7 +275,8 @@ def find_module_folders(words: Sequence[str], folder: Path) -> list[Path]:
 
 
 def find_own_modules(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the names of a command's own top-level modules: those in its folders, and those that its words name."""
+    """Return the names of the service's top-level modules. They are in the service's folders, or are named on the
+    command line."""
     roots = find_module_folders(words, folder)
     names = {name for root in roots for name in _list_modules(root)}
     paths = [*map(str, roots), *sys.path]
@@ -282,12 +290,12 @@ def find_own_modules(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def patterns_of_all_functions(names: Iterable[str]) -> list[str]:
-    """Return patterns of a profile that match every function of the modules and of the main program."""
     return [pattern for name in names for pattern in (f"{name}:**", f"{name}.**:**")] + ["__main__:**"]
 
 
 def _list_modules(root: Path) -> Iterator[str]:
-    """Yield the modules and packages in a folder that may belong to a service."""
+    """Yield the names of the modules and packages in a folder. Names without code of a service, such as `tests`, are
+    left out."""
     for entry in root.iterdir():
         name = entry.name.removesuffix(".py")
         if not name.isidentifier() or _IGNORED_NAMES.fullmatch(name) or name in sys.stdlib_module_names:

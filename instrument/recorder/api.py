@@ -22,11 +22,12 @@ scope = RECORDER.make_scope
 
 
 def _begin_at_once(make: Callable[Arguments, Scope]) -> Callable[Arguments, Scope]:
-    """Return a function with the arguments of `make` that makes a scope and begins it."""
-
     @functools.wraps(make, assigned=())
     def scope_start(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Scope:
-        """Begin a span in a handler that cannot use ``with``. `scope_end` closes it, possibly in another callback."""
+        """Begin a span, and return its scope. The arguments are those of `scope`.
+
+        Use it in a handler that cannot use ``with``. `scope_end` closes the scope, also in another callback.
+        """
         return scope(*args, **kwargs).start()  # type: ignore[arg-type] # in C, if there is one
 
     return scope_start
@@ -36,9 +37,12 @@ scope_start = _begin_at_once(RECORDER.make_scope)
 
 
 def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:
-    """Close a scope: the one that `scope_start` returned, one by its name, or the innermost one that was opened here.
+    """Close a scope that `scope_start` opened. Never raises an error.
 
-    Reports count calls without an open scope, and outer scopes that are closed before inner ones. Never raises.
+    - `opened`: the scope or its name; by default the innermost scope that was opened in this task or thread
+    - `error`: the exception with which the span failed
+
+    Reports count calls without an open scope. They also count scopes that are closed before a scope inside them.
     """
     if isinstance(opened, Scope):
         opened.end(error)
@@ -76,21 +80,25 @@ def bind(key: str | int) -> None:
 
 
 def rename_span(name: str) -> None:
-    """Rename the innermost open span. `name` should be one of few.
+    """Rename the innermost open span. Never raises an error, and does nothing without an open span.
 
-    Spans below it that are open or begin later move with it. Ended spans remain below the old name. A site has up to
-    256 names, and further ones count as its own name. Without an open span nothing happens. Never raises.
+    Reports group spans by name, so use few different names. The spans of a site have up to 256 names. Further names are
+    refused, and the span gets the name of the site.
+
+    Open and later spans below the span appear below the new name in reports. Ended spans remain below the old name.
     """
     attribute_checks.rename_span_of_frame(RECORDER, None, name)
 
 
 def set_status(code: str, description: str | None = None, *, error_type: str | None = None) -> None:
-    """Set the outcome of the innermost open span: `code` is ``"ok"`` or ``"error"``. The last call counts. Never
-    raises.
+    """Set the status of the innermost open span. The last call counts. Never raises an error.
 
-    A span with ``"error"`` has failed, even without an exception. A span with ``"ok"`` has not, even if it raises.
-    Reports group failures by `error_type`, one of few; the default is the exception's class, or ``_OTHER``.
-    `description` is text for a reader of the span.
+    - `code`: ``"ok"`` or ``"error"``
+    - `description`: a text for the reader of the span
+    - `error_type`: the group of the failure in reports, by default the exception's class or ``_OTHER``; use few groups
+
+    A span with ``"error"`` has failed, even without an exception. A span with ``"ok"`` has not failed, even if it
+    raises an exception.
     """
     attribute_checks.set_status(RECORDER, None, code, description, error_type)
 
@@ -110,7 +118,8 @@ REFUSED = "metrics not kept: no number, or too many names"
 
 
 class Number(core.Number):
-    """A gauge, counter or histogram of the service. `set`, `add` or `record` writes a value."""
+    """A gauge, counter or histogram of the service. A gauge has the method `set`, a counter `add`, a histogram
+    `record`."""
 
     __slots__ = ("_kind", "_settings", "name")
 
@@ -139,7 +148,7 @@ _numbers: dict[tuple[str, str], Number] = {}
 
 
 def _find_or_make_metric(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number:
-    """Return the metric with a name, always the same one. Names beyond the limit share a metric without a value."""
+    """Return the metric with a name. All names beyond `MOST_GAUGES` share a metric without a value."""
     number = _numbers.get((kind, name))
     if number is None and len(_numbers) >= MOST_GAUGES:
         kind, name = "", ""
@@ -147,7 +156,6 @@ def _find_or_make_metric(kind: str, name: str, unit: str, every_ns: int = EVERY_
 
 
 def make_metric_writer(kind: str, name: str, unit: str, every_ns: int) -> Callable[[float], None]:
-    """Return the function that writes a metric's value. `kind` is `gauge`, `counter` or `histogram`."""
     if kind == "gauge":
         return _find_or_make_metric(GAUGE, name, unit, every_ns).set
     return (
@@ -167,21 +175,32 @@ def _cache_newest(function: Function) -> Function:
 
 @_cache_newest
 def gauge(name: str, unit: str = "1") -> Number:
-    """Return a gauge of the service: ``instrument.gauge("kv.usage").set(0.5)``. A value costs no more than a scope.
+    """Return the gauge with a name: ``instrument.gauge("kv.usage").set(0.5)``. Setting a value costs no more than a
+    scope.
 
-    `unit` is a unit of UCUM, such as "By", "s" or "{request}", or "1" for a share. Gauges, counters and histograms are
-    shown in traces and `instrument live`, and sent to collectors.
+    `unit` is a unit of UCUM, such as "By", "s" or "{request}", or "1" for a share. Gauges are shown in traces and
+    `instrument live`. They are also sent to collectors.
     """
     return _find_or_make_metric(GAUGE, name, unit)
 
 
 @_cache_newest
 def counter(name: str, unit: str = "1") -> Number:
-    """Return a counter of the service: ``instrument.counter("cache.hits").add()``. Otherwise as `gauge`."""
+    """Return the counter with a name: ``instrument.counter("cache.hits").add()``. `add` takes an amount from 0 on, 1 by
+    default.
+
+    `unit` is a unit of UCUM, such as "By", "s" or "{request}", or "1" for a share. Counters are shown in traces and
+    `instrument live`. They are also sent to collectors.
+    """
     return _find_or_make_metric(COUNTER, name, unit)
 
 
 @_cache_newest
 def histogram(name: str, unit: str = "1") -> Number:
-    """Return a histogram of the service: ``instrument.histogram("prompt.tokens").record(17)``. Otherwise as `gauge`."""
+    """Return the histogram with a name: ``instrument.histogram("prompt.tokens").record(17)``. `record` takes a finite
+    number.
+
+    `unit` is a unit of UCUM, such as "By", "s" or "{request}", or "1" for a share. Histograms are shown in traces and
+    `instrument live`. They are also sent to collectors.
+    """
     return _find_or_make_metric(SUM, name, unit)

@@ -36,7 +36,7 @@ MOST_NAMES_PER_SITE = 256
 
 
 def rename_span_of_frame(recorder: Any, frame: Any, name: object) -> None:
-    """Rename a frame's span, or the innermost open span without a frame."""
+    """Rename the span of a frame. If `frame` is None, rename the innermost open span."""
     site = recorder.site_of_open(frame)
     text = checked_span_name(name)
     if site is None:
@@ -54,11 +54,8 @@ def rename_span_of_frame(recorder: Any, frame: Any, name: object) -> None:
 
 
 def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
-    """Return the copy of a site with another name.
-
-    A site has at most `MOST_NAMES_PER_SITE` names, and all sites together have at most `scope_name_limit`. Beyond a
-    limit, count the refusal and return the site itself.
-    """
+    """Return a copy of a site with another name. Beyond a limit of names, count the refusal and return the site
+    itself."""
     place: Site = recorder.place_of.get(site, site)
     if name == place.name:
         return place
@@ -75,7 +72,7 @@ def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
 
 
 def set_status(recorder: Any, frame: Any, code: object, description: object, error_type: object) -> None:
-    """Set the status of a frame's span, or of the innermost open span without a frame."""
+    """Set the status of a frame's span. If `frame` is None, set the status of the innermost open span."""
     status = status_attributes(code, description, error_type)
     if status is None:
         recorder.complain("states that no span has", f"there is no status {code!r:.60}; allowed: ok, error")
@@ -100,7 +97,6 @@ Complain = Callable[..., None]
 
 
 def check_attributes(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """Return the allowed attributes of a mapping and of keyword arguments. Long texts are cut."""
     result: dict[str, AttributeValue] = {}
     if attributes is not None and not issubclass(type(attributes), Mapping):
         complain(REFUSED, f"attributes must be a mapping, or name=value, not {_class_name(attributes)}")
@@ -125,7 +121,7 @@ def check_attributes(attributes: object, more: Mapping[str, object], complain: C
 
 
 def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """Return the allowed attributes for a scope. A dict of plain values is copied without further checks."""
+    """Check the attributes of a scope. A dict of plain values is only copied, because this is faster."""
     if type(attributes) is dict and len(attributes) <= ATTRIBUTE_LIMIT:
         for name, value in attributes.items():
             kind = type(value)
@@ -150,11 +146,10 @@ def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[s
 
 
 def key_text(value: object) -> str:
-    """Return a request's key as text of at most `KEY_LIMIT` characters, "" for a value that cannot be a key.
+    """Return the key of a request as text, "" for a value that cannot be a key.
 
-    Texts, whole numbers, UUIDs, bytes, and a single whole number in an array on the host are keys. An object of the
-    service's own class is a key within its process. None, bools, floats, containers, dates and other arrays are no
-    keys.
+    Texts, whole numbers, UUIDs, bytes, and a whole number in an array on the host are keys. An object of the service's
+    own class is a key within its process.
     """
     kind: Any = type(value)
     if kind is int:
@@ -190,7 +185,7 @@ def _shorten_key(key: str) -> str:
 
 @lru_cache(maxsize=256)
 def _is_uuid(kind: Any) -> bool:
-    """Return True for the class `uuid.UUID` and its subclasses, without importing it."""
+    """Return True for `uuid.UUID` and its subclasses. Does not import `uuid`."""
     return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
 
 
@@ -199,25 +194,24 @@ _OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "_
 
 @lru_cache(maxsize=256)
 def _is_array(kind: Any, *, on_device: bool = False) -> bool:
-    """Return True for a class of arrays or tensors. With `on_device`, its objects must also be able to be on a
-    device."""
+    """Return True for a class of arrays. With `on_device`, return True only for arrays that can be on a device."""
     return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2 * on_device :])
 
 
 def _is_on_host(array: Any) -> bool:
-    """Return True for an array of numpy, or a tensor of torch on the CPU. Reading others would wait for the device's
-    work."""
+    """Return True for an array of numpy, or a tensor of torch on the CPU. Reading any other array would wait for the
+    device."""
     kind = type(array).__module__, type(array).__name__
     return kind == ("numpy", "ndarray") or (kind == ("torch", "Tensor") and array.device.type == "cpu")
 
 
 def _read_single_number(array: Any) -> object:
-    """Return the number in a zero-dimensional array on the host, None for any other array."""
     return array.item() if _is_on_host(array) and array.ndim == 0 else None
 
 
 def take_items(values: Any, most: int) -> list[Any]:
-    """Return the first items of an iterable. Raises `UnreadError` for tensors that cannot be read."""
+    """Return up to `most` items of an iterable. Raises `UnreadError` for a tensor on a device or with several
+    dimensions."""
     kind: Any = type(values)
     if not _is_array(kind, on_device=True):
         return list(islice(values, most))
@@ -228,7 +222,7 @@ def take_items(values: Any, most: int) -> list[Any]:
 
 
 class UnreadError(TypeError):
-    """An error for a value that cannot be read as keys."""
+    """A batch of keys is a tensor that cannot be read."""
 
 
 _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozenset, numbers.Number)
@@ -236,13 +230,12 @@ _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozen
 
 @lru_cache(maxsize=256)
 def _is_value_class(kind: Any) -> bool:
-    """Return True for a class of values or containers, such as dates. An object of such a class identifies no
-    request."""
+    """Return True for a class whose objects cannot identify a request, such as numbers, dates and lists."""
     return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
 
 
 def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
-    """Return the class name of the first refused key, "" for none. None and "" mean a missing key, and are not
+    """Return the class name of the first refused key, "" for none. None and "" are missing keys, which are not
     refused."""
     if "" not in texts:
         return ""
@@ -252,12 +245,12 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
 
 
 def contain_number(values: Sequence[object]) -> bool:
-    """Return True if a mapping's values are weights, that is if one of them is a number."""
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 
 def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
-    """Return weights as Python's numbers, None unless all are finite, not negative, and fit into 64 bits."""
+    """Return weights as numbers of Python. Return None if a weight is negative, not finite, or has more than 64
+    bits."""
     kinds = set(map(type, values))
     if bool in kinds or not all(issubclass(kind, numbers.Number) for kind in kinds):
         return None
@@ -272,7 +265,7 @@ def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
 
 
 def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
-    """Return a span's attributes for a key or a batch of keys. The values of a batch that is a mapping are weights."""
+    """Return the attributes of a span for its key and its batch. If `batch` is a mapping, its values are weights."""
     attributes: dict[str, AttributeValue] = {}
     if key is not None and (text := key_text(key)):
         attributes[KEY] = text
@@ -303,16 +296,13 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
 
 
 def checked_span_name(name: object) -> str | None:
-    """Return text as a span's name, cut if it is long, None for any other value."""
     text = _check_text(name)
     return _cut(text) if text else None
 
 
 def status_attributes(code: object, description: object, error_type: object) -> dict[str, AttributeValue] | None:
-    """Return the attributes of a status, None for an invalid code.
-
-    `code` is `ok` or `error`, in any case, or a member of OpenTelemetry's `StatusCode`.
-    """
+    """Return the attributes for a status. Return None for an invalid code. `code` is `ok` or `error` in any case, or a
+    member of OpenTelemetry's `StatusCode`."""
     try:
         word = _check_text(code) or _check_text(getattr(code, "name", None)) or ""
     except Exception:  # of an object of the service's own
@@ -388,7 +378,6 @@ def _class_name(value: object) -> str:
 
 
 def _class_names(value: object) -> str:
-    """Return the name of a value's class, and for a list also those of its items' classes."""
     items = _check_items(value, ATTRIBUTE_LIMIT)
     if items is None:
         return "int of more than 64 bits" if type(value) is int else _class_name(value)

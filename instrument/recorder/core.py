@@ -171,7 +171,6 @@ class Readback(Core):
         FAULTS.note_unreadable_value("annotate", words, kind)
 
     def paths(self) -> CallTree:
-        """Return the call paths so far as columns."""
         with self._reading:
             paths = self._paths
             first = len(paths)
@@ -196,8 +195,7 @@ class Readback(Core):
         return paths.site(row[ROW_NODE])
 
     def cursor(self) -> Cursor:
-        """Return a reader of all later rows, each of which it reads once. Rows that the ring overwrites first are
-        lost."""
+        """Return a reader of all rows from now on. It misses rows that are overwritten before it reads them."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.mapped)
@@ -206,35 +204,33 @@ class Readback(Core):
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
-        """Return the number of spans that are in the tally but not in the rings, by reason."""
+        """Return the number of spans that have lost their rows, by reason. The tally still counts them."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
         too_short = sum(ring.too_short for ring in self.rings()) + sum(self._read_header_field("ended_too_short"))
         losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": too_short}
         return {reason: count for reason, count in losses.items() if count}
 
     def counts(self) -> Mapping[str, int]:
-        """Return the number of irregular events, such as a scope that was ended twice, by name."""
+        """Return the number of unusual events, such as a scope that was ended twice, by name."""
         reasons = zip(REASONS, self._read_header_field("reasons"), strict=False)
         return {**self.irregular, **{reason: count for reason, count in reasons if count}}
 
     def _read_header_field(self, field: str) -> tuple[int, ...]:
-        """Return the numbers in a field of the recording's header, () without a recording."""
         return () if self.memory is None else HEADER.read(self.memory, field)
 
     @property
     def ended_rows(self) -> int:
-        """The number of rows of ended threads whose rings other threads reused."""
+        """The number of rows that were lost because another thread reused the ring of an ended thread."""
         return sum(self._read_header_field("ended_rows"))
 
     @property
     def calls(self) -> int:
-        """The number of spans that have ended. Reading it is cheap."""
         total: int = sum(ring.head + ring.too_short for ring in self.rings())
         return total + self.ended_rows + sum(self._read_header_field("ended_too_short"))
 
 
 def calls_by_site(recorder: Readback) -> dict[Site, int]:
-    """Return the number of calls by site, on all threads. Needs no numpy."""
+    """Return the number of calls of each site. Does not import numpy."""
     calls: Counter[Site] = Counter()
     calls_of, tree = recorder.calls_by_node(), recorder.paths()
     for number, count in zip(tree.site_of, calls_of, strict=False):

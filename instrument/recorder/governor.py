@@ -56,7 +56,7 @@ Detach = Callable[[Site], Callable[[], None] | None]
 
 @dataclass(slots=True)
 class _Use:
-    """The calls of a site on one thread since the last comparison, their total time, and generators' steps."""
+    """The use of a site on one thread since the last step of the governor. `steps` counts the steps of generators."""
 
     calls: int = 0
     total_ns: int = 0
@@ -65,8 +65,12 @@ class _Use:
 
 @dataclass(slots=True)
 class _Muted:
-    """The state of a muted site. `recorded_ns` and `counted_ns` are the costs of a call, and `shares` are threads'
-    shares of the calls."""
+    """The state of a muted site.
+
+    - `recorded_ns`: the cost of a recorded call
+    - `counted_ns`: the cost of a call that is only counted
+    - `shares`: the share of each thread in the cost of the site
+    """
 
     since_ns: int
     wait_ns: int
@@ -88,10 +92,13 @@ class _Off:
 
 
 class Governor:
-    """Keeps the cost of recording below the share `budget` of each thread's time (0.01 is 1 %).
+    """A control that keeps the cost of recording below a share of each thread's time, the `budget` (0.01 is 1 %).
 
-    One thread calls `step` regularly, and soon again if `is_busy`. `costs_ns` is the cost of a span, by kind of probe,
-    and `passed_ns` that of a muted call. In both, the key `STEP` is for a generator's later steps.
+    - `costs_ns`: the cost of a span, by kind of probe
+    - `passed_ns`: the cost of a call that is only counted, by kind of probe
+    - `STEP`, a key of both: the cost of each later step of a generator
+
+    One thread calls `step` regularly, and sooner if `is_busy`.
     """
 
     def __init__(
@@ -126,7 +133,7 @@ class Governor:
         """The muted sites, in the order of muting."""
 
     def step(self, now_ns: int) -> None:
-        """Compare the cost since the last step with the budget. Mute sites that cost too much, and unmute those that
+        """Compare the cost since the last step with the budget. Mute sites that cost too much, and unmute sites that
         fit."""
         elapsed_ns = now_ns - self._at_ns
         if elapsed_ns <= 0:
@@ -158,7 +165,6 @@ class Governor:
         self._retry_detached(now_ns)
 
     def may_exceed_budget(self, now_ns: int) -> bool:
-        """Return True if the calls since the last step may exceed the budget. Cheap."""
         return (self._recorder.calls - self._calls) * self._least_ns > self._budget * (now_ns - self._at_ns)
 
     # ---------------------------------------------------------------- what costs too much
@@ -171,7 +177,6 @@ class Governor:
         allowed_ns: float,
         now_ns: int,
     ) -> None:
-        """Mute sites until a thread's recorded sites cost no more than `allowed_ns`."""
         uses = threads[thread]
         for site in self._sort_by_burden(uses) if spent_ns[thread] > allowed_ns else ():
             if spent_ns[thread] <= allowed_ns:
@@ -202,7 +207,7 @@ class Governor:
     def _detach_costly(
         self, calls: dict[Site, int], spent_ns: Mapping[int, float], allowed_ns: float, now_ns: int
     ) -> None:
-        """Detach the probes of muted sites whose counting alone costs a thread too much."""
+        """Detach the probes of muted sites if even counting their calls costs a thread too much."""
         own_ns = {site: count * self.muted[site].counted_ns for site, count in calls.items()}
         for site in sorted(own_ns, key=own_ns.__getitem__, reverse=True):
             counting_ns = self._cost_of_counting_ns(calls)
@@ -231,7 +236,6 @@ class Governor:
         return True
 
     def _cost_of_counting_ns(self, calls: Mapping[Site, int]) -> dict[int, float]:
-        """Return the ns that counting muted sites' calls costs, by thread."""
         costs_ns: dict[int, float] = {}
         for site, count in calls.items():
             muted = self.muted[site]
@@ -244,7 +248,7 @@ class Governor:
     def _unmute_fitting(
         self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int
     ) -> None:
-        """Once a second, store the cost of counting calls, and unmute sites that fit into the budget again."""
+        """Unmute sites that fit into the budget again. The governor does this once a second."""
         window_ns = now_ns - self._looked_ns
         calls = {site: passed.get(site, 0) - self._looked.get(site, 0) for site in self.muted}
         self._looked, self._looked_ns = passed, now_ns
@@ -279,7 +283,7 @@ class Governor:
                 del self.muted[site]
 
     def _retry_detached(self, now_ns: int) -> None:
-        """Attach a detached probe if its trial is due. It remains attached if the load has fallen."""
+        """Attach a detached probe for a trial. It remains attached if the load has fallen."""
         for site, off in self._off.items():
             if now_ns < off.try_ns:
                 continue
@@ -327,8 +331,6 @@ class Governor:
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
     def _sort_by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
-        """Return the sites in descending order of burden: their cost, multiplied by its ratio to the calls' time."""
-
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])
             return cost_ns * cost_ns / (uses[site].total_ns + cost_ns or 1.0)
@@ -338,7 +340,6 @@ class Governor:
     # ---------------------------------------------------------------- in words
 
     def notes(self) -> list[str]:
-        """Return a sentence per site that was ever muted, with its number of calls without a span."""
         return [
             f"{_describe_site(site)}: {calls} calls were not recorded, to stay within {self._limit}"
             + ("" if site in self.muted else "; it is recorded again")
@@ -351,7 +352,6 @@ class Governor:
         return f"the budget of {100 * self._budget:.3g} % of each thread's time"
 
     def describe_exceptions(self) -> list[str]:
-        """Return sentences on detached probes, spans that ended early, and sites that still exceed the budget."""
         return [
             *(
                 f"{_describe_site(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone "
@@ -392,7 +392,7 @@ class Governor:
 
 
 def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
-    """Return the ns for which to mute a site: twice the last time if that was recent, else `first_ns`."""
+    """Return the time in ns for which a site remains muted. It doubles if the site was muted a short time ago."""
     at_ns, wait_ns = returned or (0, 0)
     return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < WAIT_MULTIPLE * wait_ns else first_ns
 
@@ -402,10 +402,7 @@ def _describe_site(site: Site) -> str:
 
 
 class Budget:
-    """The `budget` setting, which a reload may change, and the governor that enforces it, if any.
-
-    `costs_ns` and `passed_ns` return a new governor's arguments. Only one thread may use this at a time.
-    """
+    """The `budget` setting of the profile, and the governor that enforces it. Only one thread may use it at a time."""
 
     def __init__(
         self,
@@ -434,7 +431,6 @@ class Budget:
         return self._governor is not None and self._governor.is_busy
 
     def step(self) -> None:
-        """Compare the cost with the budget if that is due: every `STEP_NS`, or every `BUSY_STEP_NS` while busy."""
         now_ns, governor = time.monotonic_ns(), self._governor
         if governor is None:
             return
@@ -450,7 +446,7 @@ class Budget:
             self._governor.release()
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
-        """Return a sentence for each site whose probe was detached. `with_muted` adds one for each muted site."""
+        """Return the notes of the governor. `with_muted` adds a note on each muted site."""
         if self._governor is None:
             return []
         return self._governor.notes() if with_muted else self._governor.describe_exceptions()

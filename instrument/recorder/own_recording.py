@@ -17,7 +17,7 @@ from instrument.recording.paths import CallTree
 
 
 class OwnRecording(Mapped):
-    """A reader of the recorder's own memory. No row is half-written, because this process's threads wait for the
+    """A reader of the recorder's own memory. No row is half-written, because the threads of this process wait for the
     reader."""
 
     in_doubt = 0
@@ -27,7 +27,6 @@ class OwnRecording(Mapped):
         super().__init__(memoryview(private_head(0)) if memory is None else memory)
 
     def tree(self) -> CallTree:
-        """Return the call paths, with the recorder's own sites."""
         tree: CallTree = self._recorder.paths()
         return tree
 
@@ -39,8 +38,7 @@ class OwnRecording(Mapped):
         return np.frombuffer(memory, kind, min(part.used, part.slots), part.offset)
 
     def _copy_slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return copies of several parts' slots at one moment. `bytes.join` keeps the GIL, so no thread writes
-        meanwhile."""
+        """Copy the slots of several parts at one moment. `bytes.join` keeps the GIL, so no thread writes meanwhile."""
         memory = memoryview(b"") if self._memory is None else self._memory
 
         def slot_counts() -> list[int]:
@@ -78,7 +76,7 @@ class OwnRecording(Mapped):
 
 
 class Cursor:
-    """A reader that returns each row of all rings once, and counts the rows that were overwritten first."""
+    """A reader that returns each row once. It counts the rows that were overwritten before it could read them."""
 
     def __init__(self, recording: Callable[[], OwnRecording]) -> None:
         self._recording = recording
@@ -88,11 +86,11 @@ class Cursor:
 
     @property
     def lost(self) -> int:
-        """The number of rows that were overwritten or whose ring was reused before they were read."""
+        """The number of rows that were overwritten before they could be read."""
         return self._written - self._seen
 
     def read(self) -> list[RingRows]:
-        """Return the rows since the last read, in order for each thread."""
+        """Return the rows since the last call. The rows of a thread are in order."""
         mapped = self._recording()
         written = mapped.ended_rows  # first: a ring given up in between is counted the next time
         rings = mapped.rows(self._places)

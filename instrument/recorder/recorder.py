@@ -42,16 +42,14 @@ _awaited: Callable[[], object] | None = None
 
 
 def await_first_span(action: Callable[[], object] | None) -> None:
-    """Call `action` once, on the next thread that records its first span. None cancels this.
-
-    The action runs within a call of the service, perhaps under a lock, so it must not wait.
-    """
+    """Call `action` once, on the next thread that records its first span. None cancels the call. The action runs within
+    a call of the service, perhaps under a lock, so it must not wait."""
     global _awaited
     _awaited = action
 
 
 def thread_name() -> str:
-    """Return this thread's name. The core calls this at a thread's first span."""
+    """Return the name of this thread. The recorder in C calls this at the first span of a thread."""
     global _awaited
     action, _awaited = _awaited, None
     if action is not None:
@@ -75,7 +73,8 @@ _current_task: Callable[[Any], Any] | None = None
 
 
 def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return asyncio's functions for the running loop and its current task, None until asyncio is imported."""
+    """Return asyncio's functions for the running loop and the current task. Return None if asyncio is not imported
+    yet."""
     global _running_loop, _current_task
     if _running_loop is None:
         asyncio = sys.modules.get("asyncio")  # never imported by us
@@ -89,7 +88,7 @@ def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
-    """Return the values of the named headers, None for a missing one, the last value for a repeated one."""
+    """Return the value of each header in `names`: None for a missing header, the last value of a repeated header."""
     values: tuple[bytes | None, ...] = _native.header_values(headers, names)
     return values
 
@@ -113,10 +112,8 @@ REQUEST = "request"
 
 
 class Recorder(Readback):
-    """The recorder of one process. `ring_bytes` limits the memory of all rings together.
-
-    `on` may be set to False at any time. Open spans then still end, but no new ones begin.
-    """
+    """The recorder of one process. `ring_bytes` limits the memory of all rings together. While `on` is False, no spans
+    begin. Open spans still end."""
 
     def __init__(self, ring_bytes: int = RING_BYTES) -> None:
         super().__init__(ring_bytes, OVERFLOW, REMOTE, link_of, task_readers, thread_name)
@@ -159,14 +156,15 @@ class Recorder(Readback):
     wrap = wrapping.wrap
 
     def retire(self, function: Any) -> None:
-        """Make calls of a wrapped function run only the bare function, at the cost of one branch."""
+        """Stop recording the calls of a wrapped function. A call then costs one branch more than without the
+        wrapper."""
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)
         wrapping.set_call_switch(function, False)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
-        """Return the site for a scope's name. The first use makes it, with the place of the caller in the code."""
+        """Return the site of a scope. The first use of a name makes its site, with the caller's place in the code."""
         site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
@@ -235,10 +233,8 @@ class Recorder(Readback):
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), values)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
-        """Open a span that `end_manual` closes. Return its frame, None if too many are open.
-
-        The site can no longer be muted, because `scope_end` would then close another scope.
-        """
+        """Open a span that `end_manual` closes. Return its frame, or None if too many spans are open. The site can no
+        longer be muted, because `scope_end` would then close another scope."""
         if self._mutable.pop(site, self) is not self:
             self.unmute(site)
         if self._manual_open >= self.open_scope_limit:
@@ -250,7 +246,7 @@ class Recorder(Readback):
         return frame
 
     def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
-        """Close a span of `start_manual`. Without a frame, only count the call."""
+        """Close a span that `start_manual` opened. A call without a frame is only counted."""
         if frame is None:
             self.count("scope_end without an open scope")
             return
@@ -270,7 +266,7 @@ class Recorder(Readback):
         return Scope(self, site, attributes)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Mute or unmute a site. While muted, all scopes of the site share one `Scope`, which is cheaper."""
+        """Mute or unmute a site. All scopes of a muted site share one `Scope`, which is cheaper."""
         super()._set_passing(site, passing)
         current = self.user_sites.get(site.name)
         if passing is not None and current is site:
@@ -281,8 +277,8 @@ class Recorder(Readback):
     # ---------------------------------------------------------------- life
 
     def reset(self, ring_bytes: int | None = None) -> None:
-        """Drop all rows, totals, call paths and scope names, for a new session. Spans that are open now still count at
-        their end."""
+        """Drop all rows, totals, call paths and scope names for a new session. Spans that are open now count when they
+        end."""
         with self._reading:
             self._reset(ring_bytes)
             self._paths = CallTree()
@@ -296,11 +292,11 @@ class Recorder(Readback):
         self._scope_sites.clear()
 
     def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "", disk_bytes: int = 1 << 30) -> None:
-        """Reset, and record into memory that other processes can read (`instrument.recording.memory`).
+        """Start a recording in memory that other processes can read. If this fails, `no_memory` has the reason.
 
-        With a directory, the memory is a file that outlives the process. The directory is kept within `disk_bytes`.
-        `facts` describe the process and its session. Without such memory, `no_memory` has the reason, and the recording
-        ends with the process.
+        - `directory`: the folder of a file that outlives the process; without it, the recording ends with the process
+        - `disk_bytes`: the maximum size of the folder
+        - `facts`: the description of the process and its session
         """
         room_bytes = ring_bytes if directory else max(ring_bytes, LEAST_MEMORY_BYTES)
         if self._memory_of != (directory, os.getpid()) or room_bytes > self._memory_bytes or self.memory is None:
@@ -338,11 +334,11 @@ class Recorder(Readback):
             HEADER.write(self.memory, state=RUNNING if on else OFF)
 
     def room_for(self, name: str) -> memory.SlotRoom | None:
-        """Return the memory of a part that Python code writes, None if the recording is private."""
+        """Return the memory of a part that Python code writes. Return None if the recording is private."""
         return None if self.memory is None else memory.SlotRoom.from_part(self.memory, name)
 
     def write_goodbye(self) -> None:
-        """Write that the session has ended in order, and remove the recording's file."""
+        """Write that the session has ended normally, and remove the file of the recording."""
         if self.memory is not None:
             HEADER.write(self.memory, state=GOODBYE)
         if self.memory_path:
@@ -351,7 +347,7 @@ class Recorder(Readback):
             self.memory_path, self._memory_of = "", None
 
     def after_fork_in_child(self) -> None:
-        """Begin a new recording in a forked child. Spans that were open at the fork are no parents there."""
+        """Begin a new recording in a forked child. Spans that were open at the fork have no children there."""
         self._reading = RLock()
         self.memory_path = ""  # the parent's
         (directory, _), self._memory_of = self._memory_of or ("", 0), None
@@ -364,10 +360,8 @@ class Recorder(Readback):
 
 
 class Scope(core.Scope):
-    """A scope that `instrument.scope` returns: `with scope("x"):` or `async with scope("x"):` is a span.
-
-    It can be used again, but not while it is open. `start` and `end` are for handlers that cannot use `with`.
-    """
+    """A scope that `instrument.scope` returns. ``with scope("x"):`` or ``async with scope("x"):`` records a span. A
+    scope can be used again after its end. `start` and `end` are for handlers that cannot use ``with``."""
 
     __slots__ = ()
 
@@ -391,24 +385,23 @@ class Scope(core.Scope):
             attribute_checks.set_status(self._recorder, self._frame, code, description, error_type)
 
     def start(self) -> Scope:
-        """Begin the span; `end` closes it."""
+        """Begin the span. `end` closes it."""
         # A scope without a site is one without memory.
         if self._frame is None and self._site is not None and self._recorder.on:
             self._frame = self._recorder.start_manual(self._site, self._attributes)
         return self
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the span, from any code. Do nothing if it never began because recording was off."""
+        """Close the span, also in another function. `error` is the exception with which the span failed. A span that
+        never began, because recording was off, is ignored."""
         frame, self._frame = self._frame, None
         if frame is not None:
             self._recorder.end_manual(frame, error)
 
 
 def stream_handle(stream: Any) -> int:
-    """Return the address of a stream: of torch, cupy, numba, cuda.core or cuda-python, or an address itself.
-
-    Raises `TargetError` for any other object.
-    """
+    """Return the address of a CUDA stream of torch, cupy, numba, cuda.core or cuda-python. An address is returned
+    unchanged. Raises `TargetError` for any other object."""
     if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream
     protocol = getattr(stream, "__cuda_stream__", None)
@@ -426,7 +419,6 @@ def stream_handle(stream: Any) -> int:
 
 
 def _find_caller_outside() -> tuple[str, str, str, int]:
-    """Return module, qualified name, file and line of the nearest caller outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "instrument":
         frame = frame.f_back
@@ -444,22 +436,21 @@ MOST_DEVIATION_NS = 50_000
 
 
 class Ticks:
-    """The control of a recorder's clock: the processor's time stamp counter, while it is exact enough."""
+    """The choice of a recorder's clock: the time stamp counter of the processor while it is exact, else the monotonic
+    clock."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._checked_ns: int | None = None
 
     def start(self, now_ns: int) -> str:
-        """Time spans by the counter. Return the reason for a failure, "" on success. `Recorder.stop_ticks` undoes
-        it."""
+        """Use the time stamp counter as clock. Return "" on success, else the reason for the failure."""
         unsound = _explain_unreliable_counter() or ("" if self._recorder.start_ticks() else "the processor has none")
         self._checked_ns = None if unsound else now_ns
         return unsound
 
     @property
     def is_counter_used(self) -> bool:
-        """True while spans are timed by the counter, and `check` is needed."""
         return self._checked_ns is not None
 
     @property
@@ -467,15 +458,13 @@ class Ticks:
         return "time stamp counter" if self.is_counter_used else "CLOCK_MONOTONIC"
 
     def check(self, now_ns: int) -> None:
-        """Compare the counter with the monotonic clock every `CHECK_NS`. If it deviates, use that clock again."""
+        """Compare the time stamp counter with the monotonic clock. If they differ, use the monotonic clock again."""
         if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
             return
         self._checked_ns = None if self._recorder.check_ticks(MOST_DEVIATION_NS) is None else now_ns
 
 
 def _explain_unreliable_counter() -> str:
-    """Return the reason why the time stamp counter is unreliable here, "" if processor and kernel report it as
-    reliable."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")

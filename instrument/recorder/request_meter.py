@@ -79,24 +79,25 @@ class _Counts:
 
 
 class MeteredRows(Protocol):
-    """A reader of a recording, as a meter needs it."""
+    """The methods that a `Meter` needs of a reader of a recording."""
 
     def open_rows(self) -> Iterable[tuple[int, Row]]: ...
 
     def site_of(self, row: Row) -> Site: ...
 
-    def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the current totals of the sites that `is_counted` selects."""
+    def totals(
+        self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None
+    ) -> Tally: ...
 
 
 class Meter:
-    """A counter of all metrics of one process, from `start_ns` on.
+    """A counter for all metrics of one process, from `start_ns` on. Only the thread that reads the rings may call
+    `count` and `snapshot`.
 
-    Only the thread that reads the rings calls `count` and `snapshot`. `generations` are the routes whose answers a
-    model generates. With `watches`, batches and generating functions have metrics, too.
-
-    Requests are grouped by the attribute `by`, in up to `at_most` groups and one for the rest. Meters whose metrics are
-    summed share `groups`.
+    - `generations`: the HTTP routes whose answers a model generates
+    - `watches`: True if batches and generating functions also have metrics
+    - `by`, `at_most`: the attribute that groups requests, and the maximum number of groups
+    - `groups`: the names of groups, which meters share if their metrics are added up
     """
 
     def __init__(self, recorder: MeteredRows, start_ns: int) -> None:
@@ -117,7 +118,7 @@ class Meter:
     # ---------------------------------------------------------------- requests
 
     def count(self, ended: Sequence[Row]) -> None:
-        """Count ended requests from their rows, in 2 us each."""
+        """Count requests that have ended. A request takes 2 us."""
         site_of = self._recorder.site_of
         for row in ended:
             site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
@@ -134,7 +135,6 @@ class Meter:
             self._met.setdefault(site.name, Counter())[bucket_of(duration_ns)] += 1
 
     def add_exemplar(self, request: Span, trace_id: int, span_id: int) -> None:
-        """Add a sampled request as an exemplar to its series, with its ids at the collector."""
         site, kept_ns = request.site, time.monotonic_ns()
         endpoint = endpoint_labels(site)
         values = self._request_values(site, endpoint, request.attributes, request.total_ns, request.error)
@@ -153,7 +153,6 @@ class Meter:
             yield from _generation_values((*_generation_labels(site), *group), attributes, duration_ns, error)
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
-        """Return a request's group as a label: one of the first `at_most` values of the attribute `by`, or `OTHER`."""
         value = group_of(attributes.get(self.by)) if self.by else None
         if value is None:
             return ()
@@ -167,10 +166,8 @@ class Meter:
     def count_served(
         self, request: Span, queue_ns: int, batch_size: float, sampled_ids: tuple[int, int] | None
     ) -> None:
-        """Count a request's time in the queue and, unless 0, the mean size of its batches.
-
-        With `sampled_ids`, its trace id and span id, the request becomes an exemplar.
-        """
+        """Count the time of a request in the queue, and the mean size of its batches (0 for none). `sampled_ids` are
+        the trace id and the span id of a sampled request, which becomes an exemplar."""
         site, attributes, error = request.site, request.attributes, request.error
         endpoint = endpoint_labels(site)
         labels = _generation_labels(site) if endpoint else _call_labels(site)
@@ -188,7 +185,6 @@ class Meter:
         return matches_route(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def count_items_and_batches(self, rows: Sequence[Row], marks: Collection[str]) -> None:
-        """Count the sizes of batches in rows, and the items of generators whose site has one of the `marks`."""
         streams = [row for row in rows if FIRST_ITEM in (row[ROW_ATTRIBUTES] or ())]
         counts = {site: site_mark(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
@@ -202,7 +198,7 @@ class Meter:
                 self._histograms.add(BATCH_SIZE.name, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
 
     def count_ended(self) -> Ended:
-        """Return the number of ended requests from the tally. It may be ahead of the rows that were read."""
+        """Return the ended requests of the tally. The meter may not have read their rows yet."""
         totals = self._totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
         endpoints = totals.tree.map_sites(
@@ -222,7 +218,6 @@ class Meter:
         return self._recorder.totals(merged=True, is_counted=are_metered)
 
     def count_lost_requests(self, ended: Ended) -> None:
-        """Count the ended requests in the tally whose rows were lost."""
         for name, (endpoint, buckets) in ended.items():
             counter = self._met.setdefault(name, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
@@ -254,10 +249,8 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Update the distributions of functions' calls from the tally, for these marks and all earlier ones.
-
-        After a reload, a function's new site continues the series of its old site.
-        """
+        """Count the calls of functions from the tally. Functions with marks from earlier calls are also counted. After
+        a reload, a function's new site continues the series of its old site."""
         self._asked_for.update(marks)
         if not marks:
             return
@@ -274,7 +267,7 @@ class Meter:
     # ---------------------------------------------------------------- who goes on
 
     def state(self) -> dict[str, Any]:
-        """Return all counts as values for JSON, without exemplars, for `restore`."""
+        """Return all counts as values for JSON. Exemplars are left out."""
         import msgspec
 
         counts = _Counts(
@@ -284,7 +277,8 @@ class Meter:
         return cast("dict[str, Any]", msgspec.to_builtins(counts, enc_hook=int))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the counts of an earlier meter. Invalid counts raise one of `export_checkpoint.DAMAGED`."""
+        """Continue from the counts that `state` returned. Invalid counts raise an error of
+        `export_checkpoint.DAMAGED`."""
         import msgspec
 
         counts = msgspec.convert(state, _Counts, strict=False)
@@ -307,10 +301,11 @@ class Meter:
         costs_ns: Mapping[str, float],
         queued: Mapping[str, int],
     ) -> Snapshot:
-        """Return all current metrics. `requests` is True if requests are recorded. `marks` identify functions with
-        metrics.
+        """Return all current metrics.
 
-        `losses` are by reason, `costs_ns` by component, and `queued` by executor.
+        - `requests`: True if requests are recorded
+        - `marks`: the functions that have metrics
+        - `losses`, `costs_ns`, `queued`: losses by reason, times by component, and tasks by executor
         """
         self._count_calls(marks)
         always = [HTTP_DURATION] if requests else []
@@ -330,14 +325,13 @@ class Meter:
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
 
     def _make_counter(self, definition: MetricDefinition, label: str, values: Mapping[str, float]) -> Metric:
-        """Return a counter that never falls, even if a value is now lower."""
+        """Return a counter whose values never fall."""
         series: dict[Labels, float] = {
             ((label, key),): value for key, value in self.highest_values(definition.name, values).items()
         }
         return definition.metric(series)
 
     def highest_values(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the largest value so far for each key of a counter."""
         for key, value in values.items():
             self._counters[name, key] = max(value, self._counters.get((name, key), 0))
         return {key: value for (of, key), value in self._counters.items() if of == name}
@@ -352,11 +346,8 @@ def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
 
 
 def queued_tasks() -> Mapping[str, int]:
-    """Return the number of tasks in thread pools' queues, by the pool's name.
-
-    The pools are those of `concurrent.futures`: asyncio's default executor, and those of gRPC's servers and of
-    gunicorn's threads. Pools without a name of their own are counted together.
-    """
+    """Return the number of tasks in the queues of thread pools, by the name of the pool. These are pools of
+    `concurrent.futures`, such as asyncio's default executor. Pools without a name are counted together."""
     queues = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", None)
     try:
         names = {id(queue): (thread.name, queue) for thread, queue in list((queues or {}).items())}
@@ -383,7 +374,6 @@ def _request_labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str 
 
 
 def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
-    """Return the label for a failed or cancelled request, () for any other request."""
     if error is not None:
         return (("error.type", error),)
     return ((OUTCOME, outcome),) if isinstance(outcome := attributes.get(OUTCOME), str) else ()
@@ -392,7 +382,6 @@ def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
 def _generation_values(
     call_labels: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
-    """Yield name, labels and value of each metric of an ended generation. Each item of a stream counts as a token."""
     labels = generation_labels(call_labels, attributes)
     yield REQUEST_DURATION.name, (*labels, *_outcome_labels(attributes, error)), duration_ns
     if error is None and (times := token_times(attributes)) is not None:
@@ -402,14 +391,12 @@ def _generation_values(
 
 
 def _generation_labels(site: Site) -> Labels:
-    """Return the labels for a site's generations: route or method, operation, provider and model."""
     facts = dict(site.attributes)
     names = ("http.route", RPC_METHOD, *GENERATION)
     return tuple((name, value) for name in names if isinstance(value := facts.get(name), str))
 
 
 def endpoint_labels(site: Site) -> Labels:
-    """Return the labels for a site's HTTP or RPC requests, () for any other site."""
     if site.kind != "request":
         return ()
     facts = dict(site.attributes)
@@ -435,7 +422,7 @@ def _without_route(endpoint: Labels) -> Labels:
 
 
 def site_mark(site: Site) -> str:
-    """Return a short id of a site, the same in all processes and for all its names."""
+    """Return a short id of a site. It is the same in all processes, and remains the same if the site is renamed."""
     return blake2b(repr(site.key[1:]).encode("utf-8", "replace"), digest_size=6).hexdigest()
 
 

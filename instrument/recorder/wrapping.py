@@ -51,7 +51,8 @@ CANCELLED = "cancelled"
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """Return the outcome of a span that an exception ended, None for a failure. Runs no code of the exception."""
+    """Return the outcome of a span that an exception ended, such as `cancelled`. Return None for a failure. No code of
+    the exception runs."""
     outcome: str | None = native.MODULE.outcome_of(error)
     return outcome
 
@@ -82,13 +83,15 @@ def wrap(
     works: Attributes | None = None,
     results: Results | None = None,
 ) -> Function:
-    """Return a function with a span of the recorder around each call. Its attribute `__instrument__` is the site.
+    """Return a function that records each call as a span. Its attribute `__instrument__` is the site.
 
-    The result has the function's kind, signature, names, code, attributes and `__wrapped__`. The span gets `attributes`
-    before the call. It gets `results` after the call, unless the function is a generator.
+    The result has the function's kind, signature, names, code, attributes and `__wrapped__`. These functions get a
+    call's arguments or result:
 
-    `passes` is called before `attributes`. A plain function with `passes` is not on the fast path. `works` returns the
-    objects that a call with device time works on.
+    - `attributes`: returns attributes of the span before the call
+    - `results`: returns attributes of the span after the call, but not for a generator
+    - `passes`: returns True for a call without a span; it runs first, and the fast path is not used
+    - `works`: returns the objects that a call with device time works on
     """
     evaluate = attributes or works
     if attributes is not None and works is not None:
@@ -131,7 +134,7 @@ def _read_attributes_and_work(
 
 
 def _code_flags(function: Any) -> int | None:
-    """Return the flags of a function's code, even within `functools.partial`, None without code."""
+    """Return the flags of a function's code, None without code. A `functools.partial` has the flags of its function."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None)
@@ -139,10 +142,8 @@ def _code_flags(function: Any) -> int | None:
 
 
 def set_call_switch(wrapper: Any, switch: Any) -> None:
-    """Set a wrapper's treatment of calls. `switch` is the recorder, or the `Pass` of a muted site.
-
-    A `Pass` counts each call without a span. Running calls end as they began.
-    """
+    """Choose between recording and counting the calls of a wrapper. Running calls end as they began. `switch` is the
+    recorder, or the `Pass` that counts the calls of a muted site. False runs only the bare function."""
     wrapper.__instrument_pass__ = None if hasattr(switch, "passes") else switch
 
 
@@ -156,7 +157,7 @@ def make_function(
     passes: Passes | None = None,
     form: int = 0,
 ) -> Any:
-    """Return a function with a span of the recorder around each call. `form` is an index of `FORMS`."""
+    """Return a function that records each call as a span. `form` is an index of `FORMS`."""
     return native.MODULE.Function(
         recorder, function, site, works=works, attributes=attributes, results=results, passes=passes, form=form
     )
@@ -169,13 +170,14 @@ def wrap_method(
     decide: Callable[[Any], Site | None],
     evaluate: Callable[[Any], Any] | None = None,
 ) -> Function:
-    """Return a method with a span around the calls of instances that have a site. Other calls take at most 60 ns more.
+    """Return a method that records the calls of instances with a site. Any other call takes up to 60 ns more.
 
-    `sites` maps an instance's identity to its site, or to None for no span. For a new instance, `decide(instance)`
-    returns the site, and never raises. It adds a final decision to `sites`, and removes it when the instance goes.
+    - `sites`: the site of each instance by its identity, None for no spans
+    - `decide`: returns the site of a new instance, and never raises; it adds a final decision to `sites` until the
+      instance is deleted
+    - `evaluate`: sets the evaluator of Python's frames (None: Python's own) and returns the previous evaluator
 
-    `evaluate` sets the evaluator of Python's frames (None: Python's own) and returns the previous one. While `decide`
-    runs, Python's own is set, so that nothing is compiled.
+    While `decide` runs, Python's own evaluator is set, so that nothing is compiled.
     """
     # A compiler of models takes the code of the wrapped function, and never meets the probe.
     method: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)

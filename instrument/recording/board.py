@@ -25,7 +25,7 @@ RECORDED = "recorded"
 
 
 def make_board() -> Callable[[], None]:
-    """Make a board that this process owns, unless there is one. Return a function that removes it."""
+    """Make the board of a run, unless the run has a board. Return a function that removes the board."""
     if os.environ.get(VARIABLE):
         return lambda: None
     try:
@@ -47,12 +47,12 @@ def make_board() -> Callable[[], None]:
 
 
 def attached_mark(rule: str) -> str:
-    """Return the mark for a rule that at least one process of the run has attached."""
+    """Return the mark of a rule that a process of the run has attached."""
     return f"a {_digest(rule)}"
 
 
 def called_mark(rule: str) -> str:
-    """Return the mark for a rule whose target was called in at least one process of the run."""
+    """Return the mark of a rule whose target a process of the run has called."""
     return f"c {_digest(rule)}"
 
 

@@ -39,17 +39,14 @@ def bucket_start(index: int) -> int:
 
 
 def bucket_middle(index: int) -> int:
-    """Return the middle of a bucket, rounded down."""
     return bucket_start(index) + (0 if index < 128 else 1 << ((index >> 6) - 1) >> 1)
 
 
 def percentiles(
     histogram: Mapping[int, int], fractions: Sequence[float], calls: int, min_ns: int, max_ns: int
 ) -> list[int | None]:
-    """Return the percentiles of a histogram in ns at fractions such as 0.5, 0.9 and 0.99, None without calls.
-
-    A percentile is the middle of the bucket at its nearest rank, clipped to the exact extremes.
-    """
+    """Return the percentiles of a histogram in ns, for fractions such as 0.5, 0.9 and 0.99. They are None without
+    calls. A percentile is the middle of the bucket at its nearest rank, but at least `min_ns` and at most `max_ns`."""
     buckets = sorted(histogram)
     ranks = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
     times_ns: list[int | None] = []
@@ -61,13 +58,13 @@ def percentiles(
 
 
 def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
-    """Return the percentiles of sorted times. They equal the percentiles from a histogram of the same times."""
+    """Return the percentiles of sorted times. A histogram of the times has the same percentiles."""
     middles_ns = (bucket_middle(bucket_of(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
     return [min(max(middle_ns, values[0]), values[-1]) for middle_ns in middles_ns]
 
 
 def _rank(fraction: float, calls: int) -> int:
-    """Return the rank, from 1, of a percentile among sorted calls. Rounding removes floating-point errors."""
+    """Return the rank of a percentile among sorted calls, from 1. Rounding removes floating-point errors."""
     return max(1, math.ceil(round(fraction * calls, 6)))
 
 
@@ -117,11 +114,8 @@ class Distribution:
             self.join(Distribution(count, count * start_ns, start_ns, start_ns, {index: count}))
 
     def add_growth(self, now: Distribution) -> None:
-        """Add the calls that were counted between this state of the distribution and the later state `now`.
-
-        A call that is already counted stays in its bucket, even if its device time has moved it to another one in
-        `now`.
-        """
+        """Add the calls since this state of the distribution. `now` is its later state. A call remains in its bucket,
+        even if its device time has moved it to another bucket in `now`."""
         calls_left = now.count - self.count
         for index, count in now.buckets.items():
             more = min(count - self.buckets.get(index, 0), calls_left)
@@ -145,7 +139,7 @@ class Distribution:
         return Distribution(self.count, self.sum_ns, self.least_ns, self.most_ns, dict(self.buckets))
 
     def subtract_state(self, before: Distribution) -> Distribution:
-        """Return the calls counted since an earlier state. Their minimum and maximum are unknown."""
+        """Return the calls since the earlier state `before`. Their minimum and maximum are unknown."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
         return Distribution(
             self.count - before.count,
@@ -155,7 +149,6 @@ class Distribution:
 
 
 def group_of(value: object) -> str | None:
-    """Return the name of the group for the value of a request's attribute, None for a value that forms no group."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
@@ -167,8 +160,8 @@ MOST_EXEMPLARS = 8
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """An exemplar of a histogram: a counted call whose trace was sampled. `at_ns` is the call's end, `kept_ns` the time
-    of the sampling decision."""
+    """A call in a histogram whose trace was sampled. `at_ns` is the call's end, `kept_ns` the time of the sampling
+    decision."""
 
     value_ns: int
     at_ns: int
@@ -178,7 +171,7 @@ class Exemplar:
 
 
 class Exemplars:
-    """The exemplars of one series: the newest call per power of two of the duration, up to `MOST_EXEMPLARS`."""
+    """The exemplars of one series. The newest call is kept for each power of two of the duration."""
 
     __slots__ = ("_newest",)
 
@@ -196,11 +189,8 @@ class Exemplars:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric, with a value for each set of labels (series).
-
-    `kind` is `counter`, `updown`, `gauge` or `histogram`. A histogram's values are distributions, and may have
-    exemplars.
-    """
+    """A metric, with a value for each set of labels (series). `kind` is `counter`, `updown`, `gauge` or `histogram`.
+    The values of a histogram are distributions, which may have exemplars."""
 
     name: str
     unit: str
@@ -211,7 +201,6 @@ class Metric:
 
 
 def sum_metrics(metrics: Iterable[Metric]) -> list[Metric]:
-    """Add up metrics of equal names, for instance those of several processes."""
     sums_by_name: dict[str, tuple[Metric, dict[Labels, float | Distribution], dict[Labels, Exemplars]]] = {}
     for metric in metrics:
         _, series, exemplars = sums_by_name.setdefault(metric.name, (metric, {}, {}))
@@ -243,7 +232,7 @@ class Snapshot:
 
 
 class Histograms:
-    """The distributions of a process, by a metric's name and by labels, with exemplars."""
+    """The distributions of a process by metric name and labels, with their exemplars."""
 
     series_limit = SERIES_LIMIT
 
@@ -252,7 +241,7 @@ class Histograms:
         self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
 
     def place(self, name: str, labels: Labels) -> Labels:
-        """Return the labels under which to count a value, `OVERFLOW` beyond the limit."""
+        """Return the labels under which a value is counted. They are `OVERFLOW` once the metric has too many series."""
         series = self._series.setdefault(name, {})
         if labels not in series and len(series) >= self.series_limit:
             labels = OVERFLOW
@@ -260,7 +249,6 @@ class Histograms:
         return labels
 
     def distribution_of(self, name: str, labels: Labels) -> Distribution:
-        """Return the distribution in which a value with these labels counts."""
         place = self.place(name, labels)
         return self._series[name][place]
 
@@ -269,7 +257,6 @@ class Histograms:
         self.distribution_of(name, labels).add(max(value, 0))
 
     def add_exemplar(self, name: str, labels: Labels, exemplar: Exemplar) -> bool:
-        """Add an exemplar for a value. Return False if no value with these labels has been counted yet."""
         is_counted = labels in self.series(name)
         if is_counted:
             self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(exemplar)

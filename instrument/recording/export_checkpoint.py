@@ -66,11 +66,14 @@ LARGEST_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class Progress:
-    """The checkpoint of the spans of one session, whose number is `generation`.
+    """The checkpoint for the spans of one session.
 
-    `places` has the next row to read of each ring, by the ring's number. Requests that ended before `settled_ns` on the
-    monotonic clock are settled. `fates` counts this session's spans, `before` unreported spans of earlier sessions.
-    `is_reported` is True once this session's losses are reported.
+    - `generation`: the number of the session
+    - `places`: the next row to read of each ring, by the ring's number
+    - `settled_ns`: the monotonic time up to which ended requests are settled
+    - `fates`: the counts of this session's spans, by `EXPORT_COUNTERS`
+    - `before`: the unreported counts of earlier sessions
+    - `is_reported`: True once the losses of this session are reported
     """
 
     generation: int = 0
@@ -82,17 +85,16 @@ class Progress:
 
     @property
     def unsettled(self) -> int:
-        """The number of spans that were read, but neither sent nor dropped."""
+        """The number of spans that the exporter has read, but neither sent nor dropped."""
         decided = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *ENDS))
         return max(self.fates["seen"] + self.fates["intervals"] - decided, 0)
 
     @property
     def unanswered(self) -> int:
-        """The number of spans in the request that the exporter was sending when it ended."""
+        """The number of spans in the last request of an exporter that ended before the answer."""
         return min(self.fates["sending"], self.unsettled)
 
     def unreported(self) -> dict[str, int]:
-        """Return the unreported counts of all sessions by counter. The exporter must have ended."""
         if self.is_reported:
             return dict(self.before)
         fates = {fate: count + self.before[fate] for fate, count in self.fates.items()}
@@ -105,7 +107,6 @@ class Progress:
 
 
 def count_undecided_as_lost(fates: MutableMapping[str, int]) -> None:
-    """Count undecided spans and requests as lost, because their exporter has ended."""
     for fate, lost in OPEN_FATES.items():
         fates[lost] += fates[fate]
         fates[fate] = 0
@@ -113,10 +114,12 @@ def count_undecided_as_lost(fates: MutableMapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeterState:
-    """The checkpoint of the metrics of one session, whose number is `generation`.
+    """The checkpoint for the metrics of one session.
 
-    `meter` has the counts from the rows before `places`, `delivered` the counts that a collector has. Metrics up to
-    `settled_ns` on the monotonic clock have been sent or dropped.
+    - `generation`: the number of the session
+    - `settled_ns`: the monotonic time up to which metrics have been sent or dropped
+    - `meter`: the counts from the rows before `places`
+    - `delivered`: the counts that a collector has
     """
 
     generation: int
@@ -127,8 +130,7 @@ class MeterState:
 
 
 class _TwoCopies:
-    """A text that is written alternately to two places of a file. If a writer is killed, the earlier copy remains
-    valid."""
+    """A text that is written to two places of a file in turn. If a writer is killed, the earlier copy remains valid."""
 
     _HEAD = Struct("<QII")
 
@@ -137,7 +139,6 @@ class _TwoCopies:
         self._turn = -1
 
     def read(self) -> bytes:
-        """Return the newest valid copy, b"" for none."""
         newest, self._turn = b"", 0
         for copy in (0, 1):
             data = os.pread(self._claim.fileno(), self._room, self._at + copy * self._room)
@@ -148,7 +149,6 @@ class _TwoCopies:
         return newest
 
     def write(self, text: bytes) -> bool:
-        """Write a text over the older copy. Return False if it is too long."""
         if self._turn < 0:
             self.read()
         if self._HEAD.size + len(text) > self._room:
@@ -173,7 +173,7 @@ class ExportCheckpoint(Claim):
         self._meter = _TwoCopies(self, at - layout.METER_BYTES, layout.METER_BYTES)
 
     def read(self) -> Progress:
-        """Return the checkpoint of the spans, an empty one if the recording was never exported."""
+        """Return the checkpoint of the spans. It is empty if the recording was never exported."""
         try:
             return Progress(**_decode(self._progress.read()))
         except DAMAGED:
@@ -183,18 +183,15 @@ class ExportCheckpoint(Claim):
         self._progress.write(_encode(progress))
 
     def read_meter(self) -> MeterState | None:
-        """Return the checkpoint of the metrics, None if there is none or both copies are damaged."""
         try:
             return MeterState(**_decode(zlib.decompressobj().decompress(self._meter.read(), LARGEST_BYTES)))
         except (zlib.error, RecursionError, *DAMAGED):
             return None
 
     def write_meter(self, state: MeterState) -> bool:
-        """Write the checkpoint of the metrics. Return False if it does not fit."""
         return self._meter.write(zlib.compress(_encode(state), 1))
 
     def count_unread(self) -> int:
-        """Return the number of rows that no exporter has read, 0 if an exporter has reported them already."""
         progress, head = self.read(), RecordingHead(self.fileno())
         is_of_now = progress.generation == head.generation
         if is_of_now and progress.is_reported:
@@ -214,8 +211,6 @@ def _decode(text: bytes) -> dict[str, Any]:
 
 
 def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the losses of an export by their names in reports. `fates` maps counters to counts, and may also have
-    `unread` and `perhaps`."""
     return {name: fates[fate] for name, fate in _FATE_BY_LOSS.items() if fates.get(fate)}
 
 

@@ -64,7 +64,7 @@ STATES = ("new", "running", "goodbye", "forked", "off")
 
 
 def _numpy_type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
-    """Return the numpy type of a record of the layout, with `before` unused bytes in front, and `size` bytes in all."""
+    """Return the numpy type of a record. The type has `before` unused bytes in front, and `size` bytes in all."""
 
     def form(code: str) -> Any:
         count, kind = code[:-1], code[-1]
@@ -97,7 +97,7 @@ _FACT, _DETAIL = layout.FACT.packer(), layout.DETAIL.packer()
 
 @cache
 def _ring_type(object_bytes: int) -> np.dtype[np.void]:
-    """Return the numpy type of a ring, whose fields come after the `object_bytes` of the recorder's own object."""
+    """Return the numpy type of a ring. The first `object_bytes` bytes belong to the recorder's own object."""
     return _numpy_type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
@@ -120,10 +120,8 @@ class _Ring(NamedTuple):
 
 
 class Mapped:
-    """A reader of a recording, given by a descriptor or as memory of this process. Each call reads the current state.
-
-    Raises `TraceError` for a file that is no recording.
-    """
+    """A reader of a recording, from a file descriptor or from memory of this process. Each call reads the current
+    state. Raises `TraceError` for a file that is no recording."""
 
     in_doubt = 1
     """The number of rows per ring that are not read, because a killed process may have left them half-written."""
@@ -149,7 +147,6 @@ class Mapped:
     # ---------------------------------------------------------------- bytes
 
     def _read_bytes(self, offset: int, count: int) -> bytes:
-        """Return up to `count` bytes from an offset, fewer at the end of the file."""
         if self._memory is not None:
             return bytes(self._memory[offset : offset + count])
         pieces = []
@@ -201,15 +198,13 @@ class Mapped:
         return self.generation
 
     def _read_slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return the slots of a part that have been in use. Slots beyond the end of the file are left out."""
         self._read_head()
         part = self._parts[name]
         data = self._read_bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slot_of(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-        """Return the number of the slot at each address of the recorded process, -1 for an address outside of the
-        part."""
+        """Return the slot number of each address in the recorded process. An address outside of the part has -1."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
@@ -222,7 +217,6 @@ class Mapped:
 
     @property
     def header(self) -> Header:
-        """The recorded process and the current state of its recording."""
         head = self._read_head()
         return Header(
             pid=int(head["pid"]),
@@ -242,7 +236,7 @@ class Mapped:
         return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
 
     def _read_sites(self) -> dict[int, Site]:
-        """Return the sites by their addresses, to which nodes refer. Only new sites are read."""
+        """Return the sites by their addresses in the recorded process. Only new sites are read."""
         part = self._parts["facts"]
         generation, until = self._sites_until
         if generation != self.generation or part.used < until:
@@ -256,11 +250,10 @@ class Mapped:
 
     @property
     def known_tree(self) -> CallTree:
-        """The call paths as of the last read, without reading again."""
         return self._tree
 
     def tree(self) -> CallTree:
-        """Return the current call paths. The object is the same until a path is added."""
+        """Return the current call tree. It is the same object until a call path is added."""
         nodes = self._read_slots("nodes", _NODE)
         self._read_head()  # a site is written before its first node is known, but maybe after the head was read
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
@@ -288,8 +281,6 @@ class Mapped:
         return self.tree().sites
 
     def _read_rings(self) -> list[_Ring]:
-        """Return the rings of the current session, in the order of their numbers. In a damaged recording, rings that
-        claim too many rows have none."""
         ring_by_number: dict[int, _Ring] = {}
         rings = self._read_slots("rings", self._ring_type)
         head = self._read_head()  # a ring has room for its rows before the first one, but maybe since the head was read
@@ -311,21 +302,19 @@ class Mapped:
         return [ring_by_number[number] for number in sorted(ring_by_number)]
 
     def threads(self) -> dict[int, str]:
-        """Return the names of the recorded threads by native id, in the order in which they began to record."""
         return {ring.thread_id: ring.name for ring in self._read_rings() if ring.thread_id}
 
     # ---------------------------------------------------------------- spans
 
     def read_heads(self) -> dict[int, int]:
-        """Return how many rows have been written to each ring, by the ring's number."""
+        """Return the number of rows that were ever written to each ring, by the ring's number."""
         return {ring.number: ring.head for ring in self._read_rings() if ring.thread_id}
 
     def first_row_after(self, after_ns: int) -> dict[int, int]:
-        """Return, by ring number, the number of the ring's first row that ended after a time."""
         return {ring.number: self._first_after(ring, after_ns) for ring in self._read_rings() if ring.thread_id}
 
     def _first_after(self, ring: _Ring, after_ns: int) -> int:
-        """Return the number of a ring's first row that ended after a time. Rows are in the order of their ends."""
+        """Return the number of the first row in a ring that ended after a time. Rows are in the order of their ends."""
         part, mask, at = self._parts["rows"], ring.capacity - 1, layout.ROW.fields["end_ns"][0]
 
         def has_ended_after(number: int) -> bool:
@@ -336,8 +325,8 @@ class Mapped:
         return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
 
     def find_threads_with_losses(self, since_ns: int) -> tuple[set[int], set[int]]:
-        """Return the threads that may have lost rows which ended after `since_ns`: running threads whose rings have
-        wrapped, and ended threads."""
+        """Return the threads that may have lost rows which ended after `since_ns`. The first set has threads whose
+        rings have overwritten rows. The second set has threads that have ended."""
         rings = [ring for ring in self._read_rings() if ring.thread_id]
 
         def reaches_back(ring: _Ring) -> bool:
@@ -349,10 +338,11 @@ class Mapped:
         return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
 
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
-        """Return the rows of all rings from the numbers in `since` on, the newest `most` of them.
+        """Return the rows of all rings, at most `most` rows. The oldest rows of a full ring are left out (see
+        `in_doubt`).
 
-        `since` maps ring numbers to row numbers. The oldest rows of a full ring are left out (see `in_doubt`). The next
-        call continues from the `head` of each result.
+        `since` has the number of the first row to read of each ring. The next call continues from the `head` of each
+        result.
         """
         copied, requests = [], []
         for place, ring in enumerate(ring for ring in self._read_rings() if ring.thread_id):
@@ -384,8 +374,8 @@ class Mapped:
         return np.frombuffer(data.ljust((end - first) * part.stride, b"\0"), ROWS)
 
     def _read_wrapped(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
-        """Return slots of a ring as bytes, from number `first` to before number `end`, counted from the first slot ever
-        written."""
+        """Return slots of a ring as bytes, from the number `first` to before the number `end`. All slots ever written
+        are counted."""
         at, count = first % capacity, end - first
         before = min(count, capacity - at)
         pieces = ((at, before), (0, count - before))
@@ -395,7 +385,7 @@ class Mapped:
         )
 
     def _current_head(self, ring: _Ring) -> int:
-        """Return how many rows have been written to a ring by now, -1 if the ring is another thread's."""
+        """Return the number of rows that were ever written to a ring. Return -1 if the ring is now another thread's."""
         part = self._parts["rings"]
         data = self._read_bytes(part.offset + ring.slot * part.stride, part.stride)
         if len(data) < part.stride:
@@ -438,7 +428,7 @@ class Mapped:
         return sorted(span_by_id.values(), key=lambda span: (span.start_ns, span.span_id))
 
     def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
-        """Return the attributes that an open span has so far, none while they are being written."""
+        """Return the current attributes of an open span. They are empty while the span's thread writes them."""
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
@@ -451,13 +441,13 @@ class Mapped:
         return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """Return the details that were written from the offset `begin` on, by span id, and the offset after them. A
-        detail is the active time in ns, and a JSON text."""
+        """Return the details of rows that were written from an offset on, by span id. Also return the offset after
+        them. A detail is the active time in ns, and a JSON text."""
         pieces, used = self.copied_details(begin)
         return details_in(pieces), used
 
     def copied_details(self, begin: int = 0) -> tuple[list[bytes], int]:
-        """Return the details from the offset `begin` on as bytes for `details_in`, and the offset after them."""
+        """Return the details from an offset on as bytes for `parse_details`. Also return the offset after them."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
@@ -474,7 +464,8 @@ class Mapped:
         return [data for at, data in pieces if at >= oldest], used
 
     def intervals(self, since: int = 0) -> Records:
-        """Return the valid device intervals in the ring, the oldest first, without the first `since` ever written."""
+        """Return the valid device intervals, the oldest first. Skip the first `since` intervals that were ever
+        written."""
         table = self._read_newest("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
         sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
@@ -510,7 +501,8 @@ class Mapped:
         return sorted([*samples, *values], key=attrgetter("at_ns", "device", "name"))
 
     def _read_newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
-        """Return the slots of a ring in order, without the slot to be written next, because it may be half-written."""
+        """Return the slots of a ring in order. The slot to be written next is left out, because it may be
+        half-written."""
         self._read_head()
         part = self._parts[name]
         slots, used = min(slots, part.slots), part.used
@@ -525,13 +517,13 @@ class Mapped:
     # ---------------------------------------------------------------- totals
 
     def tally(self, choose_sites: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the totals of all calls so far, by call path and thread. `choose_sites(tree)` returns for each site,
-        by its number, True to include it."""
+        """Return the totals of all calls so far, by call path and thread. `choose_sites` returns True for each site to
+        include."""
         tree, threads, totals, *histograms = self._totals(choose_sites)
         return Tally.of_nodes(tree, *_convert_totals(threads, totals, self._histograms(totals, *histograms)))
 
     def totals(self) -> Tally:
-        """Return the totals of all calls, as `tally` does. Histograms are added up only when they are requested."""
+        """Return the totals of all calls so far. Histograms are added up only on demand."""
         tree, threads, totals, *histograms = self._totals(None)
         place_of = np.array(tree.merge_equal_paths().places, np.int64)[totals["node"]]
 
@@ -549,7 +541,7 @@ class Mapped:
         )
 
     def first_calls(self) -> dict[int, tuple[int, int]]:
-        """Return the start time and the length in ns of the first completed call of each call path, by node."""
+        """Return the start time and the duration in ns of the first completed call of each node."""
         firsts: dict[int, tuple[int, int]] = {}
         _, _, totals, *_ = self._totals(None)
         for node, begin_ns, length_ns in totals[["node", "first_ns", "first_total_ns"]].tolist():
@@ -574,11 +566,11 @@ class Mapped:
         return tree, threads, totals[is_counted], chunks, highs
 
     def _copy_slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return the slots of several parts. The recorded process may write between these reads."""
+        """Return the slots of several parts. The recorded process may write while they are read."""
         return [self._read_slots(name, kind) for name, kind in parts]
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
-        """Return the histograms of totals as bucket records. A bucket may occur more than once."""
+        """Return the histograms of totals as records of buckets. A bucket may occur more than once."""
         row, place = np.nonzero(totals["chunks"])
         slots = self._slot_of(totals["chunks"][row, place], "chunks")
         sound = (slots >= 0) & (slots < len(chunks))
@@ -609,8 +601,6 @@ class Mapped:
 
 
 def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
-    """Return the active time and the text of each detail, by span id. `pieces` are the bytes that `copied_details`
-    returned."""
     return {
         span_id: (active_ns, text)
         for data in pieces
@@ -637,7 +627,6 @@ def _are_valid_rows(rows: Records, nodes: int) -> NDArray[np.bool_]:
 def _convert_totals(
     threads: Mapping[int, _Ring], totals: Records, buckets: Records
 ) -> tuple[Records, Records, dict[int, str]]:
-    """Return totals of the layout as lines of a tally, the buckets of their histograms, and the names of threads."""
     lines = np.zeros(len(totals), TOTALS)
     for name in set(Totals._fields).intersection(totals.dtype.names or ()):
         lines[name] = np.minimum(totals[name], LARGEST) if name in SUMS else totals[name]
@@ -651,8 +640,6 @@ def _convert_totals(
 
 
 def read_own_metrics(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
-    """Return the former values of the service's own metrics (`Gauge`, `Counter`), and the newest value of each
-    metric."""
     mapped._read_head()
     part, first = mapped._parts["numbers"], layout.NUMBERS
     if not part.used or part.slots < first + layout.NEWEST_NUMBERS:

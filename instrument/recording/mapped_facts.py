@@ -27,10 +27,8 @@ UNKNOWN = "(unknown)"
 
 
 class Header(NamedTuple):
-    """The header of a recording: the recorded process, and the state of its session. `facts` describes both.
-
-    `monotonic_ns` and `realtime_ns` are the time of the header's last update, on the monotonic and the wall clock.
-    """
+    """The header of a recording. `facts` describes the recorded process and its session. `monotonic_ns` and
+    `realtime_ns` are the time of the header's last update, on the monotonic and the wall clock."""
 
     pid: int
     started: int
@@ -44,12 +42,12 @@ class Header(NamedTuple):
 
     @property
     def begun_ns(self) -> int:
-        """The start time of the session on the monotonic clock, if unknown the time of the last update."""
+        """The monotonic time at which the session began. If this is unknown, the time of the last update."""
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
     def fact(self, name: str, kind: type[Fact]) -> Fact:
-        """Return a fact. If it is missing or not of the type `kind`, return an empty value of this type."""
+        """Return the fact with a name. If it is missing or not of the type `kind`, return an empty value."""
         value = self.facts.get(name)
         return value if isinstance(value, kind) else kind()
 
@@ -63,7 +61,6 @@ class Header(NamedTuple):
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """The GPUs whose gauges are read, without invalid entries."""
         entries = [entry for entry in self.fact("gpus", list) if isinstance(entry, dict)]
         return tuple(
             Gpu(device, str(entry.get("model", "")), str(entry.get("uuid", "")))
@@ -73,17 +70,16 @@ class Header(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The newest notes of the process, on what it did not observe."""
         return tuple(map(str, self.fact("notes", list)))
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """The fields of `spans.Origin` that the process has written."""
         return self.fact("origin", dict)
 
 
 class OpenSpan(NamedTuple):
-    """A span that has begun but not ended. `node` is the number of its call path, `active_ns` the time it has run."""
+    """A span that has begun but not ended. `node` is the number of its call path. `active_ns` is its active time so
+    far, -1 if unknown."""
 
     site: Site
     node: int
@@ -99,8 +95,8 @@ class OpenSpan(NamedTuple):
 
 
 class RingRows(NamedTuple):
-    """Rows that were read from one thread's ring, from number `first` on. `missed` rows were overwritten before they
-    could be read."""
+    """The rows from one thread's ring, from the number `first` on. `missed` rows were overwritten before they could be
+    read."""
 
     ring: int
     thread_id: int
@@ -111,10 +107,8 @@ class RingRows(NamedTuple):
 
 
 def iterate_records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
-    """Yield consecutive records, each with the text after it, up to the first invalid record.
-
-    The last two fields of a record are its size and the size of its text.
-    """
+    """Yield the records in bytes and the text of each, up to the first invalid record. The last two fields of a record
+    are its size and the size of its text."""
     at, least = 0, packer.size
     while at + least <= len(data):
         record = packer.unpack_from(data, at)
@@ -135,7 +129,6 @@ def facts_in(text: bytes) -> dict[str, Any]:
 
 
 def site_of(facts: Mapping[str, Any]) -> Site:
-    """Return a site from a JSON object. Invalid fields get their defaults."""
     sound: dict[str, Any] = {
         name: value
         for name, kind in _SITE.items()
@@ -149,7 +142,6 @@ _SITE = {member.name: _TYPES[str(member.type)] for member in plain_fields(Site) 
 
 
 def sound_attributes(attributes: Any) -> dict[str, Any]:
-    """Return the attributes without values of invalid types."""
     return {
         name: value
         for name, value in (attributes.items() if isinstance(attributes, dict) else ())
@@ -158,15 +150,14 @@ def sound_attributes(attributes: Any) -> dict[str, Any]:
 
 
 def detail_of(active_ns: int, facts: Mapping[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
-    """Return the details that only some rows have: the active time (-1 if it is the total time), the error, and the
-    attributes."""
+    """Return the active time of a row (-1 if it is the total time), the error, and the attributes."""
     error = facts.get("error")
     active_ns = active_ns if -1 <= active_ns < FARTHEST_NS else -1
     return active_ns, error if isinstance(error, str) else None, sound_attributes(facts.get("attributes"))
 
 
 def parse_thread_name(label: bytes) -> str:
-    """Return a thread's name from its JSON, which has no closing quote if the name was too long."""
+    """Return the name of a thread from JSON. The JSON of a long name lacks the closing quote."""
     for text in (label, label + b'"'):
         try:
             name = json.loads(text)

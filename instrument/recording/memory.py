@@ -45,12 +45,13 @@ _NAME = re.compile(r"([0-9]+)-([0-9]+)\.recording")
 
 
 def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
-    """Make the memory of a recording with rings of `ring_bytes`, and write its header. The caller must close it. Raises
-    `OSError`.
+    """Make the memory of a recording, and write its header. The caller must close it. Raises `OSError`.
 
-    The oldest recordings of ended processes in `directory` are removed, so that the folder's size remains within
-    `disk_bytes`. A file there gets all its blocks at once, because a write to a mapped file on a full disk would kill
-    the process. A lock on the file shows that its process lives.
+    The memory is a file in `directory`, or a file without a name. Old recordings of ended processes are removed to keep
+    the directory within `disk_bytes`.
+
+    A file in a directory gets all its blocks at once. Otherwise a write to a mapped file on a full disk would kill the
+    process. A lock on the file shows that its process is alive.
     """
     parts, size_bytes = layout.plan_parts(ring_bytes, is_sparse=not directory)
     _refuse_beyond_limits(size_bytes, is_sparse=not directory)
@@ -95,7 +96,6 @@ def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30)
 
 
 def abandoned_recordings(directory: Path) -> list[Path]:
-    """Return the paths of the recordings in a directory whose processes have ended, the oldest first."""
     files = []
     for path in directory.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):
@@ -105,10 +105,8 @@ def abandoned_recordings(directory: Path) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Return True if the process that writes the recording at a path is alive.
-
-    This is known from the process's lock on the file, else from its id and start time.
-    """
+    """Return True if the process that writes a recording is alive. The process has a lock on the file. Without a lock,
+    the process id and the start time in the file's name decide."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,7 +128,6 @@ def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
 
 
 def private_head(ring_bytes: int) -> bytes:
-    """Return the header for a recording in private memory."""
     is_sparse = _read("/proc/sys/vm/overcommit_memory") != "2"
     return _pack_header(*layout.plan_parts(ring_bytes, is_sparse=is_sparse))
 
@@ -189,11 +186,9 @@ class SlotRoom(NamedTuple):
         return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride], part.slots)
 
     def count_used(self) -> int:
-        """Return how many slots have been written, by any process."""
         return int(_U64.unpack_from(self.head, self.offset_of_used())[0])
 
     def offset_of_used(self) -> int:
-        """Return the offset of the field in the header that counts the part's written slots."""
         return layout.part_header_offset(self.name) + layout.PART.fields["used"][0]
 
     def add_all(self, cells: struct.Struct, records: Iterable[Sequence[Any]], slots: int) -> None:
@@ -241,7 +236,7 @@ class IntervalRing:
         self._find_room = find_room
 
     def add_all(self, intervals: Iterable[tuple[int, int, int, int, int, str, int]]) -> None:
-        """Add intervals, each with the id of its span, device, stream, begin, end, label and uncertainty."""
+        """Add intervals: span id, device, stream, begin, end, label and uncertainty."""
         if (room := self._find_room()) is not None:
             slots = min(self._most_slots, room.slots)
             layout.HEADER.write(room.head, interval_slots=slots)
@@ -249,7 +244,7 @@ class IntervalRing:
             room.add_all(_CELLS, cells, slots)
 
     def publish_settled(self, until_ns: int) -> None:
-        """Publish the time up to which ended spans have all their intervals."""
+        """Publish the time up to which ended spans have all their device intervals."""
         if (room := self._find_room()) is not None:
             layout.HEADER.write(room.head, settled_ns=until_ns)
 
@@ -276,10 +271,8 @@ def add_samples(room: SlotRoom | None, samples: Iterable[Sample]) -> None:
 
 
 class GaugePlace(Claim):
-    """The ring of gauge readings in another process's recording, for its current session.
-
-    Only the process that has the claim may read the gauges. Raises `OSError`.
-    """
+    """A writer of gauge readings into the recording of another process, for its current session. Raises `OSError`. Only
+    the process that has the claim may read the gauges."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, CLAIMED)

@@ -31,7 +31,7 @@ _LOCK_AT = 1 << 50
 
 
 def duplicate(fd: int) -> int:
-    """Duplicate a descriptor. The copy has a number from `FIRST_FD` on, unless the process's limit is lower."""
+    """Duplicate a descriptor. The copy has a number from `FIRST_FD` on, if the process's limit allows this."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
     except OSError:
@@ -39,7 +39,6 @@ def duplicate(fd: int) -> int:
 
 
 def identity_of(fd: int) -> tuple[int, int]:
-    """Return the device and the inode of a descriptor's file, (-1, -1) for a closed descriptor."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -48,14 +47,14 @@ def identity_of(fd: int) -> tuple[int, int]:
 
 
 class OwnDescriptor:
-    """A descriptor of ours, -1 for none. The service may close it and reuse its number for another file, as daemons
-    do."""
+    """A file descriptor of this package, -1 for none. A daemon may close it and open another file with the same
+    number."""
 
     def __init__(self, fd: int = -1) -> None:
         self._fd, self._identity = fd, identity_of(fd)
 
     def fileno(self) -> int:
-        """Return the descriptor, or -1 if the service has closed or reused it."""
+        """Return the descriptor. Return -1 if the service has closed it."""
         if self._fd >= 0 and identity_of(self._fd) != self._identity:
             self._fd = -1
         return self._fd
@@ -68,10 +67,8 @@ class OwnDescriptor:
 
 
 class Claim(OwnDescriptor):
-    """A claim of one process on a recording, as a lock on the file. The system releases it when the process ends.
-
-    `fileno` returns the recording's descriptor. Raises `OSError`.
-    """
+    """The right of one process to export a recording, or to write gauges into it. It is a lock on the recording's file.
+    The system releases the lock when the process ends. Raises `OSError`."""
 
     def __init__(self, fd: int, kind: int) -> None:
         # Open the file anew: a lock belongs to an open file, which a passed descriptor shares with its sender.
@@ -83,7 +80,7 @@ class Claim(OwnDescriptor):
         self._lock_at = _LOCK_AT + kind
 
     def take(self) -> bool:
-        """Acquire the claim. Return False if another process has it."""
+        """Acquire the lock. Return False if another process has it."""
         try:
             fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
         except OSError:
@@ -100,10 +97,8 @@ MOST_SLOTS = 1 << 15
 
 
 class RingHead(NamedTuple):
-    """A ring of the current session. `head` counts all rows that were ever written to it.
-
-    `address` and `rows` are the addresses of the recorder's object and of its rows in the recorded process.
-    """
+    """A ring of the current session. `head` counts all rows that were ever written to it. `address` and `rows` are
+    addresses in the recorded process: of the recorder's object for the ring, and of the rows."""
 
     number: int
     thread_id: int
@@ -115,7 +110,8 @@ class RingHead(NamedTuple):
 
 
 class RecordingHead:
-    """A reader of a recording without numpy. It reads the header once. Raises `OSError` if a file is no recording."""
+    """A reader of a recording that does not import numpy. It reads the header once. Raises `OSError` if the file is no
+    recording."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._data = fd, os.pread(fd, HEADER.size, 0)
@@ -129,18 +125,16 @@ class RecordingHead:
 
     @property
     def generation(self) -> int:
-        """The number of the recording's session: each session of a process begins a new generation."""
+        """The number of the session. Each session of a process has a new number."""
         return self.number("generation")
 
     def find_part(self, name: str) -> Part:
-        """Return the place of a part in the recording. Raises `OSError` if the place is invalid."""
         part = Part(*struct.unpack_from("<5Q", self._data, part_header_offset(name)))
         if part.stride != STRIDES[name] or part.offset + part.slots * part.stride > 1 << 62:
             raise OSError(errno.EINVAL, f"the part {name} is damaged")
         return part
 
     def read_slots(self, name: str) -> list[bytes]:
-        """Return the slots of a part that have been in use."""
         part = self.find_part(name)
         data = os.pread(self._fd, min(part.used, part.slots, MOST_SLOTS) * part.stride, part.offset)
         return [data[at : at + part.stride] for at in range(0, len(data) - part.stride + 1, part.stride)]
@@ -161,7 +155,6 @@ class RecordingHead:
         return rings
 
     def rows_kept(self) -> int:
-        """Return the approximate number of spans in the rings."""
         return sum(min(ring.head, ring.capacity) for ring in self.read_rings())
 
     def has_open_span(self) -> bool:
@@ -175,13 +168,11 @@ class RecordingHead:
         return any(0 < span_id < 1 << 63 for span_id in open_ids - ended_ids)
 
     def _newest_id(self, ring: RingHead) -> int:
-        """Return the span id of the newest row of a ring, 0 for none."""
         at = ring.rows - self.number("address") + ((ring.head - 1) & ring.mask) * STRIDES["rows"]
         return int.from_bytes(os.pread(self._fd, 8, at), "little") if ring.head and 0 < at < 1 << 62 else 0
 
 
 def generation_of(fd: int) -> int:
-    """Return the number of a recording's current session, 0 if it cannot be read."""
     try:
         return RecordingHead(fd).generation
     except OSError:
@@ -232,7 +223,7 @@ REASONS = (
 
 
 class Record(NamedTuple):
-    """The layout of a C structure: its size, and for each field its offset and its type as a code of `struct`."""
+    """The layout of a C structure. `fields` has the offset of each field, and its type as a code of `struct`."""
 
     size: int
     fields: Mapping[str, tuple[int, str]]
@@ -249,12 +240,11 @@ class Record(NamedTuple):
             struct.pack_into(f"<{code}", memory, offset, *(value if isinstance(value, list) else (value,)))
 
     def packer(self) -> struct.Struct:
-        """Return a `struct.Struct` for a structure without gaps between its fields."""
+        """Return a `struct.Struct` for the record. Its fields must have no gaps between them."""
         return struct.Struct("<" + "".join(code for _, code in self.fields.values()))
 
 
 def _packed_record(**types: str) -> Record:
-    """Return the layout of a structure without gaps, from the types of its fields in order."""
     fields, at = {}, 0
     for name, code in types.items():
         fields[name] = at, code
@@ -321,7 +311,7 @@ STRIDES: Mapping[str, int] = {
 
 
 class Part(NamedTuple):
-    """The place of a part in a recording: its offset, and the size in bytes (`stride`) and number of its slots."""
+    """The place of a part in a recording: `slots` slots of `stride` bytes from `offset` on."""
 
     offset: int
     stride: int
@@ -331,7 +321,6 @@ class Part(NamedTuple):
 
 
 def part_header_offset(name: str) -> int:
-    """Return the offset in the header at which the place of a part is stored."""
     return HEADER.fields["parts"][0] + PARTS.index(name) * PART.size
 
 
@@ -353,17 +342,16 @@ memory."""
 
 
 def interval_slots(ring_bytes: int) -> int:
-    """Return how many device intervals a recording with rings of `ring_bytes` keeps."""
     return max(ring_bytes // INTERVAL_SHARE // INTERVAL.size, 64)
 
 
 def detail_bytes(ring_bytes: int) -> int:
-    """Return the bytes for details of rows: a fourth of `ring_bytes`, at least 8 MiB, in whole blocks."""
     return max(8 << 20, ring_bytes // 4 // (4 * DETAIL_BLOCK_BYTES) * 4 * DETAIL_BLOCK_BYTES)
 
 
 def plan_parts(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
-    """Return the parts of a recording by name, and its size in bytes. A sparse file takes only the used pages."""
+    """Return the parts of a recording by name, and its size in bytes. A sparse file takes only the pages that are
+    used."""
     share = 1 if is_sparse else 4
     slots = {
         "text": TEXT_BYTES,
@@ -421,12 +409,11 @@ STREAM = object()
 
 
 def unpacked_rows(data: bytes) -> Iterator[Row]:
-    """Yield the rows in bytes of a recording, without their details."""
+    """Yield the rows in bytes of a recording. Details of rows are left out."""
     for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in PACKED_ROW.iter_unpack(data):
         active_ns = rare >> 1 if rare & 1 else -1
         yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None
 
 
 def is_request_root(row: Row) -> bool:
-    """Return True for the row of a request that is the root of its tree."""
     return row[SPAN_ID] == row[ROOT_ID] and bool(row[ROOT_ID] & REQUEST_BIT)

@@ -32,9 +32,11 @@ COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 class MetricDefinition(NamedTuple):
     """The declaration of a metric.
 
-    `needs` is the key of the profile that turns on a counted metric, "" for none. `bounds` are the bucket bounds of a
-    histogram in Prometheus's text format, in the unit of the metric. The metric of a gauge is the gauge's value times
-    `scale`, divided by the newest value of the gauge `per`. All its series have the `attributes`.
+    - `needs`: the key of the profile that turns on the metric, "" for none
+    - `bounds`: the bucket bounds of a histogram in Prometheus's text format, in the metric's unit
+    - `scale`: the factor between a gauge's value and the metric
+    - `per`: a gauge by whose newest value the metric is divided
+    - `attributes`: attributes of all series
     """
 
     name: str
@@ -142,11 +144,8 @@ processes."""
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """The unit and the description of a gauge in reports, and its metrics for a collector.
-
-    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning. A gauge
-    that `is_own` is one of the service's own metrics.
-    """
+    """A gauge in reports, and its metrics for a collector. A gauge that `grows` is a counter with an arbitrary start,
+    so only differences of its values have a meaning. A gauge that `is_own` is a metric of the service itself."""
 
     unit: str
     about: str
@@ -164,7 +163,7 @@ def _metric(name: str, unit: str, kind: str = GAUGE, **facts: Any) -> tuple[Metr
 
 
 def _make_percent_metric(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
-    """Return the metric of a gauge whose unit is percent. The unit of the metric is 1."""
+    """Return the metric of a gauge in percent. The unit of the metric is 1."""
     return _metric(name, "1", scale=0.01, **facts)
 
 
@@ -240,13 +239,11 @@ GENERATION = (OPERATION, PROVIDER, "gen_ai.request.model")
 
 
 def generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
-    """Return the labels of a generation: the given ones, and those from its span's attributes."""
     usual = operation_of(str(dict(labels).get("http.route", "")))
     return tuple({OPERATION: usual, **dict(labels), **dict(generation_facts(attributes))}.items())
 
 
 def operation_of(route: str) -> str:
-    """Return OpenTelemetry's name, such as `chat`, for the operation of an HTTP route that generates text."""
     return "chat" if route.endswith("/chat/completions") else "text_completion"
 
 
@@ -256,7 +253,7 @@ def matches_route(route: str, patterns: Sequence[str]) -> bool:
 
 
 def has_generation_names(names: Iterable[object]) -> bool:
-    """Return True if one of a span's attribute names marks it as a generation by a model."""
+    """Return True if an attribute name begins with `gen_ai.`. Such a span is a generation by a model."""
     return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 
@@ -265,8 +262,8 @@ def generation_facts(attributes: Mapping[Any, Any]) -> Labels:
 
 
 def token_times(attributes: Mapping[Any, Any]) -> tuple[int, int | None] | None:
-    """Return the time to a stream's first item, and the mean time per later item, in ns. Return None for a stream
-    without items."""
+    """Return the time to the first item of a stream, and the mean time per later item, in ns. Return None without
+    items."""
     first_ns, last_ns, items = (attributes.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
     if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
         return None  # missing, or the service's own attributes of the same names
@@ -302,7 +299,6 @@ def cell_name(name: str, unit: str, kind: str) -> bytes:
 
 
 def is_valid_cell_name(name: str, unit: str) -> bool:
-    """Return True if the name and unit of a metric are valid and fit into a cell."""
     is_text = bool(name) and name.isprintable() and unit.isprintable()
     return is_text and len(cell_name(name, unit, str(ZERO))) < NAME_BYTES
 
@@ -331,8 +327,8 @@ def samples_of(former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int 
 
 
 def add_service_gauge(name: str, unit: str, *, grows: bool) -> bool:
-    """Add a metric of the service to `GAUGES`. Return False if a gauge of the host or a GPU has that name, or if there
-    are too many names."""
+    """Add a metric of the service to `GAUGES`. Return False if there is another gauge with its name, or too many
+    gauges."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         metrics = () if grows else (MetricDefinition(name, unit),)  # counters and sums are in snapshots
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
@@ -343,8 +339,7 @@ ABOUT, GROWS = "a number of the service's own", "a number of the service's own, 
 
 
 def learn_gauges(gauges: Mapping[object, object]) -> None:
-    """Add the service's metrics in a file to `GAUGES`. `gauges` maps each metric's name to one text with its unit and
-    description."""
+    """Add the metrics that a file describes to `GAUGES`. The text of a metric has its unit and its description."""
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):
@@ -352,7 +347,6 @@ def learn_gauges(gauges: Mapping[object, object]) -> None:
 
 
 def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
-    """Return the service's counters and histograms as metrics, from the newest cells."""
     from instrument.recording.distributions import LARGEST_SUM, ONE, Distribution, Metric, bucket_of
 
     counters: list[Metric] = []

@@ -31,11 +31,10 @@ NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
 
 
 class CallTree:
-    """The call tree of a process, as columns by node number. A node's parent has a smaller number. Callers must not
-    change columns.
+    """The call tree of a process, as columns by node number. The parent of a node has a smaller number.
 
-    A column that grows is replaced by a new one, because another thread may read the old one meanwhile. Values of a
-    site are computed once, so they must not change.
+    A column never changes, because another thread may read it. A column that grows is replaced. Values of a site are
+    computed once, so sites must not change.
     """
 
     def __init__(self) -> None:
@@ -49,11 +48,8 @@ class CallTree:
         return len(self._nodes) // 2
 
     def extend(self, first: int, numbers: bytes, parents: bytes) -> None:
-        """Add nodes from the number `first` on: for each the index of its site in `sites`, and its parent. Only one
-        thread may call this at a time.
-
-        A parent is a node or `NOT_BELOW`. Both columns are 32-bit numbers.
-        """
+        """Add nodes from the number `first` on. Only one thread may call this at a time. Both columns are 32-bit
+        numbers: the index of each node's site in `sites`, and the node's parent or `NOT_BELOW`."""
         if numbers:
             added = array("i", 2 * numbers)
             added[::2], added[1::2] = array("i", numbers), array("i", parents)
@@ -84,15 +80,15 @@ class CallTree:
         return self.number_sites(KEY)
 
     def map_sites(self, say: Callable[[Site], Result]) -> list[Result]:
-        """Return `say(site)` for each site, by the site's number. Results are cached by function, so do not pass a
-        lambda."""
+        """Return the result of `say` for each site, by the site's number. Results are cached by function, so `say` must
+        not be a lambda."""
         results: list[Result] = self._said.get(say, [])
         if len(results) < len(self.sites):
             results = self._said[say] = [*results, *map(say, self.sites[len(results) :])]
         return results
 
     def number_sites(self, say: Callable[[Site], Hashable]) -> array[int]:
-        """Return for each site the number of the first site for which `say` returns the same value."""
+        """Return a number for each site. Sites with equal results of `say` have the number of the first such site."""
         number_by_result: dict[Hashable, int] = {}
         return array("i", map(number_by_result.setdefault, self.map_sites(say), itertools.count()))
 
@@ -109,7 +105,6 @@ class Located(NamedTuple):
 
     @classmethod
     def merge_nodes(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
-        """Merge nodes with equal paths, from their sites, their parents and the keys of sites."""
         above, places = array("i"), array("i")
         place_by_key: dict[int, int] = {}  # by numbers: a pair would be a thing more for the collector to look at
         for node, (site, parent) in enumerate(zip(site_of, parents, strict=True)):

@@ -22,10 +22,8 @@ KEY_ATTRIBUTES = ("phase", "direction", "sync")
 
 
 class Work(NamedTuple):
-    """The framework that launches a span's device work, and the indices of the devices.
-
-    Without indices, the work is on the framework's current device.
-    """
+    """The framework that launches the device work of a span, and the devices. Without devices, the work is on the
+    framework's current device."""
 
     framework: str
     devices: tuple[int, ...] = ()
@@ -33,16 +31,16 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """An instrumented place in code, such as a function, with the static values that all its spans share. A site is
-    compared by identity, because it is the key of the tally on the hot path.
+    """An instrumented place in code, such as a function, with the values that all its spans share.
 
-    - `key` compares by value.
-    - `name` groups calls; for a layer it is the class name.
-    - `instance` distinguishes sites of one name; for a layer it is the path in the module tree.
-    - `attributes` are those of every span.
-    - A span shorter than `min_ns` without children and error is only counted in the tally.
-    - A site that `suspends` is a coroutine or an async generator, which may wait while it is open.
-    - `work()` returns the framework and devices of a span that begins.
+    Sites are compared by identity, because they are keys of the tally on the hot path. `key` compares sites by value.
+
+    - `name`: the name in reports; for a layer the class name
+    - `instance`: what distinguishes sites of one name; for a layer the path in the module tree
+    - `attributes`: the attributes of every span
+    - `min_ns`: the length below which a span without children and error is only counted
+    - `suspends`: True for a coroutine or an async generator, which may wait while it is open
+    - `work`: a function that returns the framework and the devices of a new span
     """
 
     fields: ClassVar[tuple[str, ...]]
@@ -62,18 +60,17 @@ class Site:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A value that is equal for the sites of one place in code in all processes."""
+        """A value that is the same in all processes for the sites of one place in code."""
         facts = [fact for fact in self.attributes if fact[0] in KEY_ATTRIBUTES and isinstance(fact[1], (str, bool))]
         return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance, *facts)
 
     @property
     def function(self) -> str:
-        """The fully qualified name of the code, `module.qualname`, "" for a scope without one."""
+        """The full name of the function, `module.qualname`, "" if the site is in no function."""
         return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
 
 
 def plain_fields(kind: type) -> list[Field[Any]]:
-    """Return the fields of a dataclass that can be stored: all except functions."""
     return [member for member in fields(kind) if not str(member.type).startswith("Callable")]
 
 
@@ -140,16 +137,15 @@ BLOCKED_BY, BLOCKED_AT = "instrument.blocked_by", "instrument.blocked_at"
 
 @dataclass(slots=True)
 class Span:
-    """One timed execution of a site.
+    """A timed execution of a site.
 
-    - `parent_id` is the span around this one, or the span that started its task or thread, 0 for a root. `root_id` is
-      the root of the tree.
-    - `task_id` is 0 outside of asyncio tasks.
-    - `active_ns` is the time in which the body ran: less than the total for generators, and for spans that were
-      suspended by an await.
-    - `self_ns` is the time, including waits, outside of children on the same thread and task.
-    - A `clipped` span was open at the edge of the window.
-    - `links` are the known requests that a batch serves.
+    - `parent_id`: the span around this span, or the span that started its task or thread; 0 for a root
+    - `root_id`: the root of the tree
+    - `task_id`: 0 outside of asyncio tasks
+    - `active_ns`: the time in which the body ran; less than the total for generators and suspended coroutines
+    - `self_ns`: the time outside of children on the same thread and task, including waits
+    - `clipped`: True if the span was open at the edge of the window
+    - `links`: the known requests that a batch serves
     """
 
     site: Site
@@ -171,28 +167,26 @@ class Span:
 
     @property
     def total_ns(self) -> int:
-        """The length of the host interval."""
         return self.end_ns - self.start_ns
 
     @property
     def device_ns(self) -> int:
-        """The length of the union of the span's device intervals."""
+        """The time on devices. Device intervals at the same time count once."""
         return covered_ns((d.start_ns, d.end_ns) for d in self.device) if self.device else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The process that recorded spans, with one pair of simultaneous readings of its monotonic and its wall clock.
+    """The process that recorded spans. `monotonic_ns` and `realtime_ns` are simultaneous readings of its two clocks.
 
-    - `profile` is the source of the profile, `digest` identifies its content, and `generation` counts the profiles of
-      the process from 1 (0: unknown).
-    - `boot` identifies the boot of the machine; processes of one boot share the monotonic clock.
-    - `wall_error_ns` is the largest error of `realtime_ns`, 0 if unknown.
-    - `run` is the run in which keys are unique, which may span several hosts, "" for none.
-    - `start_ticks` is the start of the process in ticks since boot (0: unknown), because two containers may use one
-      process id.
-    - `version` is the service's, "" for none.
-    - `caller` is the `traceparent` of its environment, followed by a space and the `tracestate`, "" for none.
+    - `profile`, `digest`: the source of the profile, and the hash of its content
+    - `generation`: the number of the profile in the process, from 1 (0: unknown)
+    - `boot`: the id of the machine's boot; processes of one boot share the monotonic clock
+    - `wall_error_ns`: the largest error of `realtime_ns`, 0 if unknown
+    - `run`: the run in which keys are unique, which may have several hosts, "" for none
+    - `start_ticks`: the start of the process in ticks since boot (0: unknown), because containers may share process ids
+    - `version`: the version of the service, "" for none
+    - `caller`: `traceparent`, a space and `tracestate` from the process's environment, "" for none
     """
 
     pid: int
@@ -213,7 +207,6 @@ class Origin:
 
     @property
     def remote(self) -> RemoteParent | None:
-        """The span that `caller` names, None for none."""
         return remote_of(tuple(self.caller.split(" ", 1)))
 
     def realtime_of(self, monotonic_ns: int) -> int:
@@ -223,10 +216,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of the instrumentation in `window_ns` of wall time: that of recording `calls`, and that of its threads.
+    """The cost of the instrumentation in `window_ns` of wall time.
 
-    Recording a call costs `per_call_ns` if its memory is in the processor's caches, and up to `cold_call_ns` (0:
-    unknown) if it is not. `thread_ns` is the processor time of the threads that read and send spans.
+    - `calls`: the number of recorded calls
+    - `per_call_ns`: the cost of a call if its memory is in the processor's caches
+    - `cold_call_ns`: the largest cost of a call otherwise, 0 if unknown
+    - `thread_ns`: the processor time of the threads that read and send spans
     """
 
     calls: int
@@ -237,12 +232,12 @@ class Cost:
 
     @property
     def total_ns(self) -> int:
-        """The cost of all calls and threads in ns, if the memory of probes is always in the processor's caches."""
+        """The cost in ns if the memory of probes is always in the processor's caches."""
         return round(self.calls * self.per_call_ns) + self.thread_ns
 
     @property
     def most_ns(self) -> int:
-        """The cost of all calls and threads in ns, if the memory of probes is never in the processor's caches."""
+        """The cost in ns if the memory of probes is never in the processor's caches."""
         return round(self.calls * max(self.cold_call_ns, self.per_call_ns)) + self.thread_ns
 
 
@@ -266,11 +261,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a MIG instance of one, whose gauges are read. `uuid` is the name in NVML and nvidia-smi, which begins
-    with `GPU-` or `MIG-`.
+    """A GPU, or a MIG instance of a GPU. `uuid` is its name in NVML and nvidia-smi, which begins with `GPU-` or `MIG-`.
 
-    `device` is the index among the devices in `CUDA_VISIBLE_DEVICES`, in the order of PCI buses. CUDA has the same
-    indices if `CUDA_DEVICE_ORDER` is `PCI_BUS_ID`, or if all GPUs are of one model.
+    `device` is the index among `CUDA_VISIBLE_DEVICES`, in the order of PCI buses. CUDA has the same indices if
+    `CUDA_DEVICE_ORDER` is `PCI_BUS_ID`, or if all GPUs are of one model.
     """
 
     device: int
@@ -279,10 +273,8 @@ class Gpu:
 
 
 class Kernel(NamedTuple):
-    """A kernel, copy or fill on a device's stream, as torch.profiler recorded it.
-
-    `launched_ns` is the begin of the host's call that launched it, on `thread_id`. Both are 0 if unknown.
-    """
+    """A kernel, copy or fill on a stream of a device, as torch.profiler recorded it. `thread_id` and `launched_ns` are
+    the thread and the begin of the host's call that launched it, 0 if unknown."""
 
     name: str
     kind: str
@@ -298,8 +290,8 @@ WORK: tuple[str, ...] = ("kernel", "copy", "fill")
 
 
 class Flops(NamedTuple):
-    """The floating-point operations of a call of an operator, as torch.profiler counted them, with the call's thread
-    and start time."""
+    """The number of floating-point operations in a call of an operator, as torch.profiler counted them. `thread_id` and
+    `at_ns` are the thread and the start time of the call."""
 
     thread_id: int
     at_ns: int
@@ -338,7 +330,8 @@ LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qual
 
 
 def _is_like(model: Site) -> Callable[[Site], bool]:
-    """Return a function that returns True for a site of the same module and name, for example from a file."""
+    """Return a function that compares the name and module of a site with those of `model`. Sites from a file are other
+    objects."""
     return lambda site: site.module == model.module and site.name == model.name
 
 
@@ -350,13 +343,12 @@ def is_request(site: Site) -> bool:
 
 
 def is_interruption(site: Site) -> bool:
-    """Return True if spans of the site are blocked loops or garbage collections, whose time is part of the interrupted
+    """Return True for a blocked event loop or a garbage collection. The time of such a span is part of the interrupted
     spans."""
     return is_blocked_loop(site) or is_collection(site)
 
 
 def flops_in(attributes: Mapping[str, object]) -> int:
-    """Return the floating-point operations of a span from its attributes, 0 for none or an invalid number."""
     count = attributes.get(FLOPS)
     return count if type(count) is int and 0 < count < 1 << 63 else 0
 
@@ -365,10 +357,10 @@ def flops_in(attributes: Mapping[str, object]) -> int:
 class ImportTime:
     """The time to import one top-level package, and the number of its imports by other code.
 
-    - `total_ns` includes packages that this package imported.
-    - `self_ns` is the time of the package's own modules, so it adds up over packages and threads.
-    - `in_spans_ns` is the part of `self_ns` with an open span on the thread.
-    - `late_ns` is the part without one, in imports that began after the first request.
+    - `total_ns`: includes packages that this package imported
+    - `self_ns`: the time of the package's own modules, so it adds up over packages and threads
+    - `in_spans_ns`: the part of `self_ns` in which the thread had an open span
+    - `late_ns`: the part without an open span, in imports that began after the first request
     """
 
     package: str
@@ -399,13 +391,13 @@ FIRSTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """The startup of a process, which is kept even if its first spans are overwritten.
+    """The startup of a process. It is kept even if the first spans are overwritten.
 
-    - `process_ns` is the start of the process, None if unknown.
-    - `imports` is None if imports were not timed.
-    - `firsts` has the first call of each site, in no order.
-    - `request` is the request that counts as the first, None for the one that began first; its length is 0 if unknown.
-    - `why` is a key of `FIRSTS`.
+    - `process_ns`: the start of the process, None if unknown
+    - `imports`: None if imports were not timed
+    - `firsts`: the first call of each site, in no order
+    - `request`: the request that counts as the first, None for the request that began first; its length is 0 if unknown
+    - `why`: a key of `FIRSTS`
     """
 
     session_ns: int
@@ -417,7 +409,7 @@ class Startup:
 
     @property
     def first_request(self) -> FirstCall | None:
-        """The request that counts as the first, else the completed one that began first."""
+        """The request that counts as the first. By default, this is the completed request that began first."""
         if self.request is not None:
             return self.request
         requests = [call for call in self.firsts if call.site.kind == "request"]
@@ -426,11 +418,11 @@ class Startup:
 
 @dataclass(frozen=True, slots=True)
 class OwnNotes:
-    """The rules and targets of a profile that one process did not use, although other processes of the run may have
-    used them.
+    """The rules and targets of a profile that one process did not use. Other processes of the run may have used them.
 
-    `at_work` has the marks of the rules that the process used. `waiting` has the notes on its unused rules, by their
-    rules' marks. `uncalled` has the names of targets that the process did not call.
+    - `at_work`: the marks of the rules that the process used
+    - `waiting`: the notes on unused rules, by the marks of the rules
+    - `uncalled`: the names of the targets that the process did not call
     """
 
     at_work: tuple[str, ...] = ()
@@ -443,7 +435,6 @@ UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
 
 
 def describe_uncalled(targets: Sequence[str]) -> str:
-    """Return a note on targets that were never called, with up to `UNCALLED_NAMED` of their names."""
     some = sorted(targets)[:UNCALLED_NAMED]
     half = UNCALLED_COLUMNS // 2
     names = [name if len(name) <= UNCALLED_COLUMNS else f"{name[: half - 2]}...{name[1 - half :]}" for name in some]
@@ -454,7 +445,7 @@ def describe_uncalled(targets: Sequence[str]) -> str:
 
 
 def covered_ns(parts: Iterable[Interval]) -> int:
-    """Return the length of the union of the given intervals. For many, `instrument.trace.intervals` is faster."""
+    """Return the time that intervals cover. For many intervals, `instrument.trace.intervals` is faster."""
     total_ns, reached_ns = 0, -1 << 63
     for start_ns, end_ns in sorted(parts):
         total_ns += max(end_ns - max(start_ns, reached_ns), 0)

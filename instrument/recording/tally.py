@@ -40,13 +40,13 @@ ALL_THREADS = "(all threads)"
 
 
 class Totals(NamedTuple):
-    """The totals of some calls: a line of a tally, or a sum of lines. All times are in ns.
+    """The totals of calls: a line of a tally, or a sum of lines. All times are in ns.
 
-    - `waiting_ns` is the part of `self_ns` in which the calls were suspended by an await.
-    - `elapsed_ns` adds up the union of host and device interval of each call.
-    - `cancelled` counts requests that were cancelled without an error.
-    - `first_ns` is the monotonic time at which the first call began, 0 for no call.
-    - `probe_ns` is the part of the probes' cost that falls into the self time of the callers, 0 if unknown.
+    - `waiting_ns`: the part of `self_ns` in which an await suspended the calls
+    - `elapsed_ns`: the sum of each call's time on the host or on a device; time on both counts once
+    - `cancelled`: the number of requests that were cancelled without an error
+    - `first_ns`: the monotonic time at which the first call began, 0 without a call
+    - `probe_ns`: the part of the probes' cost in the self time of the callers, 0 if unknown
     """
 
     node: int = NOT_BELOW
@@ -99,11 +99,11 @@ class Row(NamedTuple):
 class Tally:
     """The totals of all calls by call path and thread.
 
-    - `threads` maps thread ids to names, in the order in which the threads first recorded. Thread 0 has the calls of
-      ended threads that were merged to save memory.
-    - `lines` are grouped by thread, in the same order.
-    - `site_of` and `parents` are columns by node; parents come before their children.
-    - `make_histogram`, if given, adds up the histograms of nodes on demand. Otherwise `buckets` has the histograms.
+    - `threads`: the names of threads by id, in the order of their first spans; thread 0 has merged calls of ended
+      threads
+    - `lines`: an array with a line per call path and thread, grouped by thread
+    - `site_of`, `parents`: columns by node; parents come before their children
+    - `buckets`: the histograms, unless there is a function `make_histogram` that adds them up on demand
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Tally:
         threads: Mapping[int, str],
         make_histogram: Callable[[Iterable[int], int | None], dict[int, int]] | None = None,
     ) -> Tally:
-        """Return a tally of lines whose `node` is one of `tree`. Lines of equal paths on one thread are merged."""
+        """Return a tally of lines whose `node` is a node of `tree`. Lines of one thread with equal paths are merged."""
         order = np.argsort(lines["first_ns"], kind="stable")
         lines, buckets = lines[order], buckets.copy()
         buckets["line"] = np.argsort(order)[buckets["line"]]
@@ -143,10 +143,8 @@ class Tally:
     def of_paths(
         cls, paths: Sequence[CallPath | None], lines: Records, buckets: Records, threads: Mapping[int, str]
     ) -> Tally:
-        """Return a tally of lines whose `node` is an index in `paths`. Lines whose path is None are left out.
-
-        Lines of equal paths on one thread are merged. Nodes are in the order of their paths.
-        """
+        """Return a tally of lines whose `node` is an index in `paths`. Lines whose path is None are left out. Lines of
+        one thread with equal paths are merged. Nodes are in the order of their paths."""
         lines, numbers = lines.copy(), np.full(len(paths), NOT_BELOW, dtype=np.int64)
         used = np.unique(lines["node"]).tolist()
         tree, nodes = _tree_of([paths[place] or () for place in used])
@@ -235,17 +233,16 @@ class Tally:
         return bool(self.lines[field].any())
 
     def sum_by_group(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
-        """Return the sum of each group's lines, on one thread or on all for None. `groups` has the group of each node:
-        a number below `count`, or a negative number to leave it out."""
+        """Return the sum of the lines in each group. `thread` is None for all threads. `groups` has the group of each
+        node, which is below `count`. Nodes with a negative group are left out."""
         lines = self.lines_of_thread(thread)
         return sum_lines(lines, np.asarray(groups)[lines["node"]], count)
 
     def sum_by_site(self) -> Records:
-        """Return the sum of the lines of each site, by the site's number."""
         return self.sum_by_group(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by_key(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
-        """Return the indices of lines, grouped by the key of the line's site. Lines with an empty key are left out."""
+        """Return the indices of lines by the key of the line's site. Lines with an empty key are left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
             if keys[site]:
@@ -259,7 +256,6 @@ class Tally:
         return sum_all_lines(self.lines[list(places)])
 
     def histogram(self, nodes: Iterable[int], thread: int | None = None) -> dict[int, int]:
-        """Return the sum of the histograms of the given nodes, on one thread or on all for None."""
         if self._make_histogram is not None:
             return self._make_histogram(nodes, thread)
         order, edges = self._by_node
@@ -274,17 +270,14 @@ class Tally:
 
     @cached_property
     def _by_node(self) -> tuple[Int64s, list[int]]:
-        """The indices of the buckets in the order of their nodes, and the position in that order at which each node
-        begins."""
+        """The indices of the buckets sorted by node. Also the position at which the buckets of each node begin."""
         nodes = self.lines["node"][self.buckets["line"]]
         order = np.argsort(nodes, kind="stable")
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def device_times_below(self, thread: int | None) -> Mapping[int, int]:
-        """Return, for each node, the device time of the nodes below it that its own device time does not include.
-
-        A node's own device time includes that of nodes below it on the same stream. `thread` is None for all threads.
-        """
+        """Return the device time below each node that is not in the node's own device time. The own device time of a
+        node includes nodes below it on the same stream. `thread` is None for all threads."""
         if thread in self._device_below or not self.has_values("device_ns"):
             return self._device_below.get(thread, {})
         sums = self.sum_by_group(np.arange(len(self.parents)), len(self.parents), thread)
@@ -334,12 +327,13 @@ class Tally:
         return now
 
     def charge_probes(self, outside_ns: Callable[[Site], float]) -> None:
-        """Set `probe_ns` of all lines. `outside_ns(site)` is the cost of one call's probe outside of its span."""
+        """Set `probe_ns` of all lines. `outside_ns` returns the cost of a site's probe per call, outside of the
+        span."""
         each_ns = np.array([*map(outside_ns, self.tree.sites), 0.0])
         self.lines["probe_ns"] = np.rint(self.lines["calls"] * each_ns[self.site_of[self.lines["node"]]])
 
     def correct_self_times(self) -> Tally:
-        """Return a copy in which each self time is reduced by the cost of the children's probes, at most to 0."""
+        """Return a tally whose self times do not include the probes of children."""
         lines, above = self.lines.copy(), self.parents[self.lines["node"]].astype(np.int64)
         key, parent_key = _number_node_thread_pairs(lines["node"], lines["thread_id"], above)
         order = np.argsort(key, kind="stable")
@@ -363,7 +357,7 @@ def make_buckets(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) 
 
 
 def sum_lines(lines: Records, groups: NDArray[Any], count: int) -> Records:
-    """Return the sums of lines by group, for groups below `count`. Negative groups, and lines without calls, are left
+    """Return the sum of the lines in each group below `count`. Lines with a negative group, or without calls, are left
     out."""
     sums, table = np.zeros(count, TOTALS), view_as_numbers(lines)
     is_counted = (groups >= 0) & (lines["calls"] != 0)
@@ -403,7 +397,6 @@ def _cut_lines(lines: Records) -> Records:
 
 
 def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -> tuple[Records, Records]:
-    """Merge lines of the same node and thread, in the order of `threads`. Lines without a node are left out."""
     places = {thread_id: place for place, thread_id in enumerate(threads)}
     ids, of_line = np.unique(lines["thread_id"], return_inverse=True)
     rank = np.array([places.get(thread_id, len(places)) for thread_id in ids.tolist()], np.int64)[of_line]
@@ -423,15 +416,14 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
 
 
 def _number_node_thread_pairs(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """Return a number for each pair of `nodes` and `threads`, and for each pair of `other_nodes` and `threads`. Equal
-    pairs have equal numbers."""
+    """Return a number for each pair of a node and a thread, first for `nodes`, then for `other_nodes`. Equal pairs have
+    equal numbers."""
     _, numbers = np.unique(threads, return_inverse=True)
     width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1
 
 
 def _summed_buckets(buckets: Records) -> Records:
-    """Return the sum of the buckets of each line. Empty buckets, and buckets of no line, are left out."""
     key, group = np.unique(buckets["line"] * (LAST_BUCKET + 1) + buckets["bucket"], return_inverse=True)
     times = np.zeros(len(key), np.int64)
     np.add.at(times, group, buckets["times"])
@@ -441,7 +433,6 @@ def _summed_buckets(buckets: Records) -> Records:
 
 
 def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
-    """Return a call tree of call paths, and the node of each path, `NOT_BELOW` for an empty path."""
     node_of: dict[CallPath, int] = {(): NOT_BELOW}
     number_of: dict[Site, int] = {}
     numbers, parents, nodes = array("i"), array("i"), list[int]()

@@ -15,11 +15,13 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass, late_pattern
 
 @dataclass(frozen=True, slots=True)
 class RemoteParent:
-    """The span of another tracer that was current when a request began: the fields of an OpenTelemetry span context.
+    """The span of another tracer that was current when a request began. It has the fields of OpenTelemetry's span
+    context.
 
-    `span_id` is 0 if only the trace is known. `is_local` is True for a span of this process. `in_server_span` is True
-    if it is the request's server span or below that span. `state` is its W3C `tracestate`, which is passed on
-    unchanged.
+    - `span_id`: 0 if only the trace is known
+    - `is_local`: True for a span of this process
+    - `in_server_span`: True for the request's server span and for spans below it
+    - `state`: the W3C `tracestate`, which is passed on unchanged
     """
 
     trace_id: int
@@ -48,7 +50,7 @@ _TRACESTATE = late_pattern(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
 def sanitise_tracestate(header: bytes | str) -> str:
-    """Return a `tracestate` that may be passed on, cut to `STATE_LIMIT`, "" if it is invalid."""
+    """Return a `tracestate` of at most `STATE_LIMIT` characters that may be passed on. Return "" for an invalid one."""
     header = header[: STATE_LIMIT + 1]
     text = header if isinstance(header, str) else header.decode("latin-1")
     if len(text) > STATE_LIMIT:
@@ -57,12 +59,8 @@ def sanitise_tracestate(header: bytes | str) -> str:
 
 
 def remote_of(context: object) -> RemoteParent | None:
-    """Parse the span of another tracer from headers, or from the text that `encode_remote` returned. Return None for no
-    such span.
-
-    Headers are the `traceparent`, alone or with the `tracestate`, as bytes or text. An invalid `traceparent` counts as
-    missing.
-    """
+    """Parse the span of another tracer. Return None if there is none. `context` is the `traceparent`, alone or with the
+    `tracestate`, or the text from `encode_remote`. An invalid `traceparent` counts as missing."""
     parent, state, *marks = context if isinstance(context, tuple) and len(context) > 1 else (context, b"")
     if isinstance(parent, str):
         parent = parent.encode("latin-1", "replace")
@@ -87,7 +85,6 @@ def remote_of(context: object) -> RemoteParent | None:
 
 
 def find_trace_headers(carrier: Mapping[str, object]) -> tuple[object, object]:
-    """Return the `traceparent` and the `tracestate` of headers, whose names may be in any case."""
     headers = {name.lower(): value for name, value in carrier.items() if isinstance(name, str)}
     return headers.get("traceparent"), headers.get("tracestate", "")
 
@@ -99,7 +96,6 @@ OWN = "own"
 
 
 def encode_remote(remote: RemoteParent | None) -> tuple[str, ...] | None:
-    """Encode the span of another tracer as text for a recording, from which `remote_of` parses it."""
     if remote is None:
         return None
     parent = f"00-{remote.trace_id:032x}-{remote.span_id:016x}-{remote.flags & 255:02x}"
@@ -148,8 +144,8 @@ RANDOM_BITS = 56
 
 @lru_cache(maxsize=64)
 def threshold_of(sample: float) -> int:
-    """Return the lowest value of a trace id's random bits at which a trace is sampled. It is rounded as in
-    OpenTelemetry's `tracestate`."""
+    """Return the smallest random part of a trace id with which a trace is sampled. It is rounded as in OpenTelemetry's
+    `tracestate`."""
     if sample <= 0:
         return 1 << RANDOM_BITS
     digits = min(4 + max(int(-log2(min(sample, 1.0)) / 4), 0), 14)
@@ -164,7 +160,6 @@ def is_sampled(trace_id: int, sample: float) -> bool:
 
 
 def tracestate_of_share(sample: float) -> str:
-    """Return the `tracestate` that names the sampled share of traces, "" for a share of 0 or 1."""
     if not 0 < sample < 1:
         return ""
     return f"ot=th:{threshold_of(sample):014x}".rstrip("0")

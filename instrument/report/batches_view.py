@@ -32,9 +32,13 @@ NO_BATCH = "No batch was recorded: a rule with `batch:` says which requests a ca
 
 @dataclass(frozen=True, slots=True)
 class NamedBatches:
-    """The batches of one name. A request in two batches counts as two `items`. `unbound` counts the items whose key
-    belongs to no request. `fill` is the mean size divided by the largest size. `uneven` is the share of padding if the
-    engine pads all items to the heaviest one. `device_ns` and `uneven_ns` are None without device time."""
+    """The batches of one name. A request in two batches counts as two `items`.
+
+    - `unbound`: the number of items whose key belongs to no request
+    - `fill`: the mean size divided by the largest size
+    - `uneven`: the share of padding if the engine pads all items to the heaviest item
+    - `device_ns`, `uneven_ns`: None without device time
+    """
 
     name: str
     batches: int
@@ -59,14 +63,12 @@ class NamedBatches:
         return share((self.weight or self.items) * 1e9, self.summed_ns)
 
     def device_ratio(self) -> float | None:
-        """Return the device time of the batches as a share of their host time."""
         return share(self.device_ns or 0, self.summed_ns)
 
     def device_per_item_ns(self) -> float | None:
         return share(self.device_ns or 0, self.items)
 
     def uneven_ratio(self) -> float | None:
-        """Return the padding as a share of the device time."""
         return None if self.uneven_ns is None else share(self.uneven_ns, self.device_ns or 0)
 
 
@@ -181,8 +183,8 @@ REPLAYED = 3
 
 @dataclass(frozen=True, slots=True)
 class GroupWaits:
-    """The waits of a group's requests, by cause. `inflicted_ns` is the waiting time that the group caused for all
-    requests."""
+    """The waits of a group's requests, by cause. `inflicted_ns` is the time for which all requests waited because of
+    this group."""
 
     name: str
     requests: int
@@ -200,7 +202,7 @@ class GroupWaits:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The time that the group `name` waited because of the group `cause`. `ratio` is its share of all waits of
+    """The time for which the group `name` waited because of the group `cause`. `ratio` is its share of all waits of
     `name`."""
 
     name: str
@@ -222,7 +224,7 @@ DELAY_SUMS = ("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns")
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The queue times of all requests outside one group: the recorded times, and a prediction without that group."""
+    """The queue times of all requests outside of one group, as recorded, and as predicted without that group."""
 
     name: str
     requests: int
@@ -310,7 +312,8 @@ class NeighbourBill(View):
 
 
 def neighbours(recording: Recording, options: Options) -> NeighbourBill:
-    """Return the view of the kept spans. The option `requests_by` groups the requests, by default by endpoint."""
+    """Return the `neighbours` view of the kept spans. Requests are grouped by the option `requests_by`, by default by
+    endpoint."""
     trace, joined = recording.columns, recording.joined
     grouped = request_groups(recording, options)
     names, group = grouped.names, grouped.group
@@ -359,7 +362,6 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
 def _predict_queues_without_groups(
     recording: Recording, account: Account, group: Int64s, on_others: Int64s, names: Sequence[str]
 ) -> tuple[Replay | None, tuple[Without, ...]]:
-    """Return a replay of all requests, and one prediction for each group that delayed others most."""
     joined = recording.joined
     causes = [place for place in np.argsort(-on_others, kind="stable").tolist() if on_others[place]][:REPLAYED]
     if not causes:

@@ -47,7 +47,7 @@ PROFILERS = "instrument.Profiler.step"
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase that a site declares, None if the site is not a phase."""
+    """Return the phase that a site declares. Return None if the site is no phase."""
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
@@ -59,14 +59,14 @@ def phase_of(site: Site) -> str | None:
 
 
 def merge_loader_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
-    """Return the waits for loaders on each track, with overlapping waits merged. Waits of length 0 are kept."""
+    """Merge overlapping waits for loaders on each track. Waits of length 0 are kept."""
     unions = union_by_group(lines, 2 * starts, 2 * ends + 1)
     return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
 
 
 def start_steps_at_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
-    """Return the start time of each step, including a wait for input right before it on the same track. Steps are
-    sorted by track and start time."""
+    """Return the start time of each step. A wait for input right before a step belongs to the step. Waits count on the
+    step's track only. `steps` must be sorted by track and start time."""
     lines, starts, ends = steps
     filled = np.flatnonzero(starts < ends)
     filled = filled[np.lexsort((ends[filled], lines[filled]))]
@@ -83,9 +83,12 @@ def start_steps_at_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> I
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a trace, clipped to the interval in which no span is missing. `line_of` is the track whose units
-    contain each row, or `NONE`. `is_aside` is True for rows on a track without steps. `before` is the number of the
-    first step that was not skipped."""
+    """The steps, requests or window of a trace, within the interval in which no span is missing.
+
+    - `line_of`: the track whose units contain each row, or `NONE`
+    - `is_aside`: True for rows on a track without steps
+    - `before`: the number of the first step that was not skipped
+    """
 
     of: str
     intervals: Unions
@@ -98,7 +101,8 @@ class Units:
 
 
 def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
-    """Return the steps of a trace, else its requests, else one window as the only unit."""
+    """Return the steps of a trace. Without steps, return the requests. Without requests, return the window as the only
+    unit."""
     reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.are_of_sites([kind == "step" for kind in kinds]) & reaches_into)
@@ -120,7 +124,6 @@ def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
 def _clip_units(
     trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval
 ) -> tuple[Unions, Bools]:
-    """Return the units clipped to an interval, and a mask of the unchanged units."""
     first, last = interval
     ends = trace.end_ns[rows]
     is_whole = ~trace.clipped[rows] & (first <= begins) & (ends <= last)
@@ -174,7 +177,6 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
 
 
 def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
-    """Return the steps that are not inside a step of another track."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
     is_below = nearest_above(trace.parent, mask_of(rows, len(trace)))[rows] != NONE
@@ -199,7 +201,7 @@ MOST_SAMPLES = 10**18
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The mean, minimum, maximum and percentiles of values. Percentiles have at most 0.8 % error, and are None if
+    """The mean, minimum, maximum and percentiles of values. Percentiles have an error of at most 0.8 %, and are None if
     unknown."""
 
     mean: float
@@ -211,9 +213,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LoopTimes:
-    """The times of a loop's steps, in ns. `reader` is the wait for input, None if no step waited. `rate` is in samples
-    per second, or in steps per second if `samples` is None. `cut` counts the steps that cross an edge of the window and
-    are left out."""
+    """The times of a loop's steps, in ns.
+
+    - `reader`: the waits for input, None if no step waited
+    - `rate`: samples per second, or steps per second if `samples` is None
+    - `cut`: the number of steps that are left out because they cross an edge of the window
+    """
 
     name: str
     steps: int
@@ -235,8 +240,8 @@ class LoopTimes:
 
 @dataclass(slots=True)
 class Benchmark:
-    """The counters of a running loop's steps. `batch` has the times of steps, and `reader` the waits for input within
-    them, in ns. If `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one."""
+    """The times of a running loop's steps. `batch` has the lengths of steps, and `reader` the waits for input within
+    steps. With `keeps`, the first `FIRST_KEPT` steps are also stored separately."""
 
     skip: int = SKIPPED_STEPS
     skipped: int = 0
@@ -272,7 +277,7 @@ class Benchmark:
             self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
 
     def without_first_steps(self, skip: int) -> Benchmark:
-        """Return the counts without the first `skip` steps, at most `FIRST_KEPT`. Requires `keeps`."""
+        """Return the times without the first `skip` steps, at most `FIRST_KEPT`. Requires `keeps`."""
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
         for first in self._firsts:
@@ -280,7 +285,7 @@ class Benchmark:
         return benchmark
 
     def measure_loop_times(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
-        """Return the times so far. `lasted_ns` is the elapsed time of the loop, by default the sum of its steps."""
+        """Return the times so far. `lasted_ns` is the length of the loop, by default the sum of its steps."""
         batch, steps = self.batch, self.batch.count
         lasted_ns = lasted_ns or batch.sum_ns
         samples, rate = None, None
@@ -368,7 +373,7 @@ def show_benchmark(steps: Benchmark, options: Options) -> Loops:
 
 
 def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
-    """Return the mean costs in seconds and the mean rate as one line. `unit` is the name of the samples."""
+    """Return the mean costs in seconds and the mean rate as a line of text. `unit` is the name of the samples."""
     loop = steps.measure_loop_times()
     of = "steps" if loop.samples is None else unit or "samples"
     reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
@@ -381,7 +386,7 @@ def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
 
 
 class SpreadRow(NamedTuple):
-    """A row of a loop's table: the spread of a cost in ns or, if `is_rate`, of a rate per second."""
+    """A row of a loop's table: a cost in ns, or with `is_rate` a rate per second."""
 
     name: str
     spread: Spread | None
@@ -389,13 +394,13 @@ class SpreadRow(NamedTuple):
 
 
 def running_steps(recording: Recording) -> Benchmark | None:
-    """Return None. For a running loop, its counted steps replace this result."""
+    """Return None. The steps that a running loop has counted replace this result."""
     return None
 
 
 def benchmark(recording: Recording, options: Options) -> Loops:
-    """Return the view of a running `Profiler`'s steps or, without one, of the kept spans. `skip_first` leaves out the
-    first steps of each loop, except for a running `Profiler`."""
+    """Return the steps of a running `Profiler`, otherwise the steps among the kept spans. The option `skip_first`
+    leaves out the first steps of each loop, but not of a running `Profiler`."""
     if (steps := recording.compute_once(running_steps)) is not None:
         return show_benchmark(steps, options)
     loops = _measure_loops(recording.columns, recording.trace.coverage, options.skip_first)
@@ -403,7 +408,7 @@ def benchmark(recording: Recording, options: Options) -> Loops:
 
 
 class _Steps(NamedTuple):
-    """Steps as columns. Times and waits for input are in ns."""
+    """The steps of a trace as columns. `reader_ns` is the wait for input."""
 
     row: Int64s
     start_ns: Int64s
@@ -413,7 +418,6 @@ class _Steps(NamedTuple):
 
 
 def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ...]:
-    """Return the times of each loop, in the order of first steps."""
     rows = np.flatnonzero(trace.are_of_kind("step"))
     if not len(rows):
         return ()

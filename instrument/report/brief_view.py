@@ -59,7 +59,7 @@ MORE = "More: `instrument report FILE --view {}`; `instrument help reports` expl
 
 @dataclass(frozen=True, slots=True)
 class Brief(View):
-    """The `brief` view. It shows requests or, without any, steps and their phases. `places` are the largest self times,
+    """The `brief` view: requests or, without requests, steps and their phases. `places` are the largest self times,
     None if no call was counted."""
 
     headlines: tuple[Headline, ...]
@@ -158,14 +158,13 @@ class Brief(View):
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The largest possible cost as a share of the window, if the processor's caches never contain the probes'
-        data."""
+        """The largest possible cost as a share of the window: the probes' data is never in the processor's caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
 
 def brief(recording: Recording, options: Options) -> Brief:
-    """Return the view. `rows` can lower the limits of the tables, not raise them. `tracer_option`, `state` and
-    `threads` have no effect."""
+    """Return the `brief` view. The option `rows` can only reduce the rows of the tables. The options `tracer_option`,
+    `state` and `threads` have no effect."""
     places = ops(recording, _limit_rows(PLACES, options)).functions
     few = replace(_limit_rows(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
@@ -210,7 +209,6 @@ class WorkRow(NamedTuple):
 
 
 def _request_rows(times: RequestTimes) -> list[WorkRow]:
-    """Return the rows of the endpoints, and as many rows of their parts as fit."""
     room = 2 * PARTS + 3 - len(times.endpoints) - len(times.groups)
     rows = []
     for endpoint in times.endpoints:
@@ -273,7 +271,8 @@ def _remaining_line(count: int, noun: str) -> list[str]:
 
 
 def _device_lines(view: DeviceView, why: str) -> list[str]:
-    """Return a line for each device. Without a device, return the reason, and [] if nothing uses a GPU."""
+    """Return a line on each device, or the reason for missing device times. No line is returned if nothing uses a
+    GPU."""
     if not view.devices:
         has_gpu = view.gauges is not None and bool(view.gauges.gpus)
         return (
@@ -317,7 +316,6 @@ def _cost_lines(view: Brief) -> list[str]:
 
 
 def _note_lines(notes: Sequence[str], most_lines: int) -> Sequence[str]:
-    """Return the complete notes if they fit, else the first line of each."""
     blocks = [wrap_text(f"Not observed: {printable(note)}") for note in notes]
     if sum(map(len, blocks)) <= most_lines:
         return [line for block in blocks for line in block]
@@ -326,7 +324,6 @@ def _note_lines(notes: Sequence[str], most_lines: int) -> Sequence[str]:
 
 
 def _limit_lines(heading: str, lines: Sequence[str], most: int) -> Sequence[str]:
-    """Return up to `most` lines. The last one counts the omitted lines."""
     if len(lines) <= most:
         return lines
     return [*lines[: most - 1], f"{heading}: ... ({len(lines) - most + 1} more: --view cost)"]
@@ -338,7 +335,6 @@ def _limit_to_two_lines(text: str) -> list[str]:
 
 
 def _cut_line(line: str) -> str:
-    """Return a line of at most `LINE` columns, cut after a word and marked with ` ...`."""
     while column_width(line) > LINE - 4:
         line = line.rpartition(" ")[0]
     return f"{line} ..."

@@ -77,7 +77,8 @@ PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
 
 
 class Proof(NamedTuple):
-    """A span that proves a cause. `begin_ns` is a time of the trace, and `time_ns` the time within the request."""
+    """A span that proves a cause. `begin_ns` is the time since the start of the trace, `time_ns` the time within the
+    request."""
 
     name: str
     span_id: int
@@ -134,7 +135,7 @@ class CauseTimes:
         return np.array([self._process_of.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
 
     def _fill_gaps(self, all_turns: Sequence[Int64s], place: int) -> Turns:
-        """Return the turns of a request (see `Turns`), with turns of unknown time in the gaps."""
+        """Return the turns of a request (see `Turns`). Each gap between turns becomes a turn of unknown time."""
         first, last = np.searchsorted(all_turns[0], [place, place + 1])
         columns, root = np.array([column[first:last] for column in all_turns]), self.joined.rows[place]
         since = np.append(self.trace.start_ns[root], columns[4] + columns[5])
@@ -146,7 +147,7 @@ class CauseTimes:
         return Turns(self.names, *columns[:, np.argsort(columns[4], kind="stable")])
 
     def _find_blocked_loops(self) -> Int64s:
-        """Return the rows of blocked event loops, except those that an engine step blocked."""
+        """Return the rows of blocked event loops. Loops that an engine step blocked are left out."""
         trace, costs = self.trace, self.costs
         rows = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
         steps = union_by_group(trace.thread_id[costs.rows], costs.start_ns, costs.end_ns)
@@ -156,8 +157,8 @@ class CauseTimes:
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
     def _subtract_separate_causes(self) -> None:
-        """Subtract the other causes from the excess of engine steps: garbage collections, first calls, and device work
-        for other spans."""
+        """Subtract garbage collections, first calls, and device work for other spans from the excess of engine
+        steps."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
         processes = self._number_processes(trace.thread_id[costs.rows])
@@ -185,7 +186,6 @@ class CauseTimes:
         return self.facts.startup is not None and not self.facts.held_from_ns
 
     def engine_thread(self, place: int) -> int | None:
-        """Return the thread whose engine steps serve a request, None if no step does."""
         pairs = self._turns[place].pair
         pairs = pairs[pairs != NONE]
         if not len(pairs):
@@ -199,14 +199,13 @@ class CauseTimes:
         return {*request_threads, *(thread for thread in engines if thread is not None)}
 
     def parts_of(self, place: int) -> dict[str, int]:
-        """Return the time of each part of a request. All batches are one part."""
+        """Return the time of each part of a request. All batches together are one part."""
         turns, sums = self._turns[place], Counter[str]()
         for part, length in zip(turns.part.tolist(), turns.length_ns.tolist(), strict=True):
             sums[self.names[part]] += length
         return dict(sums)
 
     def overlapping_steps(self, place: int, part: str) -> tuple[Int64s, Floats]:
-        """Return the engine steps that overlap a part of a request, and each overlap in ns."""
         turns, thread = self._turns[place], self.engine_thread(place)
         chosen = np.flatnonzero(turns.part == self.names.index(part)) if part in self.names else np.zeros(0, np.int64)
         if thread is None or not len(chosen):
@@ -219,7 +218,6 @@ class CauseTimes:
         return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
 
     def serving_steps(self, place: int) -> tuple[Int64s, Floats]:
-        """Return the engine steps that served a request, and the request's time in each step in ns."""
         turns = self._turns[place]
         chosen = np.flatnonzero(turns.pair != NONE)
         steps = self.costs.step_of[self.joined.served.batch[turns.pair[chosen]]]
@@ -268,7 +266,8 @@ class CauseTimes:
         return times
 
     def _add_step_times(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
-        """Divide a request's time in steps, or its waits for steps, among causes. Return the sum in ns."""
+        """Add a request's time in engine steps, or its waits for them, to the causes in `times`. Return the sum in
+        ns."""
         if not len(steps):
             return 0.0
         costs = self.costs
@@ -305,11 +304,9 @@ class CauseTimes:
 
     @staticmethod
     def _cause_of_work(site: Site, usual: str) -> str:
-        """Return the cause of a site's time: a copy, a wait for a lock, or else `usual`."""
         return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
 
     def find_proofs(self, place: int, cause: str, path: str) -> list[Proof]:
-        """Return the spans of a request in which a cause took the most time, up to `MOST_PROOFS` spans."""
         trace, turns, root, note = self.trace, self._turns[place], int(self.joined.rows[place]), ""
         own_rows = turns.row[(turns.row != NONE) & (turns.pair == NONE)]
         waits = np.unique([self._outermost_lock(row) for row in own_rows[self._is_lock[own_rows]].tolist()]).astype(int)
@@ -356,7 +353,6 @@ class CauseTimes:
         ]  # fmt: skip
 
     def describe_request(self, place: int) -> str:
-        """Return a text on a request's preemptions and cached tokens, "" if none were recorded."""
         facts = self.trace.attributes[int(self.joined.rows[place])] if place != NONE else {}
         texts = []
         if isinstance(preemptions := facts.get(PREEMPTIONS), int):
@@ -366,7 +362,6 @@ class CauseTimes:
         return ", ".join(texts)
 
     def _measure_steps(self, place: int, cause: str, path: str) -> tuple[Int64s, NDArray[Any]]:
-        """Return the engine steps that a request waited for, and the time that a cause took in each in ns."""
         costs = self.costs
         (queued, queued_ns), (served, served_ns) = self.overlapping_steps(place, QUEUE), self.serving_steps(place)
         steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
@@ -379,7 +374,6 @@ class CauseTimes:
         return costs.rows[steps], spent_ns / np.maximum(lengths_ns[steps], 1) * of_steps[steps]
 
     def _describe_holder(self, place: int, wait: int) -> str:
-        """Return a text on the request that had a lock for most of a wait, "" without such a request."""
         trace, joined = self.trace, self.joined
         site = trace.sites[trace.site[wait]]
         is_named = trace.are_of_sites([another.name == site.name for another in trace.sites])
@@ -402,8 +396,8 @@ class CauseTimes:
 
 
 def _subtract_from_largest_excess(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
-    """Subtract each step's amount from its largest excess, at most down to 0. Return the remaining excesses and the
-    subtracted amounts in ns."""
+    """Subtract an amount from the largest excess of each step, down to 0. Return the remaining excesses and the
+    subtracted amounts."""
     if not len(excess_ns):
         return excess_ns, amounts_ns
     largest = np.argmax(excess_ns, axis=1)
@@ -415,8 +409,8 @@ def _subtract_from_largest_excess(excess_ns: Floats, amounts_ns: Floats) -> tupl
 
 
 def weights_of_pairs(recording: Recording) -> Int64s:
-    """Return the weight of each pair of a batch and a request. Without recorded weights, batches of one request have
-    the size of its input as weight."""
+    """Return the weight of each request in each batch. If no weights are recorded, batches of one request have the size
+    of its input as weight."""
     trace, joined = recording.columns, recording.joined
     served = joined.served
     names = sorted(filter(INPUT.search, size_names(trace)))
@@ -431,7 +425,8 @@ def weights_of_pairs(recording: Recording) -> Int64s:
 
 
 def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
-    """Return the gauge readings of the host and of the processes of `threads` (None: all), on the trace's clock."""
+    """Return the gauge readings of the host and of processes, on the clock of the trace. `threads` selects the
+    processes."""
     of_processes = [
         [replace(sample, at_ns=sample.at_ns + process.moved_ns) for sample in process.facts.samples]
         for process in facts.processes
@@ -444,8 +439,8 @@ def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[li
 def measure_pressure(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the time in ns that threads waited in an interval, and their usual share of waiting, from a gauge. Return
-    None without readings. Of several processes with the gauge, the one with the longest wait is used."""
+    """Return the time in ns for which threads waited in an interval, and their usual share of waiting. Return None
+    without readings of the gauge. The process with the longest wait counts."""
     results = []
     for samples in gauges:
         readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]

@@ -67,9 +67,14 @@ CLEAR = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a call path, a tuple of names with the outermost call first. `ratio` is the change for similar
-    work, with its limits `low_ratio` and `high_ratio`. `cost_ns` is the time added to a request, or to a call without
-    requests. `detectable_ratio` is the smallest detectable change, and `matched_ratio` the share of similar work."""
+    """The change of a call path.
+
+    - `path`: the names of the calls, the outermost call first
+    - `ratio`, `low_ratio`, `high_ratio`: the change for similar work, and its confidence limits
+    - `cost_ns`: the time added to a request, or to a call if there are no requests
+    - `detectable_ratio`: the smallest detectable change
+    - `matched_ratio`: the share of similar work
+    """
 
     path: tuple[str, ...]
     verdict: str
@@ -92,7 +97,7 @@ class Change:
         return " in ".join(reversed(self.path[-2:]))
 
     def summed_ns(self) -> float:
-        """Return the total time of a path that exists only before or only after the change."""
+        """Return the total time of all calls. Only one side has calls if the path is new or gone."""
         return self.calls_before * (self.mean_before_ns or 0) + self.calls_after * (self.mean_after_ns or 0)
 
     def change_text(self) -> str:
@@ -106,8 +111,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class LoadChange:
-    """The times of an endpoint's requests, or of one part of them, before and after the change. Percentiles are None if
-    several runs were recorded."""
+    """The times of an endpoint's requests before and after the change, or of one part of their time. Percentiles are
+    None if several runs were recorded."""
 
     name: str
     requests_before: int
@@ -162,7 +167,7 @@ class Comparison(View):
 
     @property
     def detectable_ratio(self) -> float | None:
-        """The smallest detectable change, as a mean over call paths weighted by time. None without call paths."""
+        """The smallest detectable change: a mean over call paths, weighted by their time. None without call paths."""
         weighed = [(change.detectable_ratio, change.share_ratio) for change in self.changes if change.detectable_ratio]
         whole = sum(share for _, share in weighed)
         return sum(ratio * share for ratio, share in weighed) / whole if whole else None
@@ -171,8 +176,8 @@ class Comparison(View):
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def unclear_beyond(self, limit: float) -> list[Change]:
-        """Return the call paths with at least `MAJOR_SHARE` of the time for which a slowdown beyond `limit` is not
-        ruled out."""
+        """Return the call paths that may be slower by more than `limit`. Each has at least `MAJOR_SHARE` of the
+        time."""
         return [
             change
             for change in self.changes
@@ -300,7 +305,7 @@ class Comparison(View):
 
 
 class _Side(NamedTuple):
-    """The runs before or after the change. `calls` has the calls of each path."""
+    """The runs before or after the change. `work` has the calls of each path."""
 
     work: Mapping[tuple[str, ...], CallSample]
     requests: int
@@ -308,8 +313,8 @@ class _Side(NamedTuple):
 
 
 def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
-    """Return the comparison of the runs before and after a change. With three or more runs each, runs are compared,
-    else blocks of calls. Raises `InstrumentError` without scipy."""
+    """Return the comparison of recordings before and after a change. Raises `InstrumentError` without scipy. If each
+    side has three or more runs, runs are compared. Otherwise blocks of calls are compared."""
     names = sorted({name for recording in (*before, *after) for name in size_names(recording.columns)})
     sides = _make_side(before, names), _make_side(after, names)
     paths = [
@@ -396,7 +401,7 @@ def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
 
 
 def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the amounts of work and load by which calls are compared, with a row for each kind and a column for each
+    """Return the amounts of work and load by which calls are compared. There is a row per amount, and a column per
     span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
@@ -424,7 +429,6 @@ PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT)
 
 
 def _load_changes(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
-    """Return a row for each group of requests, followed by its parts that depend on load."""
     sides = _times_by_group(before, options), _times_by_group(after, options)
     seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
     runs_of = {name: [side.get(name, []) for side in sides] for name in {**sides[0], **sides[1]}}
@@ -454,7 +458,6 @@ def _format_limits_ns(limits_ns: tuple[int | None, int | None], unit: str) -> st
 def _slowest_requests(
     before: Sequence[Recording], after: Sequence[Recording], options: Options
 ) -> list[SlowestRequests]:
-    """Return the 99th percentiles of the groups that exist before and after, the largest group first."""
     sides: list[dict[str, list[Int64s]]] = [defaultdict(list), defaultdict(list)]
     for side, recording in ((side, run) for side, runs in zip(sides, (before, after), strict=True) for run in runs):
         (rows, _), grouped = recording.complete_requests, request_groups(recording, options)
@@ -494,7 +497,7 @@ caption { color: #59626e; } .row { display: flex; } .box { overflow: hidden; whi
 
 
 def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
-    """Write the page to a file, which is replaced only when the page is complete."""
+    """Write a comparison to an HTML file. An earlier file remains until the new one is complete."""
     whole = sum(change.share_ratio for change in comparison.changes)
     target, icicle = Path(path), "".join(_chart_html(comparison.changes, 0, whole))
     with file_writing.open_replacement(target) as file:
@@ -506,7 +509,6 @@ def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
 
 
 def _chart_html(changes: Sequence[Change], level: int, whole: float) -> Iterator[str]:
-    """Yield the HTML of a row of boxes, one for each name at a level of the call paths, and of the boxes below them."""
     boxes: dict[str, list[Change]] = defaultdict(list)
     for change in changes:
         if level < min(len(change.path), MOST_LEVELS):

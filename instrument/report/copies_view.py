@@ -43,9 +43,13 @@ NO_COPY = (
 
 @dataclass(frozen=True, slots=True)
 class CopyUse:
-    """The copies of one call in one direction, or all copies in that direction. `sync` and `pinned` are None if unknown
-    or mixed. `device_ns` and `timed_bytes` are sums over the `timed` calls, `waited_ns` and `waited_bytes` over calls
-    that waited. `staged` counts asynchronous copies whose call waited because the host's memory is pageable."""
+    """The copies of one call in one direction, or all copies in that direction.
+
+    - `sync`, `pinned`: None if unknown or mixed
+    - `device_ns`, `timed_bytes`: sums over the `timed` calls
+    - `waited_ns`, `waited_bytes`: sums over the calls that waited for their copy
+    - `staged`: the number of asynchronous copies that waited because the host's memory is pageable
+    """
 
     direction: str
     call: str
@@ -64,7 +68,7 @@ class CopyUse:
 
     @property
     def base(self) -> str:
-        """The time that the rate is based on: `device`, `host`, or "" without a rate."""
+        """The time by which the rate is computed: `device`, `host`, or "" without a rate."""
         return "device" if self.device_ns else "host" if self.waited_ns else ""
 
     @property
@@ -81,12 +85,13 @@ class CopyUse:
         return {True: "pinned", False: "pageable", None: ""}[self.pinned]
 
     def mode(self) -> str:
-        """Return `sync`, `async` or a dash. A star means that some copies were staged."""
+        """Return `sync`, `async` or a dash. A star marks copies that had to wait for pageable memory."""
         return {True: "sync", False: "async", None: MISSING}[self.sync] + "*" * bool(self.staged and not self.remaining)
 
 
 def sum_copies(trace: Columns) -> list[CopyUse]:
-    """Return a row per direction, call, synchronicity and kind of memory, the most bytes first in each direction."""
+    """Return a row for each direction, call, mode and kind of memory. In a direction, the row with the most bytes comes
+    first."""
     rows = np.flatnonzero(trace.are_of_kind("copy"))
     keys_of_sites, number_of = trace.numbered_sites(_copy_key)
     group_of_row, firsts = number_by_first_sight(number_of[trace.site[rows]])
@@ -172,8 +177,7 @@ class CopiesView(View):
 
 
 def copies(recording: Recording, options: Options) -> CopiesView:
-    """Return the view of the kept spans. `rows` and `least_ns` limit the table of calls to those with the most bytes or
-    time."""
+    """Return the `copies` view of the kept spans. The options `rows` and `least_ns` limit the table of calls."""
     uses = sum_copies(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
     shown = bound_rows(heaviest, options, lambda use: use.device_ns or use.host_ns, make_row_summer(*SUMS))
@@ -200,7 +204,6 @@ def _copy_key(site: Site) -> tuple[str, str, bool | None, bool | None]:
 
 
 def sizes_of_copies(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the bytes that each call moved, 0 for an invalid size or one above `LARGEST_COPY_BYTES`."""
     return read_numbers(trace.attributes, "bytes", rows, LARGEST_COPY_BYTES + 1).clip(0)
 
 

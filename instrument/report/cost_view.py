@@ -42,8 +42,8 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True)
 class SiteCost:
-    """The cost of one site's probe. `ratio` is its share of all sites' cost. `burden` is the cost as a share of the
-    calls' host time, above 1 if calls are shorter than the probe."""
+    """The cost of one site's probe. `ratio` is its share of the cost of all sites. `burden` is the cost as a share of
+    the calls' time on the host. It is above 1 if calls are shorter than the probe."""
 
     name: str
     kind: str
@@ -71,7 +71,7 @@ class MutedSite:
 
 @dataclass(frozen=True, slots=True)
 class RingUse:
-    """The use of the rings, the memory for the newest spans of each thread."""
+    """The use of the rings, which keep the newest spans of each thread."""
 
     held_rows: int
     rows: int
@@ -82,9 +82,12 @@ class RingUse:
 
 @dataclass(frozen=True, slots=True)
 class InstrumentationCost(View):
-    """The `cost` view. Its parts add up to `cost.total_ns`. `muted` and `rings` are None for a saved trace.
-    `device_asked` counts the kept spans that requested device time, and `device_missing` those without it, by
-    reason."""
+    """The `cost` view. Its parts add up to `cost.total_ns`.
+
+    - `muted`, `rings`: None for a saved trace
+    - `device_asked`: the number of kept spans that requested device time
+    - `device_missing`: the number of spans that got no device time, by reason
+    """
 
     recorder: str
     clock: str
@@ -110,8 +113,7 @@ class InstrumentationCost(View):
 
     @property
     def most_ratio(self) -> float | None:
-        """The largest possible cost as a share of the window, if the processor's caches never contain the probes'
-        data."""
+        """The largest possible cost as a share of the window: the probes' data is never in the processor's caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def header_lines(self) -> list[str]:
@@ -151,8 +153,8 @@ class InstrumentationCost(View):
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
-    """Return the view of the tally and the kept spans. `rows` and `least_ns` limit the table of sites to the most
-    expensive ones."""
+    """Return the `cost` view of the tally and the kept spans. The options `rows` and `least_ns` limit the table of
+    sites."""
     spent, stats = recording.cost, recording.stats
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
     device_asked, untimed = find_spans_without_device_time(recording.columns)
@@ -185,7 +187,6 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
 
 
 def _cost_parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
-    """Return the parts of the total cost. The probes' part is the total minus all other parts."""
     pairs_ns = 0 if stats is None else round(stats.pairs_ns)
     parts, left_ns = {"pairs of events on devices": pairs_ns}, spent.thread_ns
     # The threads ran on between the two readings. The first one, which is of the whole, counts.

@@ -55,8 +55,8 @@ _LABELS = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """The readings of one gauge of one device, in the gauge's unit. A counter has no mean, minimum and maximum, but a
-    `total`: its growth from the first to the last reading."""
+    """The readings of one gauge of one device. A counter has only a `total`, its growth from the first to the last
+    reading."""
 
     device: int
     label: str
@@ -77,7 +77,6 @@ class DeviceRow:
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
-    """Return a row for each gauge: those of the process, then of the machine, then of each GPU."""
     values_by_gauge: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
         values = values_by_gauge.setdefault((sample.device, sample.name), [])
@@ -100,7 +99,8 @@ def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """The readings of all gauges. `interval_ns` is the median time between two readings, None if there is only one."""
+    """The readings of all gauges. `interval_ns` is the median time between two readings, None without a second
+    reading."""
 
     read_ns: int
     interval_ns: int | None
@@ -152,7 +152,7 @@ def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Op
 
 
 def printed_unit(name: str) -> tuple[str, float]:
-    """Return the unit in which a gauge is printed, and its size in the gauge's own unit."""
+    """Return the unit in which a gauge is printed, and the factor between this unit and the gauge's own unit."""
     unit = GAUGES[name].unit if name in GAUGES else ""
     return UNITS.get(unit, (unit, 1))
 
@@ -165,8 +165,8 @@ COLUMN_WIDTH = 10
 
 @dataclass(frozen=True, slots=True)
 class DeviceView(View):
-    """The `device` view: the gauges, and the use of each device. `reasons` counts the spans without device time by
-    reason. `is_ours` is False for a trace of another profiler."""
+    """The `device` view: the gauges, and the use of each device. `reasons` has the number of spans without device time
+    by reason. `is_ours` is False for a trace of another profiler."""
 
     coverage: Coverage
     gauges: DeviceSummary | None
@@ -222,8 +222,8 @@ class DeviceView(View):
 
 
 def device(recording: Recording, options: Options) -> DeviceView:
-    """Return the view of the kept spans. `rows` limits each table to its largest rows, and `least_ns` the table of
-    device times by name."""
+    """Return the `device` view of the kept spans. The option `rows` limits each table. The option `least_ns` limits the
+    table of device times by name."""
     facts = recording.trace
     use = recording.compute_once(measure_utilisation)
     return DeviceView(
@@ -255,7 +255,7 @@ def limit_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[Endp
 
 
 class DevicePart(NamedTuple):
-    """A part of a device's time, in ns and as a share of the time that `of` names."""
+    """A part of a device's time, in ns and as a share of a base. `of` is the name of the base."""
 
     name: str
     time_ns: int

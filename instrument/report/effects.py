@@ -50,8 +50,8 @@ POWER = 0.9
 
 
 class CallSample(NamedTuple):
-    """The calls before or after a change, by start time. `covariates` has a row for each covariate, as `log1p` of a
-    number that is not negative."""
+    """The calls before or after a change, sorted by start time. `covariates` has a row for each covariate. Its values
+    are `log1p` of numbers that are not negative."""
 
     values_ns: Floats
     covariates: Floats
@@ -60,9 +60,10 @@ class CallSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The change for similar work: a difference of mean logarithms, its standard error, and its degrees of freedom.
+    """The change for similar work: a difference of mean logarithms, with its standard error and its degrees of freedom.
 
-    `calls` counts the matched calls before and after. `matched_ratio` is their share of the time after.
+    `calls` are the numbers of matched calls before and after. `matched_ratio` is the share of matched calls in the time
+    after.
     """
 
     difference: float
@@ -76,7 +77,7 @@ class Effect:
         return math.expm1(self.difference)
 
     def confidence_limits(self, level: float) -> tuple[float, float]:
-        """Return the limits of the change. The true change is outside of them with the probability `level` (Welch's
+        """Return the limits of the change. With the probability `level` the true change is outside of them (Welch's
         t-test)."""
         width = -self.error * float(scipy_special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
@@ -88,7 +89,7 @@ class Effect:
 
 
 def scipy_special() -> Any:
-    """Return the module `scipy.special`. Raises `InstrumentError` if scipy is not installed."""
+    """Import `scipy.special`. Raises `InstrumentError` if scipy is not installed."""
     try:
         from scipy import special as functions  # type: ignore[import-untyped]
     except ImportError as problem:
@@ -114,8 +115,8 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 
 
 class _LikeCalls:
-    """The calls in strata with calls both before and after a change. `cells` is the stratum of each call. After the
-    change, the number of strata is added."""
+    """The calls in strata with calls both before and after a change. `cells` has the stratum of each call. For calls
+    after the change, the number of strata is added."""
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
         covariates = np.concatenate([before.covariates, after.covariates], axis=1)
@@ -136,7 +137,6 @@ class _LikeCalls:
         self.sides = slice(0, first), slice(first, None)
 
     def stratum_means(self, values: Floats) -> Floats:
-        """Return the mean of each stratum in each sample, 0 for a stratum without calls."""
         sums = np.bincount(self.cells, values, minlength=2 * self.strata).reshape(2, -1)
         return np.asarray(sums / self.sizes)
 
@@ -144,7 +144,7 @@ class _LikeCalls:
         return np.asarray(values - self.stratum_means(values).ravel()[self.cells])
 
     def subtract_covariate_effects(self, values: Floats) -> Floats:
-        """Return the values without their linear dependence on the covariates within each stratum."""
+        """Subtract the part of the values that depends linearly on the covariates within each stratum."""
         centered = np.array([self.subtract_means(column) for column in self.covariates])
         squares = centered @ centered.T if len(centered) else centered
         some = np.flatnonzero(np.diagonal(squares) > 1e-6 * len(values)) if len(centered) else ()
@@ -159,7 +159,7 @@ class _LikeCalls:
 
 
 def measure_effect(before: CallSample, after: CallSample) -> Effect | None:
-    """Return the change for similar work between two samples, None if too few calls are similar."""
+    """Return the change for similar work between two samples. Return None if too few calls are similar."""
     like = _LikeCalls(before, after)
     calls = len(like.values[like.sides[0]]), len(like.values[like.sides[1]])
     spent_ns = float(after.values_ns.sum())
@@ -194,7 +194,8 @@ def _variance(sums: Floats) -> tuple[float, float]:
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the variance of a sum over correlated calls, estimated from blocks, and its degrees of freedom."""
+    """Return the variance of a sum over correlated calls, and its degrees of freedom. It is estimated from blocks of
+    calls."""
     blocks = MOST_BLOCKS
     while True:
         edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]

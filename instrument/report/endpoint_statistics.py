@@ -41,8 +41,8 @@ from instrument.trace.stages import Stages
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """The times that one span or function blocked an event loop, in ns. `at` is the line of the service's code that
-    took most of the time, "" if no line was recorded."""
+    """The times in which one span or function blocked an event loop, in ns. `at` is the line of the service's code that
+    took the most time, "" if no line was recorded."""
 
     name: str
     stretches: int
@@ -54,7 +54,7 @@ class Blocker:
 
 @dataclass(frozen=True, slots=True)
 class BlockedLoops:
-    """The times that event loops were blocked, in total and for each blocker."""
+    """The times in which event loops were blocked: their sum, and one row for each blocker."""
 
     stretches: int
     summed_ns: int
@@ -62,7 +62,6 @@ class BlockedLoops:
     by: tuple[Blocker, ...]
 
     def table_rows(self) -> list[Blocker]:
-        """Return the sum of all blockers as the first row, and the indented rows of the blockers below it."""
         total = Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
         return [total, *(replace(row, name=f"  {row_name(row)}", remaining=0) for row in self.by)]
 
@@ -103,8 +102,8 @@ ANSWER_FACTS = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
 
 @dataclass(frozen=True, slots=True)
 class StreamedAnswers:
-    """The streamed answers of an endpoint, with percentiles of the time to the first item and of the time per item. A
-    time is None if all streams lack it."""
+    """The streamed answers of an endpoint: percentiles of the time to the first item, and of the time per item. A time
+    is None if no stream has it."""
 
     count: int
     items: int
@@ -132,12 +131,10 @@ class Answers(NamedTuple):
         return Answers(*(column[places] for column in self))
 
     def count_statuses(self) -> dict[str, int]:
-        """Return the number of answers in each class of status, such as `2xx`."""
         counts = np.bincount(self.status.clip(0, 600) // 100, minlength=7)[1:6].tolist()
         return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
     def summarise_streamed_answers(self) -> StreamedAnswers | None:
-        """Return the statistics of streamed answers, None without any."""
         streamed = self.select_answers(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
         if not len(streamed.items):
             return None
@@ -173,7 +170,7 @@ IN_ORDER = (
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
     """The time of one phase in all requests. The mean and the percentiles are over the requests with the phase. `ratio`
-    is the share of all wall times."""
+    is the share of the requests' wall time."""
 
     name: str
     requests: int | None
@@ -188,8 +185,11 @@ class PhaseTime:
 @dataclass(frozen=True, slots=True)
 class EndpointTimes:
     """The requests of one endpoint. `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
-    `cancelled` counts requests that ended early, for example because the client disconnected. These are not `errors`.
-    `counted` is the number of all ended requests, including those whose spans are no longer kept."""
+
+    - `cancelled`: the number of requests that ended early, for example because the client disconnected; they are no
+      `errors`
+    - `counted`: the number of all ended requests, including requests whose spans are no longer kept
+    """
 
     name: str
     requests: int
@@ -217,9 +217,12 @@ class EndpointTimes:
 
 @dataclass(frozen=True)
 class CompleteRequests:
-    """The requests of a report as columns: one row for each request, and one for each part of its time. `place` is a
-    request's index among all requests of the trace. `endpoint` is an index into `names`, and `part` one into
-    `parts`."""
+    """The requests of a report as columns. Columns from `request` on have a row for each part of a request's time.
+
+    - `place`: the index of a request among all requests of the trace
+    - `endpoint`: an index into `names`
+    - `request`, `part`: an index of a request's row, and an index into `parts`
+    """
 
     names: tuple[str, ...]
     rows: Int64s
@@ -261,13 +264,10 @@ class CompleteRequests:
         )
 
     def times_of_endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
-        """Return a row for each endpoint, in no particular order. `counted` is the number of ended requests by
-        endpoint."""
         rows = self._times_of_groups(self.endpoint, self.names, options)
         return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
 
     def times_by_attribute(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
-        """Return a row for each value of the attribute `requests_by`. One row sums up all small groups."""
         if options.requests_by in ("", ENDPOINT):
             return ()
         names, groups = group_values(attribute_values(trace, self.rows, options.requests_by), options.at_most)
@@ -332,9 +332,11 @@ TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50,
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """An endpoint's requests in one `range` of `by`: a number of tokens, or the cached percentage of prompts. A time
-    per token is the time after the first output token, divided by the number of later tokens. A time is None if it is
-    unknown."""
+    """The requests of an endpoint in one `range` of the attribute `by`, such as the number of output tokens.
+
+    A time per token is the time after the first output token, divided by the number of later tokens. A time is None if
+    it is unknown.
+    """
 
     by: str
     name: str
@@ -354,7 +356,6 @@ class TokenTimes:
 def times_by_tokens(
     attributes: Attributes, table: CompleteRequests, all_stages: Iterable[Stages], names: Sequence[str]
 ) -> tuple[TokenTimes, ...]:
-    """Return the times of the endpoints' requests, by ranges of output, input and cached tokens."""
     inputs, outputs, cached = (
         read_numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
     )
@@ -407,7 +408,6 @@ def times_by_tokens(
 
 
 def describe_failure(trace: Columns, row: int) -> tuple[str, str]:
-    """Return the error of a request, and the reason why it ended early, each "" if there is none."""
     error, outcome = int(trace.error[row]), trace.attributes[row].get(OUTCOME)
     return "" if error == NONE else trace.errors[error], outcome if isinstance(outcome, str) else ""
 

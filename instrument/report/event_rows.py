@@ -39,8 +39,8 @@ ROLES = INSTANCE
 
 
 class NameTree:
-    """The tree of names of all tally lines, for one tracer option. Its entries are numbers, parents before children.
-    Calls of a node that is not visible count for its caller's entry."""
+    """The tree of names in the `events` view, for one tracer option. Entries are numbers, and parents come before their
+    children. A call path that is not visible counts for the entry of its caller."""
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
@@ -80,8 +80,8 @@ class NameTree:
         return len(self.parents)
 
     def sum_with_device_time_below(self, thread: int | None) -> tuple[Records, set[int]]:
-        """Return the sums of a thread, or of all threads (None), by entry. Also return the entries whose device time
-        includes calls below."""
+        """Return the sums of a thread by entry, and the entries whose device time includes calls below. `thread` is
+        None for all threads."""
         sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
         if len(self._instances):  # the sums of an instance are also in the row of its type
             entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
@@ -97,7 +97,7 @@ class NameTree:
         return sums, below
 
     def _add_hidden_phases(self, sums: Records, thread: int | None) -> None:
-        """Return the sums by entry. An instance also counts in the row of its type."""
+        """Add the self times of hidden phases to the entries of their callers."""
         lines = self._tally.lines_of_thread(thread)
         lines = lines[~self._visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._entry_of[lines["node"]]
@@ -110,8 +110,11 @@ class NameTree:
     def compute_sort_values(
         self, sums: Records, field: str, *, per_call: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
-        """Return the value of a field for each entry, or the value per call, and a mask of entries with calls at or
-        below them. An entry without calls has the largest value below it, or the smallest if `least` is True."""
+        """Return the value of a field for each entry, and a mask of the entries with calls at or below them.
+
+        - `per_call`: divide values by the number of calls
+        - `least`: give an entry without calls the smallest value below it, not the largest
+        """
         calls = sums["calls"]
         has_own = (calls != 0) | (sums["first_ns"] != 0)
         values = sums[field].copy()
@@ -128,11 +131,9 @@ class NameTree:
         return values, has_value
 
     def site(self, entry: int) -> Site:
-        """Return the site of the first call path of an entry."""
         return self._tally.tree.sites[int(self._tally.site_of[self._first_nodes[entry]])]
 
     def name(self, entry: int) -> str:
-        """Return the name of an entry. The name of an instance ends with its number."""
         site, role = self.site(entry), self._role_of_entry(entry)
         name = _copy_name(site) if role == COPY else site.name
         return f"{name}{self._instance_numbers[entry]}" if role == INSTANCE else name
@@ -143,7 +144,6 @@ class NameTree:
         return f"{self.name(int(self.parents[entry]))}/{name}" if self._role_of_entry(entry) == PHASE else name
 
     def instance_detail(self, entry: int) -> str:
-        """Return an instance's path in the model or its code location, "" for other entries."""
         if self._role_of_entry(entry) != INSTANCE:
             return ""
         site = self.site(entry)
@@ -156,7 +156,7 @@ class NameTree:
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, sums: Records, state: str) -> int | None:
-        """Return the sum of the topmost rows, None if one of them has only calls below it."""
+        """Return the sum of the topmost rows. Return None if only calls below a topmost row were recorded."""
         topmost = self._without_interruptions(self.children[ROOT])
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
@@ -166,7 +166,6 @@ class NameTree:
         return total_ns
 
     def sum_topmost_calls_ns(self, sums: Records, state: str) -> int:
-        """Return the sum of the topmost calls, which may be below rows without calls."""
         total_ns, pending = 0, [ROOT]
         while pending:
             below = self._without_interruptions(self.children[pending.pop()])
@@ -175,12 +174,12 @@ class NameTree:
         return total_ns
 
     def _without_interruptions(self, entries: Int64s) -> Int64s:
-        """Return the entries except interruptions, whose time is already in the interrupted entries."""
+        """Leave out interruptions, whose time is already in the interrupted entries."""
         return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
     @cached_property
     def _instance_numbers(self) -> dict[int, int]:
-        """The number of each instance among its siblings, from 0 in the order of first calls on any thread."""
+        """The number of each instance among its siblings, from 0 in the order of first calls."""
         first_ns, _ = self.compute_sort_values(self.sum_with_device_time_below(None)[0], "first_ns", least=True)
         above = self.parents[self._instances]
         order = np.lexsort((first_ns[self._instances], above))
@@ -192,7 +191,8 @@ class NameTree:
 
 
 def order_entries(tree: NameTree, sums: Records, options: Options) -> Callable[[int], tuple[list[int], list[int]]]:
-    """Return a function from an entry to its children that a block prints, in order, and to those that it omits."""
+    """Return a function that sorts the children of an entry. It returns the children to print, and the children to
+    omit."""
     key, part = SortKey.of(options), options.sorted_by.rpartition("_")[0]
     of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
     field = {"calls": "calls", "max": "max_ns", "min": "min_ns"}.get(key.column, of_part)
@@ -218,7 +218,6 @@ def order_entries(tree: NameTree, sums: Records, options: Options) -> Callable[[
 
 
 def _find_kept(tree: NameTree, weight: NDArray[Any], is_known: Bools, is_large: Bools, rows: int | None) -> Bools:
-    """Return True for up to `rows` large entries, those with the most weight."""
     if rows is None:
         return is_large
     order = itertools.count()
@@ -238,8 +237,8 @@ def _find_kept(tree: NameTree, weight: NDArray[Any], is_known: Bools, is_large: 
 
 
 def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
-    """Return three levels for each site: two that it adds to the tree, and one that it adds instead if it is topmost.
-    `NONE` means no level."""
+    """Return three levels for each site; `NONE` means no level. A site adds the first two to the tree. A topmost site
+    adds the third instead."""
     tree, hides_phases = tally.tree, tracer_option == "Default"
     instantiated = INSTANTIATED if tracer_option == "AllOpDetail" else ()
     columns = zip(
@@ -260,7 +259,8 @@ def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, i
 
 
 def _copy_name(site: Site) -> str:
-    """Return fluid's name of a copy, such as `GpuMemcpyAsync:CPU->GPU`, or the site's name."""
+    """Return the name of a copy in Paddle's fluid, such as `GpuMemcpyAsync:CPU->GPU`. By default, return the site's
+    name."""
     attributes = dict(site.attributes)
     direction, sync = attributes.get("direction"), attributes.get("sync")
     if not isinstance(direction, str) or direction not in ENDPOINTS or not isinstance(sync, bool):
@@ -271,10 +271,14 @@ def _copy_name(site: Site) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """One row of the view. Times are sums over the row's calls, in ns. `thread` is None for all threads merged.
-    `total_ns` is the time that the state selects, and `ratio` its share of the block's Total time. Extremes and
-    percentiles are None unless the state is All. `self_ns` is host time outside the row's children. `waiting_ns` is the
-    part of `self_ns` in suspended calls."""
+    """A row of the `events` view. Times are sums over the row's calls, in ns.
+
+    - `thread`: None for all threads merged
+    - `total_ns`, `ratio`: the time that the state selects, and its share of the block's Total time
+    - `min_ns`, `max_ns`, `p50_ns`, `p99_ns`: None unless they are exact for the state
+    - `self_ns`: the time on the host outside of the row's children
+    - `waiting_ns`: the part of `self_ns` in which calls were suspended
+    """
 
     name: str
     depth: int
@@ -303,8 +307,8 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class EventsBlock:
-    """The rows of one thread, or of all threads merged if `thread` is None. `total_ns` is the base of the rows' ratios.
-    `number` counts the threads from 0, by first call."""
+    """The rows of one thread, or of all threads merged if `thread` is None. `ratio` of a row is its share of
+    `total_ns`. `number` counts the threads from 0, by first call."""
 
     thread: int | None
     number: int | None
@@ -314,7 +318,6 @@ class EventsBlock:
 
 
 def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
-    """Return a block of all threads merged, if the options want it, and a block for each thread, the newest first."""
     by_thread: list[int | None] = [
         thread for thread in reversed(tally.threads) if tally.lines_of_thread(thread)["calls"].any()
     ]
@@ -344,7 +347,6 @@ def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
 def _event_rows(
     tree: NameTree, thread: int | None, sums: Records, with_calls_below: set[int], base_ns: int, options: Options
 ) -> list[EventRow]:
-    """Return the rows of a block. The omitted entries of a level are added up in one row."""
     order_children, state = order_entries(tree, sums, options), options.state
 
     def row(depth: int, entries: Sequence[int], *, is_rest: bool) -> EventRow:
@@ -395,13 +397,13 @@ def _event_rows(
 
 
 def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
-    """Return a mask of the topmost nodes among those that `say` accepts."""
+    """Return a mask of the nodes whose site `say` accepts, without nodes below such a node."""
     marked = np.array([*tally.tree.map_sites(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
 
 
 def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
-    """Return the totals of the topmost nodes that `say` accepts, by name."""
+    """Return the totals by name of the nodes whose site `say` accepts, without nodes below such a node."""
     numbers = np.array([*tally.tree.number_sites(NAME), NONE], dtype=np.int32)
     sums = tally.sum_by_group(np.where(mask_topmost(tally, say), numbers[tally.site_of], NONE), len(numbers))
     called = np.flatnonzero(sums["calls"]).tolist()

@@ -86,9 +86,11 @@ _WAITING = frozenset({"queue", "wait"})
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """The Total time of all threads, split into computation, framework and, for a service, waiting. `computation_ns`
-    and `framework_ns` are None if no span computes. `framework_ns` is also None if parallel computation exceeds the
-    Total time."""
+    """The Total time of all threads, split into computation, framework and, for a service, waiting.
+
+    `computation_ns` and `framework_ns` are None if no span computes. `framework_ns` is also None if parallel
+    computation exceeds the Total time.
+    """
 
     total_ns: int
     computation_ns: int | None
@@ -99,7 +101,6 @@ class Overhead:
 
     @property
     def framework_ns(self) -> int | None:
-        """The Total time that is neither computation nor waiting, None if unknown."""
         if self.computation_ns is None or self.computation_ns > self.total_ns:
             return None
         return self.total_ns - self.computation_ns - (self.waiting_ns or 0)
@@ -108,7 +109,6 @@ class Overhead:
 
 
 def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
-    """Return the Total time of a state, split into computation, framework and waiting."""
     kinds, sites = tally.tree.map_sites(KIND), tally.tree.sites
     computes = _is_operation if any(tally.tree.map_sites(is_operator)) else _is_computation
     is_known = any(tally.tree.map_sites(computes))
@@ -122,7 +122,6 @@ def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
 
 
 def _split_service_time(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
-    """Return the total time of the topmost calls, and the computation and the waiting time within it."""
     count = len(tally.parents)
     sums = tally.sum_by_group(np.arange(count), count)
     calls, times, waited = (sums[name].tolist() for name in ("calls", TIMES[state], "waiting_ns"))
@@ -174,8 +173,8 @@ def _is_waiting(site: Site) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The sum of copies to, from or within devices: all, or only the asynchronous or synchronous ones. `ratio` is their
-    share of the Total time of all threads."""
+    """The sum of copies to, from or within devices: of all copies, of the asynchronous or of the synchronous ones.
+    `ratio` is the share of the Total time of all threads."""
 
     label: str
     calls: int
@@ -185,8 +184,8 @@ class CopySum:
 
 @dataclass(frozen=True, slots=True)
 class Events(View):
-    """The `events` view: a block of rows for all threads merged, if wanted, and a block for each thread, the newest
-    first. `probes_ns` is the cost of probes that `corrected` self times exclude, None if times are not corrected."""
+    """The `events` view: a block of rows for each thread, the newest first, after a block for all threads merged.
+    `probes_ns` is the cost of probes that corrected self times leave out. It is None if times are not corrected."""
 
     window_ns: int | None
     blocks: tuple[EventsBlock, ...]
@@ -198,8 +197,7 @@ class Events(View):
     _columns: int = LINE
 
     def with_wide_lines(self) -> Events:
-        """Return the view with wider lines, so that fewer names are shortened. The lines are as wide as in the profiler
-        of Paddle's fluid."""
+        """Return the view with lines as wide as those of Paddle's fluid profiler. Fewer names are then shortened."""
         return replace(self, _columns=WIDE)
 
     def sections(self) -> list[Section]:
@@ -213,7 +211,7 @@ class Events(View):
         ]
 
     def _times_section(self, rows: Sequence[EventRow], digits: tuple[int, int] = (6, 6)) -> Section:
-        """Return the table of rows. `digits` are the numbers of digits of totals and of other exact times."""
+        """Return the table of rows. `digits` are the numbers of digits: of totals, and of other exact times."""
         total, time = digits
         shown = dict.fromkeys(("min_ns", "max_ns", "ave_ns", "self_ns"), time) | {"p50_ns": 4, "p99_ns": 4}
 
@@ -231,7 +229,7 @@ class Events(View):
         return Section("Event Summary", rows, columns, texts=texts)
 
     def _device_section(self, rows: Sequence[EventRow], digits: tuple[int, int]) -> Section:
-        """Return the table of each row's host and device time as shares of its Total, in fluid's format `%f (%f)`."""
+        """Return the table of host and device times, with their shares of Total in fluid's format `%f (%f)`."""
         texts: dict[str, Text] = {part: partial(_device_text, part) for part in ("host", "device")}
         texts["total_ns"] = lambda row, unit: _time_text(row.total_ns if row.calls else None, unit, digits[0])
         columns = "name=Event|total_ns=Total|host=CPU Time (Ratio)|device=GPU Time (Ratio)"
@@ -255,10 +253,14 @@ class Events(View):
 
 
 def events(recording: Recording, options: Options) -> Events:
-    """Return the `events` view of the tally, which is exact for all calls. `tracer_option: OpDetail` adds phases, and
-    `AllOpDetail` also instances of operators and layers. `state` selects the time of Total. `rows` and `least_ns` limit
-    the rows, and one row per level sums up the omitted ones. `threads` reports threads `merged`, `apart` or `both`.
-    `corrected` adds self times without the cost of probes."""
+    """Return the `events` view of the tally, which is exact for all calls. These options are used:
+
+    - `tracer_option`: `OpDetail` adds phases, `AllOpDetail` also adds instances of operators and layers
+    - `state`: the time that Total adds up
+    - `rows`, `least_ns`: the limits of rows; one row per level sums up the omitted rows
+    - `threads`: `merged`, `apart` or `both`
+    - `corrected`: adds self times without the cost of probes
+    """
     probes_ns = None
     if options.corrected:
         tally = recording.tally.correct_self_times()
@@ -280,7 +282,8 @@ def events(recording: Recording, options: Options) -> Events:
 
 
 def sum_copies_by_synchronicity(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
-    """Return the sum of all copies except those within the host, then those of asynchronous and synchronous copies."""
+    """Return the sums of all copies, of the asynchronous, and of the synchronous ones. Copies within the host are left
+    out."""
     by_site = tally.sum_by_site()
     columns = (by_site[name].tolist() for name in ("calls", TIMES[state]))
     copies = [
@@ -359,7 +362,6 @@ def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, call
 
 
 def _event_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
-    """Return the list of threads, the table of rows, and a table of host and device times."""
     unit = view._options.unit
     legend = []
     for block in blocks:
@@ -382,7 +384,6 @@ def _event_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
 
 
 def _select_device_rows(rows: Sequence[tuple[EventsBlock, EventRow]]) -> list[tuple[EventsBlock, EventRow]]:
-    """Return the rows with device time and the rows above them."""
     timed_rows: list[tuple[EventsBlock, EventRow]] = []
     above = 0
     for block, row in reversed(rows):
@@ -398,7 +399,6 @@ def _tree_table(
     unit: str,
     line: int,
 ) -> list[str]:
-    """Return a table of at most `line` columns, whose first column has indented, shortened names."""
     names = _name_cells(rows, NAME_LIMIT)
     longest, every = max(map(column_width, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
@@ -419,7 +419,6 @@ def _name_cells(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list
 
 
 def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
-    """Return the number of columns that the other cells leave for the name."""
     widths = [max(column_width(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
 
@@ -437,7 +436,6 @@ def _device_text(part: str, row: EventRow, unit: str) -> str:
 
 
 def _name_cell(row: EventRow, tag: str, room: int) -> str:
-    """Return the cell of a name: indent, thread if the row is topmost, name, and an instance's detail if it fits."""
     levels = min(INDENT_LIMIT, room // 4)
     before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
     before += tag if row.depth == 0 else ""

@@ -76,8 +76,14 @@ KEY_LENGTH = 40
 
 
 class RequestChoice(NamedTuple):
-    """The requests to explain: the one with the key `request`, or the `slowest` ones that began between `since_ns` and
-    `until_ns` of the trace. Without `slowest`, the mean of all requests in that time is explained."""
+    """The requests to explain.
+
+    - `request`: the key of the only request
+    - `slowest`: the number of slowest requests
+    - `since_ns`, `until_ns`: the time of the trace in which the requests began
+
+    With a time but without `slowest`, the mean of all requests is explained.
+    """
 
     request: str | None = None
     slowest: int | None = None
@@ -88,8 +94,12 @@ class RequestChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CauseShare:
-    """A cause with its time in the request, its typical time, and the part of the excess that it accounts for. `proofs`
-    are spans that show the cause. `note` describes them, or gives the reason against the cause."""
+    """A cause with its time in the request, and its typical time.
+
+    - `accounted_ns`: the part of the excess that the cause accounts for
+    - `proofs`: the spans that show the cause
+    - `note`: a description of the proofs, or the reason against the cause
+    """
 
     name: str
     path: str
@@ -119,9 +129,12 @@ class PartExcess:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(View):
-    """The explanation of one request, or of the mean of all `requests` in a window. `doubt` is the reason for the
-    verdict `inconclusive`. `alike` is the number of requests that are compared, which have similar work if `is_like` is
-    True. `rivals` are examined causes that account for nothing."""
+    """The explanation of one request, or of the mean of all `requests` in a window.
+
+    - `doubt`: the reason for the verdict `inconclusive`
+    - `alike`: the number of compared requests, which have similar work if `is_like` is True
+    - `rivals`: examined causes that account for nothing
+    """
 
     name: str
     keys: tuple[str, ...]
@@ -146,11 +159,9 @@ class Explanation(View):
 
     @property
     def excess_ns(self) -> int:
-        """The request's time beyond the typical time."""
         return self.wall_ns - self.typical_ns
 
     def label(self) -> str:
-        """Return the name of the endpoint with the request's key, or with the number of requests."""
         name = shorten(printable(self.name) or "(no name)", KEY_LENGTH)
         if self.requests != 1:
             return f"{name} in this time (mean of {self.requests} requests)"
@@ -159,7 +170,6 @@ class Explanation(View):
         )
 
     def sentence(self) -> str:
-        """Return the verdict in one or two sentences."""
         unit = self._options.unit
         took = f"{self.label()} took {format_time(self.wall_ns, unit)} {unit}"
         if not self.alike:
@@ -225,7 +235,8 @@ class Explanation(View):
 
 
 def explain(recording: Recording, choice: RequestChoice, options: Options) -> list[Explanation]:
-    """Return an explanation for each chosen request, or one for a window. Raises `TraceError` if no request matches."""
+    """Return an explanation for each chosen request, or one for the mean of requests. Raises `TraceError` if no request
+    matches."""
     trace, joined = recording.columns, recording.joined
     if choice.request is not None:
         return [explain_request(recording, find_requests_by_key(trace, joined, choice.request)[0], options)]
@@ -248,7 +259,7 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
 
 
 def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
-    """Return the explanation of one request. `place` is its index among the joined requests."""
+    """Return the explanation of the request with the index `place`."""
     trace, joined = recording.columns, recording.joined
     places, is_like = similar_requests(recording, place)
     begin_ns, wall_ns = int(trace.start_ns[joined.rows[place]]), int(trace.total_ns[joined.rows[place]])
@@ -264,7 +275,7 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
-    """Return the explanation of a window's requests. Only the endpoint with the most time is explained."""
+    """Return the explanation of the mean of requests. Only the endpoint with the most time is explained."""
     trace, joined = recording.columns, recording.joined
     walls = trace.total_ns[joined.rows]
     names, of_site = trace.numbered_sites(lambda site: site.name)
@@ -292,8 +303,8 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
 
 
 class _Evidence:
-    """The mean time of each cause in the explained requests and in typical ones. `arrivals` is the interval whose new
-    requests may have delayed the explained ones."""
+    """The mean time of each cause, in the explained requests and in typical requests. `arrivals` is the interval whose
+    new requests may have delayed the explained requests."""
 
     def __init__(
         self, recording: Recording, places: Int64s, typical: Int64s, arrivals: tuple[int, int], options: Options, *,
@@ -376,13 +387,11 @@ class _Evidence:
         )
 
     def _times_by_path(self, cause: str) -> dict[str, tuple[float, float]]:
-        """Return the time of each call path of a cause, and its typical time."""
         keys = [key for key in {**self._of_requests, **self._usual} if key[0] == cause]
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
     def _examine_causes(self) -> tuple[list[CauseShare], float, dict[str, str]]:
-        """Return all examined causes with their times. Also return the time of the steps beyond the typical number of
-        steps, and the reason for doubt about each doubtful cause."""
+        """Return all causes with their times, the time of additional engine steps, and the doubts about causes."""
         claims = [self._examine_cause(cause) for cause in CAUSES if cause != listed.BURST]
         load = self._times_by_path(listed.LOAD)
         queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
@@ -425,8 +434,8 @@ class _Evidence:
         return _make_claim(cause, path, spent_ns, usual_ns)
 
     def _assign_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
-        """Move time from slow calls to processor contention or memory pressure if gauges prove one of the two. Also
-        return the reasons for doubt by the name of the cause."""
+        """Move time from slow calls to processor contention or memory pressure, if gauges prove it. Also return the
+        doubts about causes."""
         extra_ns = self._pressure_ns
         slowed = [claim for claim in claims if claim.name in SLOWED and _excess_of(claim) > 0]
         slowed_ns = sum(map(_excess_of, slowed))
@@ -447,7 +456,6 @@ class _Evidence:
         return [*remaining, _make_claim(likely[0], "", moved_ns, 0.0)], doubts
 
     def _add_proofs(self, share: CauseShare) -> CauseShare:
-        """Return the cause with the spans that prove it in the slowest request, and with its evidence in words."""
         proofs = tuple(self._times.find_proofs(self._slowest, share.name, share.path))
         note = CAUSES[share.name]
         if share.name == listed.BURST:
@@ -485,8 +493,8 @@ def _excess_of(claim: CauseShare) -> float:
 
 
 def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    """Return a cause with its time in the request and its typical time. The cause does not account for any excess yet.
-    If the typical time is negative, both times are increased until the typical time is 0."""
+    """Return a cause that does not account for any excess yet. A negative typical time is raised to 0, and the time by
+    the same amount."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 
@@ -494,8 +502,8 @@ def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> Caus
 def _account_for_excess(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
-    """Return the causes that account for the excess, the largest first, all other causes, and the unexplained time in
-    ns."""
+    """Return the causes that account for the excess, the largest first. Also return all other causes, and the
+    unexplained ns."""
     shares, rivals, remaining_ns = [], [], excess_ns
     for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
         accounted_ns = min(_excess_of(claim), remaining_ns)
@@ -508,7 +516,6 @@ def _account_for_excess(
 
 
 def _list_unassessed(recording: Recording, times: CauseTimes) -> list[str]:
-    """Return the causes that this recording cannot show, each with the reason."""
     trace, facts = recording.columns, recording.trace
     gauges = {sample.name for samples in host_gauges(facts) for sample in samples}
     steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)

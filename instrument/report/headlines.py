@@ -55,8 +55,8 @@ FULL = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A sentence on one `part` of the time. `ratio` is the share of that part. `evidence` counts the requests, steps,
-    stops or device intervals behind the sentence. `view` names the view with more details."""
+    """A sentence on one `part` of the time. `ratio` is the share of the part, and `view` has more details. `evidence`
+    is the number of requests, steps, stops or device intervals from which the sentence follows."""
 
     text: str
     part: str
@@ -66,7 +66,7 @@ class Headline:
 
 
 class PartMeaning(NamedTuple):
-    """The words for one part of a request's time: a description, advice if the part is large, and a view."""
+    """The words for one part of a request's time. `advice` is for a part that takes much time."""
 
     place: str
     advice: str
@@ -125,7 +125,6 @@ def find_headlines(
 
 
 def _explain_slowest(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
-    """Return the headline on the cause of the slowest request, [] if the explanation is inconclusive."""
     if times.requests <= ENOUGH:
         return []
     from instrument.report.explanation import EXPLAINED, explain_request
@@ -140,7 +139,6 @@ def _explain_slowest(recording: Recording, options: Options, times: RequestTimes
 
 
 def _describe_parts(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
-    """Return a headline on each notable part of an endpoint's time, the largest first."""
     if endpoint.requests < ENOUGH:
         return []
     parts = {phase.name: phase.summed_ns for phase in endpoint.phases if not phase.remaining}
@@ -165,7 +163,6 @@ def _meaning_of_part(part: str) -> PartMeaning:
 
 
 def _batch_advice(batch: NamedBatches, part: str) -> str:
-    """Return the advice on a long queue time or a long wait in batches, depending on the sizes of batches."""
     members = (
         f"batches of {_shorten_span_name(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
     )
@@ -177,7 +174,6 @@ def _batch_advice(batch: NamedBatches, part: str) -> str:
 
 
 def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
-    """Return the batches that serve an endpoint's requests most often, None without any."""
     joined, trace = recording.joined, recording.columns
     served = joined.served
     is_served = np.append(mask_requests_by_name(recording, endpoint.name), False)[served.request]
@@ -191,7 +187,6 @@ def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatc
 
 
 def _describe_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
-    """Return the headline on the part that makes an endpoint's slowest requests slow."""
     if endpoint.requests < ENOUGH_FOR_P99 or endpoint.p99_ns < SLOW * endpoint.p50_ns:
         return []
     table = recording.compute_once(request_table)
@@ -221,7 +216,6 @@ def _describe_p99(recording: Recording, options: Options, endpoint: EndpointTime
 
 
 def _describe_steps(steps: Loops, phases: PhasesView | None, options: Options) -> Iterator[Headline]:
-    """Yield a headline on the wait for input in the loop with the most steps, and one on the largest phase."""
     loop = max(steps.loops, key=lambda loop: loop.steps, default=None)
     if loop is None or loop.steps < ENOUGH:
         return
@@ -255,7 +249,6 @@ def _describe_blocked_loops(blocked: BlockedLoops | None, window_ns: int, option
 
 
 def _describe_collections(recording: Recording, window_ns: int, options: Options) -> Iterator[Headline]:
-    """Yield the headline on garbage collections, which stop all threads of a process."""
     trace = recording.columns
     rows = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
     if not len(rows) or not window_ns:
@@ -272,7 +265,6 @@ def _describe_collections(recording: Recording, window_ns: int, options: Options
 
 
 def _describe_devices(view: DeviceView) -> Iterator[Headline]:
-    """Yield a headline on each state that costs a GPU much time: starved, launch-bound, or only copying."""
     uses = [(use, sum(stream.intervals for stream in use.streams)) for use in view.devices]
     for state, name, base, advice in (
         ("idle while requests are in flight", "starved_in_flight_ratio", "of that time", "feed it sooner"),
@@ -288,7 +280,7 @@ def _describe_devices(view: DeviceView) -> Iterator[Headline]:
 
 def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
     """Return a sentence on the span in which most requests in flight are, "" if no span has half of them. `places` has
-    the name and the age in ns of each request's current span."""
+    the name of each request's current span, and the age of the span in ns."""
     counts = Counter(name for name, _ in places if name)
     if len(places) < SLOWEST - 2 or not counts:
         return ""

@@ -276,7 +276,6 @@ def _table_document(section: Section, unit: str) -> dict[str, Any]:
 
 
 def _cell_document(value: Any, kind: str, unit: str) -> Any:
-    """Return a text, or a number with its text in the printed views."""
     if kind in (TEXT, DEVICE):
         return shorten(TEXTS[kind](value, unit), MOST_COLUMNS)
     if value is None or not math.isfinite(value):
@@ -293,8 +292,9 @@ NAME = 300
 def page_document(
     recording: Recording, options: Options, request: str | None = None, header: str = "", part: int = 1
 ) -> dict[str, Any]:
-    """Return the JSON document of a recording's page. `request` is shown first, and `header` describes the files. The
-    maximum numbers of spans and device intervals are divided by `part`. Raises `TraceError` for an unknown request."""
+    """Return the JSON document of a page. `request` is the key or span number of the request that the page shows first.
+    `header` is a text about the files. `part` divides the maximum numbers of spans and device intervals, which makes
+    the page smaller. Raises `TraceError` for an unknown request."""
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
     kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
     calls, omitted_calls = _document_calls(recording, options)
@@ -347,7 +347,6 @@ def page_document(
 
 
 def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
-    """Return the numbers at the top of the page, each with a note that names the base of its share."""
     served, lost = shown.requests, sum(shown.losses.values())
     if served.requests:
         errors, cancelled = (sum(getattr(row, name) for row in served.endpoints) for name in ("errors", "cancelled"))
@@ -413,8 +412,8 @@ def write_page(
     request: str | None = None,
     header: str = "",
 ) -> Path:
-    """Write the page of a recording. The file appears complete and with mode 0600, or not at all. Raises `TraceError`
-    if writing fails, or for an unknown `request`."""
+    """Write the page of a recording to a file with mode 0600. If writing fails, an existing file remains unchanged.
+    Raises `TraceError` if writing fails, or for an unknown `request`."""
     for part in PARTS:
         text = render_page(page_document(recording, options, request, header, part))
         if len(text) <= MOST_BYTES:
@@ -455,5 +454,4 @@ def _read_asset(name: str) -> str:
 
 
 def _compute_csp_digest(text: str) -> str:
-    """Return a text's digest as a content security policy needs it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}'"

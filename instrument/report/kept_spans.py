@@ -34,7 +34,8 @@ from instrument.trace.ledger import SHARE, UNKNOWN
 
 
 def successive_differences(numbers: Int64s) -> list[int]:
-    """Return the differences of successive numbers, which are small in a sorted column."""
+    """Return the difference of each number from the one before it. Small differences make the JSON of a page
+    shorter."""
     differences: list[int] = np.diff(numbers, prepend=np.int64(0)).tolist()
     return differences
 
@@ -62,10 +63,8 @@ KEYS, KEY_COLUMNS = 2, 64
 
 
 class KeptSpans:
-    """The requests and spans of a recording that a page contains. `rows` has the spans' rows, sorted by start time.
-
-    `what` is the noun for the listed rows: request, step or span. `listed` has these rows, sorted by start time.
-    """
+    """The requests and spans of a recording that fit into a page. `what` is the noun for a listed row: request, step or
+    span. `rows` has the trace rows of the kept spans, sorted by start time."""
 
     def __init__(
         self, recording: Recording, options: Options, request: str | None = None, most_spans: int = MOST_SPANS
@@ -108,7 +107,6 @@ class KeptSpans:
         yield from self._slowest[:MOST_LISTED].tolist()
 
     def _choose_rows(self) -> Int64s:
-        """Return the rows of the spans that fit the page. Set `_whole` for each request whose spans all fit."""
         trace, listed = self._trace, self.listed
         by_place = Members(listed.of, len(listed.rows))
         served = listed.served
@@ -138,7 +136,6 @@ class KeptSpans:
         return np.flatnonzero(is_taken)
 
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
-        """Return the JSON of the page's list and spans. `slowest` has the causes of slow requests."""
         trace, rows = self._trace, self.rows
         parent = self.number_of[trace.parent[rows]]
         lane, firsts = number_combinations(trace.thread_id[rows], trace.task_id[rows])
@@ -235,7 +232,6 @@ class KeptSpans:
         return np.searchsorted(self._sites, self._trace.site[rows]).astype(np.int64)
 
     def _number_errors(self, rows: Int64s) -> dict[int, int]:
-        """Return the number of each failed span's error, by the span's index in `rows`."""
         errors = self._trace.error[rows]
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
@@ -253,7 +249,6 @@ class KeptSpans:
         return {"threads": thread_names, **lanes}
 
     def _turn_columns(self) -> dict[str, Any]:
-        """Return the columns of `ledger.Turns` for the requests whose spans all fit into the page."""
         listed = self.listed
         if self.what != "request" or not self._whole.any():
             return {}
@@ -275,8 +270,6 @@ class KeptSpans:
         }
 
     def _batch_columns(self) -> dict[str, Any]:
-        """Return the batches of the requests whose spans are all in the page, with sizes and the requests' shares of
-        the time."""
         served = self.listed.served
         if self.what != "request" or not self._whole.any():
             return {}
@@ -293,7 +286,8 @@ class KeptSpans:
         }
 
     def _attribute_texts(self) -> dict[int, dict[str, str]]:
-        """Return the attributes of as many spans as fit `TEXT_BYTES`, those of requests first."""
+        """Return the attributes of spans. Requests come first, because all attributes together have at most
+        `TEXT_BYTES`."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
         is_listed = mask_of(self.listed.rows, len(trace))
         having = trace.attributes.rows()

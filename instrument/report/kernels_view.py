@@ -53,15 +53,16 @@ UNKNOWN_NUMBER = 0
 
 
 class NumberedPlaces(NamedTuple):
-    """The innermost open span of each event. `number` is an index into `names`, which are pairs of a site's name and
-    kind."""
+    """The place of each event, which is the innermost span that was open on its thread. `number` is an index into
+    `names`. A name is a pair of a site's name and kind."""
 
     number: Int64s
     names: tuple[tuple[str, str], ...]
 
 
 def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
-    """Return the row of the innermost span that is open at each time on each thread. Only rows of the `mask` count."""
+    """Return the row of the innermost open span for each thread and time. The row is -1 without an open span, and -2 if
+    several tasks had open spans. With a `mask`, only spans in the mask are searched."""
     trace = recording.columns
     mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
     if recording.trace.origin.recorder == "other":
@@ -72,7 +73,6 @@ def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, m
 def find_places(
     recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None
 ) -> NumberedPlaces:
-    """Return the place of each event: the innermost span that is open at its time on its thread."""
     trace = recording.columns
     names = {(UNKNOWN, ""): UNKNOWN_NUMBER, (NOWHERE, ""): 1, (SHARED, ""): 2}
     of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
@@ -112,8 +112,9 @@ NO_HOST_TIME = "total time, for a kernel has no host time"
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """The calls of one kernel. `busy_ns` is the time in which at least one call ran, None for a sum of kernels. `ratio`
-    is the share of the time of all kernels. If the `source` is `STRETCHES`, `name` is the name of a span."""
+    """The calls of one kernel. If the view's `source` is `STRETCHES`, `name` is the name of a span. `busy_ns` is the
+    time in which at least one call ran. It is None if the row sums up several kernels. `ratio` is the share of the time
+    of all kernels."""
 
     name: str
     calls: int
@@ -129,8 +130,8 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlace:
-    """The kernels that the spans of one site launched directly, not in inner spans. `ratio` is the share of the time of
-    all kernels. `heaviest` is the kernel with the most time."""
+    """The kernels that the spans of one site launched. Kernels that inner spans launched are not included. `ratio` is
+    the share of the time of all kernels. `heaviest` is the name of the kernel with the most time."""
 
     name: str
     kind: str
@@ -144,7 +145,8 @@ class KernelPlace:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKernels:
-    """The kernels of one device: their number, their summed time, and the time in which at least one ran."""
+    """The kernels of one device. `total_ns` is the sum of their times. `busy_ns` is the time in which at least one
+    kernel ran."""
 
     device: int
     calls: int
@@ -155,7 +157,7 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True)
 class OtherWork:
-    """The copies or fills (see `kind`) on all devices: their number, their summed time, and the time in which any
+    """The copies or the fills on all devices, depending on `kind`. `busy_ns` is the time in which at least one of them
     ran."""
 
     kind: str
@@ -166,8 +168,8 @@ class OtherWork:
 
 @dataclass(frozen=True, slots=True)
 class Kernels(View):
-    """The `kernels` view. Ratios are shares of the watched time, `window`. `total_ns` is the sum over all kernels.
-    `outside` is the number of calls outside of the window."""
+    """The `kernels` view. `window` is the watched time, and `total_ns` the sum of the times of all kernels. `outside`
+    counts the device work outside of the window."""
 
     source: str
     window: Interval
@@ -251,8 +253,8 @@ class Kernels(View):
 
 
 def kernels(recording: Recording, options: Options) -> Kernels:
-    """Return the view of the part of the window that torch.profiler watched. `sorted_by` may be any key of `SortKey`.
-    `rows` and `least_ns` limit the tables. The view uses no other option, except `unit`."""
+    """Return the `kernels` view of the time that torch.profiler watched. Without torch.profiler, the view has the
+    device intervals of spans. The options `sorted_by`, `rows`, `least_ns` and `unit` apply."""
     facts = recording.trace
     # torch.profiler may have watched memory alone.
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
@@ -305,7 +307,7 @@ def kernels(recording: Recording, options: Options) -> Kernels:
 
 
 class _Work(NamedTuple):
-    """Device work as columns. `name` is an index into names, and times are clipped to the window."""
+    """Device work as columns. `name` is an index into a list of names. Times are clipped to the window."""
 
     name: NDArray[Any]
     device: Int64s
@@ -321,8 +323,8 @@ class _Work(NamedTuple):
 
 
 def _sum_by_group(work: _Work, groups: NDArray[Any], count: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the number of calls in each group, the sum, maximum and minimum of their times, and the length of their
-    union. In the union, parallel work on a device counts once."""
+    """Sum up the calls of each group. Calls at the same time on one device count once in the last number, the busy
+    time."""
     on_device, firsts = number_combinations(groups, number_combinations(work.device)[0])
     unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
     times = NodeTimes.sum_calls(Groups(groups, count), work.took_ns)
@@ -363,7 +365,6 @@ def _uses_by_place(device_work: _DeviceWork, total_ns: int) -> list[KernelPlace]
 
 
 def _read_torch_work(recording: Recording) -> _DeviceWork:
-    """Return the device work from torch.profiler's record, which has all kernels."""
     window = recording.trace.watched or (0, 0)
     events = KernelColumns.from_objects(recording.trace.kernels)
     is_inside = are_in_window(events.start_ns, events.end_ns, window)
@@ -379,7 +380,8 @@ def _read_torch_work(recording: Recording) -> _DeviceWork:
 
 
 def _read_span_work(recording: Recording) -> _DeviceWork:
-    """Return the innermost device intervals of spans as device work, so that no time of a stream counts twice."""
+    """Return the device intervals of spans as device work. Only the innermost intervals count, so that no time of a
+    stream counts twice."""
     trace, window = recording.columns, recording.trace.coverage
     timed = trace.device.select(trace.device.is_measured)
     inner = timed.select(
@@ -406,8 +408,8 @@ def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
 
 
 def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
-    """Return shortened names of kernels, without parameters. Names that are still too long lose namespaces, then their
-    middle. Equal results are numbered."""
+    """Return a short label for each kernel name. Labels have no parameters. Long labels also lose namespaces, and then
+    their middle. Equal labels get numbers."""
     labels: dict[str, str] = {}
     uses: Counter[str] = Counter()
     for name in names:

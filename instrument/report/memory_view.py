@@ -25,9 +25,9 @@ from instrument.trace.trace import Allocations
 
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
-    """The memory that the spans of one site allocated and freed directly, not in inner spans. `held_bytes` is the part
-    of `allocated_bytes` that was still in use at the end. `thread` is "" for all threads together, and `device` None
-    for several devices."""
+    """The memory that the spans of one site allocated and freed. Allocations in inner spans are not included.
+    `held_bytes` is the allocated memory that was still in use at the end. `thread` is "" for all threads together.
+    `device` is None for several devices."""
 
     device: int | None
     name: str
@@ -42,7 +42,6 @@ class PlaceMemory:
 
     @property
     def increase_bytes(self) -> int:
-        """The allocated memory minus the freed memory. It may be negative."""
         return self.allocated_bytes - self.freed_bytes
 
 
@@ -78,8 +77,8 @@ NO_GAUGES = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The maximum memory of an allocator in the watched time, and the span in which it was reached. `device` is `HOST`
-    for the host. `what` is `allocated` or `reserved`."""
+    """The maximum memory of one allocator, and the span in which it was reached. `device` is `HOST` for the host.
+    `what` is `allocated` or `reserved`."""
 
     device: int
     what: str
@@ -96,8 +95,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The sums of one allocator. `earlier_bytes` is the part of `freed_bytes` that was allocated before the record
-    began."""
+    """The sums of one device's allocator. `earlier_bytes` is the freed memory that was allocated before the watched
+    time."""
 
     device: int
     allocations: int
@@ -113,8 +112,8 @@ class DeviceMemory:
 
 
 class CountedAllocations(NamedTuple):
-    """The sums of all allocations. `uses` has a row per place and thread, and `devices` a row per device. `outside` is
-    the number of allocations outside of the watched time."""
+    """The sums of all allocations. `uses` has a row per place and thread, and `devices` a row per device. `outside`
+    counts the allocations outside of the watched time."""
 
     uses: list[PlaceMemory]
     peaks: list[Peak]
@@ -124,8 +123,8 @@ class CountedAllocations(NamedTuple):
 
 
 def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Return the allocations of the watched time by device, place and, if `by_thread`, thread. Places are the spans in
-    the mask `is_wanted`. `state` selects the host (CPU), devices (GPU), or both (All)."""
+    """Sum up the allocations of the watched time. Places are the spans in the mask `is_wanted`. `state` is `CPU` for
+    the host, `GPU` for devices, or `All`."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     allocations = Allocations.from_objects(facts.allocations)
@@ -144,7 +143,6 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), size_bytes.clip(max=0), held_bytes)
 
     def sum_by_group(groups: Groups) -> list[tuple[int, int, int, int, int]]:
-        """Return the numbers of allocations and frees, and the bytes allocated, freed and in use, of each group."""
         allocations, frees, allocated, freed, in_use = (groups.sum_by_group(column).tolist() for column in columns)
         return list(zip(allocations, frees, allocated, map(neg, freed), in_use, strict=True))
 
@@ -183,8 +181,8 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
 
 
 def _match_events_by_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Return two masks of events: those that follow an allocation at the same address, and those that another event
-    follows there."""
+    """Return two masks of events. The first mask has the events after an allocation at the same address. The second
+    mask has the events that are not the last one at their address."""
     order = np.lexsort((address, device))
     address, device = address[order], device[order]
     is_next = np.zeros(len(order) + 1, dtype=np.bool_)
@@ -197,8 +195,8 @@ def _match_events_by_address(device: Int64s, address: Int64s, size_bytes: Int64s
 
 @dataclass(frozen=True, slots=True)
 class GaugedMemory:
-    """The first, the last and the largest reading of a gauge. `most_ns` is the time of the largest. `peak_bytes` also
-    covers the time between readings, None if no gauge reports it."""
+    """The first, the last and the largest reading of a gauge. `most_ns` is the time of the largest reading.
+    `peak_bytes` is the largest value since the process or torch began, None if no gauge reports it."""
 
     device: int
     gauge: str
@@ -219,8 +217,9 @@ class GaugedMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryView(View):
-    """The `memory` view. The watched time is from `since_ns` to `until_ns` of the trace, both None without a record.
-    From `places_since_ns` on, no span that counts as a place is missing."""
+    """The `memory` view. The watched time is from `since_ns` to `until_ns`, counted from the start of the trace. Both
+    are None if nothing watched allocations. Before `places_since_ns`, spans are missing, so that places may be
+    unknown."""
 
     since_ns: int | None
     until_ns: int | None
@@ -304,9 +303,9 @@ class MemoryView(View):
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
-    """Return the view of the time that torch.profiler watched, and of all gauge readings. `sorted_by` orders by `calls`
-    or `total` (allocated bytes), else by the increase. `threads: apart` splits the places by thread. `state` is CPU for
-    the host's memory, GPU for that of devices."""
+    """Return the `memory` view of the time that torch.profiler watched, with the readings of all gauges. Places are
+    sorted by the increase of memory. The option `sorted_by` may also be `calls`, or `total` for the allocated bytes.
+    With `threads: apart`, each thread has its own rows. `state` is `CPU` for the host, and `GPU` for devices."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.are_of_sites([not is_operator(site) for site in trace.sites])
@@ -338,7 +337,6 @@ def memory(recording: Recording, options: Options) -> MemoryView:
 
 
 def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
-    """Yield the readings of each memory gauge: first those of the host, then those of devices by number."""
     readings: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
         if sample.value is not None and (state == "All" or (sample.device == HOST) == (state == "CPU")):

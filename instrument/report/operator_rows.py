@@ -24,8 +24,7 @@ from instrument.trace.indices import NONE, Groups, Members, find_distinct, neare
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """The sum, maximum and minimum of the known times of a row's calls. `ave_ns` is the sum divided by the number of
-    all calls."""
+    """The times of a row's calls, as far as they are known. `ave_ns` is the sum divided by the number of all calls."""
 
     total_ns: int
     ave_ns: float | None
@@ -35,9 +34,9 @@ class CallTimes:
 
 @dataclass(frozen=True)
 class CallTable:
-    """The call tree as columns, with a node for each call path on a track. `name` is an index into `names`, and
-    `around` the node's caller on the same track. `inside` is True if a caller has one of the chosen kinds, `again` if
-    one has the same name and kind."""
+    """A call tree as columns, with a node for each call path in one thread or task. `name` is an index into `names`.
+    `around` is the caller's node. `inside` is True if a caller has one of the chosen kinds. `again` is True if a caller
+    has the same name and kind."""
 
     paths: CallPaths
     names: Sequence[tuple[str, str]]
@@ -50,8 +49,8 @@ class CallTable:
     def of(
         cls, trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
     ) -> CallTable:
-        """Return the call tree of the spans that `among` selects, by default of all. Only calls of `kinds` and their
-        direct children have device times. With a `window`, only the time within it counts."""
+        """Return the call tree of the spans in the mask `among`. Only calls of `kinds` and their direct children have
+        device times."""
         paths = call_tree(trace, kinds, window, among)
         names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
         name, around = of_site[paths.site], np.where(paths.is_elsewhere, NONE, paths.parent).astype(np.int32)
@@ -65,7 +64,6 @@ class CallTable:
 
     @cached_property
     def called_children(self) -> Members:
-        """The direct children of each node, if they have calls and are on the same track."""
         return Members(np.where(self.paths.host.calls > 0, self.around, NONE), len(self.name))
 
     @cached_property
@@ -80,7 +78,6 @@ class CallTable:
         return {self.names[self.name[nodes[places[0]]]]: nodes[places] for places in groups}
 
     def sum_times(self, nodes: Int64s, on: str) -> CallTimes | None:
-        """Return the times of all calls on `host` or `device`, None if no call has a time."""
         times: NodeTimes = getattr(self.paths, on)
         calls, timed = (int(counts[nodes].sum()) for counts in (self.paths.host.calls, times.calls))
         if not timed:
@@ -91,13 +88,12 @@ class CallTable:
         )
 
     def total_ns(self, nodes: Int64s, on: str) -> int:
-        """Return the time of all calls on `host` or `device`."""
         times: NodeTimes = getattr(self.paths, on)
         return sum(times.total_ns[nodes].tolist())
 
 
 def find_outermost(around: Int32s, name: Int64s) -> Int64s:
-    """Return the outermost node of the same name at or above each node. `around` has the parents."""
+    """Return for each node the outermost caller of the same name. A node without such a caller is its own result."""
     outermost, up = np.arange(len(name)), around.copy()
     inner = np.flatnonzero(up != NONE)
     while len(inner):
@@ -125,7 +121,7 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class CallBlock:
-    """The rows of one thread, or of all threads if `thread` is None, and the bases of their ratios in ns."""
+    """The rows of one thread, or of all threads if `thread` is None. Ratios are shares of the two base times."""
 
     thread: int | None
     name: str
@@ -141,7 +137,6 @@ def make_blocks(
     options: Options,
     block: Callable[[int | None, str, Int64s], CallBlock],
 ) -> tuple[CallBlock, ...]:
-    """Return a block for each thread, and before them one for all threads if the options want it."""
     thread_id = calls.paths.thread_id[nodes]
     threads, blocks = find_distinct(thread_id).tolist(), list[CallBlock]()
     if threads and (options.threads == "merged" or (options.threads == "both" and len(threads) > 1)):
@@ -156,8 +151,8 @@ def make_blocks(
 def call_rows(
     calls: CallTable, nodes: Int64s, depth: int, cpu_base_ns: int, gpu_base_ns: int, options: Options
 ) -> tuple[CallRow, ...]:
-    """Return a row for each name and kind of a level, sorted and limited by the options. At the topmost level, nested
-    calls of a row count once in its ratio."""
+    """Return a row for each name and kind, sorted and limited by the options. At depth 0, calls of one name that are
+    nested count once in the ratio."""
     groups = calls.group_by_name(nodes)
 
     def row(name: str, kind: str, nodes: Int64s, once: Int64s) -> CallRow:
@@ -208,7 +203,6 @@ REMAINING = "Ratio of the remaining rows: without calls that are inside each oth
 
 
 def explain_remaining_ratio(blocks: Iterable[CallBlock]) -> list[str]:
-    """Return the note on ratios of rows that sum up others, [] without such a topmost row."""
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
@@ -221,8 +215,7 @@ def describe_order(options: Options) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the table: the host times (`CPU`) or the device times (`GPU`) of a row. Only its `first` line has the
-    name."""
+    """A printed line with the host times or the device times of a row. Only the first line of a row has the name."""
 
     row: CallRow
     depth: int
@@ -234,7 +227,6 @@ class _Line:
 
 
 def make_block_table(block: CallBlock, options: Options, noun: str) -> Section:
-    """Return the table of a block. Each row has a line of host times, and one of device times if there are any."""
     bases = [] if options.state == "GPU" else [f"CPU {format_time(block.cpu_base_ns, options.unit)}"]
     if options.state != "CPU" and any(row.gpu for row in block.rows):
         bases.append(f"GPU {format_time(block.gpu_base_ns, options.unit)}")

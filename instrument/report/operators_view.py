@@ -71,9 +71,9 @@ from instrument.trace.layout import KernelColumns
 
 @dataclass(frozen=True, slots=True)
 class FlopRow:
-    """The floating-point operations in one operator's calls, including inner calls. `calls` counts the outermost calls.
-    `time_ns` is their time on the device (`on` is `GPU`) or on the host (`CPU`), None for a mixture. `ratio` is the
-    share of all counted operations."""
+    """The floating-point operations in the calls of one operator, with those in inner calls. `calls` counts the
+    outermost calls. `time_ns` is their device time if `on` is `GPU`, and their host time if `on` is `CPU`. It is None
+    if only some calls have device time. `ratio` is the share of all counted operations."""
 
     name: str
     kind: str
@@ -91,8 +91,8 @@ class FlopRow:
 
 @dataclass(frozen=True, slots=True)
 class FlopTable:
-    """All counted floating-point operations, and a row per operator, the most operations first. No row contains the
-    `elsewhere` operations, which ran without an open span or with several open tasks."""
+    """The floating-point operations of each operator, the most operations first. `elsewhere` counts operations that are
+    in no row. They ran outside of spans, or while several tasks had open spans."""
 
     flops: int
     elsewhere: int
@@ -176,8 +176,8 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
 
 
 def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """Return the device time of each call in ns, by row. It is the time of the kernels that the call launched or,
-    without recorded kernels, of the device intervals at or below the call."""
+    """Return the device time in ns of each call, by trace row. It is the time of the kernels that the call launched.
+    Without recorded kernels, the device intervals of the call count."""
     trace, columns = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
     rows = find_distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
@@ -203,8 +203,8 @@ def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int
 
 
 def _sum_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return `GPU` and the sum of device times if all calls have one, or `CPU` and the sum of host times if none has.
-    Otherwise return "" and None."""
+    """Return where the calls have times, `GPU` or `CPU`, and the sum of the times. Return "" and None if only some
+    calls have device times."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):
@@ -227,8 +227,8 @@ NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step')
 
 @dataclass(frozen=True, slots=True)
 class OrderedOperator:
-    """One operator in the order of execution. `number` counts the operators from 0 by first call. `total_ns` is the
-    device time of its calls in timed iterations, or else the host time. `mean_ns` is the time per timed iteration."""
+    """One operator in the order of execution. `number` counts the operators from 0. `total_ns` is the device time of
+    the calls, or else their host time. `mean_ns` is the time per timed iteration."""
 
     number: int
     name: str
@@ -244,8 +244,8 @@ class OrderedOperator:
 @dataclass(frozen=True, slots=True)
 class ExecutionOrder:
     """The operators of the iterations in the order of execution. `iteration` is the kind of span, "" without
-    iterations. `timed` counts the iterations in the averages, `skipped` those left out on request, and `cut` those with
-    missing spans. `remaining_ns` is the time of omitted operators per iteration."""
+    iterations. `timed` counts the iterations in the averages. `skipped` counts the iterations left out by `skip_first`,
+    and `cut` those with missing spans. `remaining_ns` is the mean time of the operators that are not listed."""
 
     iteration: str
     timed: int
@@ -258,7 +258,8 @@ class ExecutionOrder:
 
 @dataclass(frozen=True, slots=True)
 class Operators(View):
-    """The `operators` view: blocks of rows, the order of execution for `AllOpDetail`, and floating-point operations."""
+    """The `operators` view. `in_order` is the order of execution, for the tracer option `AllOpDetail`. `operations` are
+    floating-point operations."""
 
     coverage: Coverage
     blocks: tuple[CallBlock, ...]
@@ -293,8 +294,8 @@ class Operators(View):
 
 
 def operators(recording: Recording, options: Options) -> Operators:
-    """Return the view of the kept spans. It uses every option except `corrected`. `rows` and `least_ns` limit the
-    operators, and the rows below each of them."""
+    """Return the `operators` view. All options except `corrected` apply. `rows` and `least_ns` limit the operators, and
+    the rows below each operator."""
     facts = recording.trace
     calls = CallTable.of(recording.columns, OPERATORS, facts.coverage)
 
@@ -315,7 +316,6 @@ def operators(recording: Recording, options: Options) -> Operators:
 
 
 def _child_rows(calls: CallTable, row: CallRow, nodes: Int64s, options: Options) -> Iterator[CallRow]:
-    """Yield the rows below an operator, each followed by rows for its streams. The operator's own streams come last."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     below = np.concatenate([calls.called_children[node] for node in nodes.tolist()])
     children = calls.group_by_name(below)
@@ -369,14 +369,14 @@ def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
 
 
 def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator[OrderedOperator]:
-    """Yield the operators, parents first, each level by first call. All threads and tasks are merged."""
     paths, number = calls.paths, 0
     _, key_of_site = trace.numbered_sites(lambda site: site.key)
     key, order = key_of_site[paths.site], np.argsort(paths.is_elsewhere, kind="stable")
     below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
-        """Return the nodes of each site. The site with the latest first call comes first."""
+        """Return the nodes of each site. The site with the latest first call comes first, because `pending` is a
+        stack."""
         groups = [nodes[places] for places in Groups(number_by_first_sight(key[nodes])[0], len(nodes)).members()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
 
@@ -427,8 +427,8 @@ NO_SPAN = "No span of kind user was recorded: open one with scope(name), or give
 
 @dataclass(frozen=True, slots=True)
 class User(View):
-    """The `user` view: a block of rows for all threads, or for each thread. Ratios are shares of `window_ns`, the time
-    without missing spans. Only the part of a call within the window counts."""
+    """The `user` view of the spans of kind `user`. Ratios are shares of `window_ns`, the time without missing spans.
+    Only the part of a call in that time counts."""
 
     coverage: Coverage
     window_ns: int
@@ -453,7 +453,7 @@ class User(View):
 
 
 def user(recording: Recording, options: Options) -> User:
-    """Return the view of the kept spans. It uses every option except `tracer_option`, `corrected` and `skip_first`."""
+    """Return the `user` view. All options except `tracer_option`, `corrected` and `skip_first` apply."""
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
 

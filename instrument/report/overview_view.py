@@ -56,8 +56,8 @@ NO_SPAN = "No span was recorded in it: name functions or layers in the profile, 
 
 @dataclass(frozen=True, slots=True)
 class KindUse:
-    """The spans of one kind in the window, and the time in which at least one was open. `ratio` is the share of the
-    window, and `step_ratio` that of the time of steps, None without steps."""
+    """The spans of one kind in the window. `time_ns` is the time in which at least one of them was open. `ratio` is the
+    share of the window. `step_ratio` is the share of the time of steps, None without steps."""
 
     kind: str
     calls: int
@@ -69,7 +69,7 @@ class KindUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """The device intervals of one kind of work: their number, and the time in which at least one ran."""
+    """The device intervals of one kind of work. `time_ns` is the time in which at least one of them ran."""
 
     device: int
     work: str
@@ -136,8 +136,8 @@ class Overview(View):
 
 
 def overview(recording: Recording, options: Options) -> Overview:
-    """Return the view of the kept spans. `state` selects host or device rows. Kinds are sorted by time, or by calls if
-    `sorted_by` is `calls`. The view uses no other option."""
+    """Return the `overview` view. The option `state` selects the host or the devices. Kinds are sorted by time, or by
+    calls if `sorted_by` is `calls`. Of the other options, only `unit` applies."""
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
     kinds_of_work = _intervals_of_kinds(recording.columns, window)
@@ -170,14 +170,13 @@ def overview(recording: Recording, options: Options) -> Overview:
 
 
 class _Stretches(NamedTuple):
-    """Intervals of work: their number, and their union."""
-
     number: int
     union: Union
 
 
 def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
-    """Return the intervals of each kind of span, except interruptions, whose time is in the interrupted spans."""
+    """Unite the intervals of each kind of span. Interruptions are left out, because their time is in the interrupted
+    spans."""
     inside = are_in_window(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.are_of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
@@ -190,7 +189,6 @@ def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretche
 
 
 def _union_device_intervals_by_work(trace: Columns, window: Interval) -> Iterator[tuple[int, str, _Stretches]]:
-    """Yield the device intervals of each device and row. All devices together come first, if there are several."""
     intervals = trace.device.select(trace.device.is_measured).clip_to(window)
     is_copy, is_comm = trace.are_of_kind("copy")[intervals.row], mask_communication(trace, intervals)
     every = np.ones(len(intervals), dtype=np.bool_)
@@ -205,12 +203,10 @@ def _union_device_intervals_by_work(trace: Columns, window: Interval) -> Iterato
 
 
 def mask_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
-    """Return a mask of the device intervals of spans of kind `comm` and of the spans below them."""
     return np.asarray(trace.topmost_wanted_rows(trace.are_of_kind("comm"))[intervals.row] != NONE)
 
 
 def divide_by_device(intervals: DeviceIntervals, works: Mapping[str, Bools]) -> dict[tuple[int, str], _Stretches]:
-    """Return the intervals of each device and kind of work. Absent kinds are left out."""
     return {
         (device, work): _Stretches(len(chosen), chosen.union())
         for device in find_distinct(intervals.device).tolist()
@@ -238,8 +234,8 @@ NO_COMMUNICATION = (
 
 @dataclass(frozen=True, slots=True)
 class DistributionView(View):
-    """The `distribution` view. `base_ns`, the base of all ratios, is the time of the steps or of the window (see
-    `of`)."""
+    """The `distribution` view of communication and computation. All ratios are shares of `base_ns`. It is the time of
+    steps if `of` is `step`, and else the window."""
 
     coverage: Coverage
     of: str
@@ -277,8 +273,8 @@ class DistributionView(View):
 
 @dataclass(frozen=True, slots=True)
 class DistributionUse:
-    """The times of communication and computation: of the `host`, a device, or both `together`. `base_ns` is the base of
-    all ratios."""
+    """The times of communication and computation in one place. `name` is `host`, a device, or `together`. All ratios
+    are shares of `base_ns`."""
 
     name: str
     base_ns: int
@@ -301,8 +297,8 @@ class DistributionUse:
 
 @dataclass(frozen=True, slots=True)
 class OperationUse:
-    """The calls of one operation in one process group, including waits for asynchronous calls. `device_ns` is None if
-    no call has device time."""
+    """The calls of one operation in one process group. Waits for asynchronous calls are included. `device_ns` is None
+    if no call has device time."""
 
     name: str
     calls: int
@@ -316,10 +312,8 @@ class OperationUse:
 
 
 def distribution(recording: Recording, options: Options) -> DistributionView:
-    """Return the view of the kept spans. It uses `state`, `rows`, `least_ns` and `unit`.
-
-    `rows` and `least_ns` limit the operations by the time of their calls and waits.
-    """
+    """Return the `distribution` view. The options `state`, `rows`, `least_ns` and `unit` apply. `rows` and `least_ns`
+    limit the operations by the time of their calls and waits."""
     trace, window = recording.columns, recording.trace.coverage
     coverage, calls = Coverage.of_recording(recording), np.flatnonzero(trace.are_of_kind("comm"))
     steps = _intervals_of_kinds(trace, window).get("step")
@@ -353,7 +347,6 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
 def _separate_communication_from_computation(
     trace: Columns, window: Interval, calls: Int64s, base: Union
 ) -> dict[str, list[Union]]:
-    """Return the communication and the computation of the host and of each device within the base time."""
     is_named = trace.are_of_sites(
         [site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS) for site in trace.sites]
     )
@@ -372,7 +365,8 @@ def _separate_communication_from_computation(
 
 
 def _computation_of_host(trace: Columns, window: Interval) -> Union:
-    """Return the time in which any thread computes while it neither communicates nor copies nor loads."""
+    """Return the time in which a thread computes. Time in which the thread communicates, copies or loads does not
+    count."""
     inside = are_in_window(trace.start_ns, trace.end_ns, window)
     starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
     computing, pausing = inside & trace.are_of_kind(*COMPUTES), inside & trace.are_of_kind(*PAUSES)
@@ -386,8 +380,8 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
 
 
 def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the start and end times of each communication. An asynchronous one starts when it was called and ends with
-    the wait for it."""
+    """Return the start and end times of each communication. An asynchronous one starts with its call, and ends with the
+    wait for it."""
     starts, ends = trace.start_ns[calls], trace.end_ns[calls]
     flight_ns = read_numbers(trace.attributes, "in_flight_ns", calls, FARTHEST_NS)
     return np.where(flight_ns == NONE, starts, np.minimum(starts, ends - flight_ns).clip(-FARTHEST_NS)), ends
@@ -420,7 +414,6 @@ def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[Ope
 
 
 def _describe_operation(site: Site) -> tuple[str, bool]:
-    """Return a site's operation with its process group, and True if the site only waits for the operation."""
     operation = dict(site.attributes).get("op")
     if not isinstance(operation, str):
         return site.name, False

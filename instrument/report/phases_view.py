@@ -36,9 +36,9 @@ OWN, OWN_OPTIMIZER, OTHER = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of phases within units, such as steps. `phase` is an index into `names`. `whole_ns` is the time of each
-    phase in complete units. `pieces` are the intervals of the calls, and `of_piece` the index of each interval's call.
-    `outside_ns` are the durations of calls outside of units."""
+    """The calls of phases in units. A unit is a step, a request, or the whole window. `phase` is an index into `names`.
+    `whole_ns` is the time of each phase in complete units. `pieces` are the intervals of the calls, and `of_piece` has
+    the index of each interval's call. `outside_ns` are the durations of calls outside of units."""
 
     names: Sequence[str]
     phase: Int64s
@@ -55,7 +55,6 @@ def _group_by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any])
 
 
 def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
-    """Return the calls of phases within units, except phases inside a communication or a copy."""
     of_sites = list(map(phase_of, trace.sites))
     names = list(dict.fromkeys(name for name in of_sites if name is not None))
     number_of = np.array([*(NONE if name is None else names.index(name) for name in of_sites), NONE])
@@ -97,8 +96,8 @@ def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
 
 
 def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
-    """Return the track and the end of each call, with the track `NONE` outside of kept steps. A suspended generator
-    ends at the latest with the step in which it began."""
+    """Return the track and the end of each call. The track is `NONE` outside of kept steps. A suspended generator ends
+    at the latest with the step in which it began."""
     line, starts, ends = units.line_of[rows], trace.start_ns[rows], trace.end_ns[rows].copy()
     if units.steps is None:
         return line, ends
@@ -116,8 +115,7 @@ def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_sti
 def _divide_unit_time_among_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Divide the time of units among calls. Return the intervals, each with the index of its call and of its unit. Of
-    simultaneous calls the first gets the time."""
+    """Divide the time of units among calls. If several calls run at the same time, the first of them gets it."""
     call, since, until = compute_turns(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
     if len(empty):
@@ -164,7 +162,6 @@ class DividedTime:
 
 
 def measure_device_time_of_phases(trace: Columns, units: Units, calls: Calls) -> DividedTime:
-    """Return the device time of the spans that began in a unit or in a call."""
     device = trace.device
     rows = find_distinct(device.row)
     rows = rows[units.line_of[rows] != NONE]
@@ -216,8 +213,8 @@ NO_PHASE = (
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """The host or device times of a row: the sum, and the mean, maximum and minimum over its calls. `ratio` is the
-    share of the time in the table's first row. A missing value is None."""
+    """The host or device times of a row. `ratio` is the share of the time in the table's first row. A missing value is
+    None."""
 
     total_ns: int
     mean_ns: float | None
@@ -228,7 +225,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """A row: all units, one phase within them, or `others`. `device` is None without device time."""
+    """A row of the table: all units, one phase in them, or `others`. `device` is None without device time."""
 
     name: str
     calls: int | None
@@ -238,9 +235,12 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class PhasesView(View):
-    """The `phases` view. `of` is the unit: `step`, `request` or `window`. `timed` counts the complete units, `cut`
-    those with lost spans, `skipped` the steps left out on request, and `overwritten` the earlier steps with lost spans.
-    `mean_ns` is the mean time of each phase in complete units. `outside` counts calls outside of all units."""
+    """The `phases` view. `of` is the unit: `step`, `request` or `window`.
+
+    `timed` counts the complete units, and `cut` those with lost spans. `skipped` counts the steps left out by
+    `skip_first`. `overwritten` counts earlier steps with lost spans. `mean_ns` is the mean time of each phase in
+    complete units. `outside` counts calls outside of all units.
+    """
 
     coverage: Coverage
     of: str
@@ -301,7 +301,6 @@ class PhasesView(View):
         ]  # fmt: skip
 
     def _singa_lines(self) -> list[str]:
-        """Return the lines as SINGA prints them."""
         if self.of != "step" or not self.timed or not {"forward", "backward"} & self.mean_ns.keys():
             return []
         counts = [f"{self.timed} iteration{'s' * (self.timed > 1)} timed", f"{self.skipped} skipped"]
@@ -315,7 +314,6 @@ class PhasesView(View):
 
 
 def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
-    """Return the two lines on forward and backward that SINGA prints, from the mean time of each phase."""
     return [
         f"{name.capitalize()} Propagation Time : {format_six_digits(mean_ns.get(name))} sec"
         for name in ("forward", "backward")
@@ -323,8 +321,8 @@ def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
 
 
 def phases(recording: Recording, options: Options) -> PhasesView:
-    """Return the view of the kept spans. `rows` and `least_ns` limit the rows to the phases with the most time.
-    `skip_first` leaves out the first steps of each thread. The view also uses `state` and `unit`."""
+    """Return the `phases` view. The options `rows` and `least_ns` keep the phases with the most time. `skip_first`
+    leaves out the first steps of each thread. `state` and `unit` apply as well."""
     trace, facts = recording.columns, recording.trace
     units = find_units(trace, facts.coverage, options.skip_first)
     calls = find_calls(trace, units, facts.coverage)
@@ -374,8 +372,6 @@ def _rank_of_phase(phase: str) -> tuple[int, str]:
 
 
 def _largest_rows(rows: Sequence[PhaseRow], options: Options, host: DividedTime, device: DividedTime) -> list[PhaseRow]:
-    """Return the rows with the most time, in the given order. A last row sums up the omitted ones."""
-
     def rest(omitted: Sequence[PhaseRow]) -> PhaseRow:
         timed = [row.device.total_ns for row in omitted if row.device is not None]
         on_host = host.of_rest(sum(row.host.total_ns for row in omitted))

@@ -33,15 +33,14 @@ ENDPOINT = "endpoint"
 
 
 class RequestGroups(NamedTuple):
-    """The names of the groups of requests. `group` is the number of each request's group."""
+    """The groups of all requests. `group` has an index into `names` for each request."""
 
     names: tuple[str, ...]
     group: Int64s
 
 
 def request_groups(recording: Recording, options: Options) -> RequestGroups:
-    """Return all requests, grouped by the option `requests_by`. Requests without the attribute are in the last
-    group."""
+    """Group all requests by the option `requests_by`. Requests without the attribute are in the last group."""
     trace, rows = recording.columns, recording.joined.rows
     if options.requests_by in ("", ENDPOINT):
         names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -54,8 +53,8 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
 
 
 def attribute_values(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
-    """Return each request's value of an attribute, whose name may be shortened to its last part: `tenant` for the
-    header `x-tenant`."""
+    """Return an attribute of each request. `attribute` may be the last part of a name: `tenant` also means the header
+    `x-tenant`."""
     if not len(trace.attributes.having(attribute)):
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
         attribute = next((name for name in _attribute_names(trace, rows) if name.endswith(ends)), attribute)
@@ -67,7 +66,6 @@ def _attribute_names(trace: Columns, rows: Int64s) -> Iterable[str]:
 
 
 def refuse_unknown_group(recording: Recording, options: Options) -> None:
-    """Raise `InstrumentError` with the existing attributes if no request has the attribute `requests_by`."""
     trace, rows, attribute = recording.columns, recording.joined.rows, options.requests_by
     if attribute in ("", ENDPOINT) or not len(rows) or any(attribute_values(trace, rows, attribute)):
         return
@@ -86,8 +84,7 @@ ROWS_WITH_NAMES = 1_000
 
 
 def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
-    """Return the names of groups, one for each frequent value and one for all others. Also return the group's number
-    for each value, `NONE` for None."""
+    """Group values. Each frequent value has its own group, and the others share one. The group of None is `NONE`."""
     values = list(values)
     counts = Counter(value for value in values if value is not None)
     largest = [value for value, _ in counts.most_common(at_most)]
@@ -98,7 +95,8 @@ def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str],
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """The requests of a group, their shares of the time of batches and devices, and their tokens if recorded."""
+    """The requests of one group, and their shares of the time of batches and devices. Tokens are None if they were not
+    recorded."""
 
     name: str
     requests: int
@@ -112,7 +110,6 @@ class GroupShare:
 
 
 def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ...]:
-    """Return the shares of each group of requests within the window, () without the option `requests_by`."""
     if not options.requests_by:
         return ()
     trace, joined = recording.columns, recording.joined
@@ -186,8 +183,8 @@ CHANCE = 0.01
 
 
 def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the indices of requests with similar work. With too few, return requests of the endpoint instead. The
-    second result is False if their work may differ."""
+    """Return the indices of requests of the same endpoint with similar work. If these are few, any requests of the
+    endpoint are returned. The second result is False if their work may differ."""
     trace, joined = recording.columns, recording.joined
     is_same = (
         mask_requests_by_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
@@ -210,7 +207,6 @@ def mask_requests_by_name(recording: Recording, name: str) -> Bools:
 
 
 def mask_known_endpoint(recording: Recording, name: str) -> Bools:
-    """Return a mask of the requests of an endpoint. Raises `TraceError` for an unknown endpoint."""
     is_named = mask_requests_by_name(recording, name)
     if not is_named.any():
         trace, rows = recording.columns, recording.joined.rows
@@ -227,8 +223,8 @@ def choose_evenly(places: Int64s, most: int) -> Int64s:
 
 
 def choose_median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
-    """Return a request from `outside` for each target. Among the `TRIALS` requests with the most similar work, it has
-    the median wall time."""
+    """Return a typical request from `outside` for each target. Of the `TRIALS` requests with the most similar work, it
+    is the one with the median wall time."""
     trace, joined = recording.columns, recording.joined
     walls, work = trace.total_ns[joined.rows], recording.compute_once(_measure_work)
     medians = []
@@ -240,8 +236,6 @@ def choose_median_requests(recording: Recording, targets: Int64s, outside: Int64
 
 
 def _measure_work(recording: Recording) -> NDArray[np.float64]:
-    """Return the base-2 logarithms of the amounts of work, with a row for each measure and a column for each
-    request."""
     trace, joined = recording.columns, recording.joined
     served, count = joined.served, len(joined.rows)
     columns = [read_sizes(trace, name, joined.rows)[joined.rows] for name in sorted(size_names(trace))]
@@ -255,21 +249,20 @@ def _measure_work(recording: Recording) -> NDArray[np.float64]:
 
 
 def estimate_slow_threshold_ns(walls: Int64s, requests: int) -> float:
-    """Return the wall time above which a request is slow. With an exponential distribution of long wall times, `CHANCE`
-    typical requests per recording exceed it."""
+    """Return the wall time in ns above which a request is slow. Long wall times are taken to have an exponential
+    distribution. Then `CHANCE` typical requests per recording are above the threshold."""
     middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
     return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))
 
 
 def size_names(trace: Columns) -> set[str]:
-    """Return the names of the attributes that give an amount of work."""
     rows = trace.attributes.rows()
     names = set(chain.from_iterable(trace.attributes.distinct_sets(choose_evenly(rows, SEARCHED_ROWS))[1]))
     return {name for name in names if SIZE.search(name)}
 
 
 def read_numbers(attributes: Attributes, name: str, rows: Int64s, limit: int = 1 << 63) -> Int64s:
-    """Return an attribute of each row if it is an integer from 0 to below `limit`, else `NONE`."""
+    """Return an attribute of each row, if it is an integer from 0 to below `limit`. Otherwise the number is `NONE`."""
     numbers = np.full(len(rows), NONE, dtype=np.int64)
     places = np.flatnonzero(np.isin(rows, attributes.having(name)))
     for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):

@@ -57,9 +57,9 @@ BAR = 32
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A line of the list: one turn (see `Turns`), or the sum of `times` short ones. `begin_ns` counts from the start of
-    the request. `in_batches_ns` is the time in batches of up to `size` requests, and `own_ns` the request's share of
-    it."""
+    """A line of the report: one part of the request's time, or several short parts. `begin_ns` counts from the start of
+    the request. `in_batches_ns` is the time in batches of up to `size` requests. `own_ns` is the request's share of
+    that time."""
 
     part: str
     name: str
@@ -74,9 +74,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """The life of a request: its turns (see `Turns`), the `parts` that add up to its wall time, and the cause of its
-    slowness (`blame`). `namesakes` are the span numbers of other requests with the same key. `device_shared_ns` is this
-    request's share of the device time of batches."""
+    """The life of one request, part by part. The times of `parts` add up to its wall time. `blame` is the cause of its
+    slowness. `namesakes` are the span numbers of other requests with the same key. `device_shared_ns` is the request's
+    share of the device time of batches."""
 
     name: str
     keys: tuple[str, ...]
@@ -125,7 +125,6 @@ class RequestLife:
         return [*lines, "", "A bar is the part's place. 25% its own of 4: its share of batches of 4 requests.", ""]
 
     def _repr_html_(self) -> str:
-        """Return the turns as a chart for a notebook."""
         unit, wall_ns = self._options.unit, max(self.wall_ns, 1)
         title = f"{self.name}: {format_time(self.wall_ns, unit)} {unit} {' '.join(self.keys)}"
         rows = []
@@ -156,8 +155,8 @@ class RequestLife:
 
 
 def request_life(recording: Recording, name: str, options: Options) -> RequestLife:
-    """Return the life of the request with a key or span number, the longest if several have the key. Raises
-    `TraceError` if no request matches."""
+    """Return the life of the request with a key or span number. If several requests have the key, it is the longest.
+    Raises `TraceError` if no request matches."""
     trace, joined, ledger = (recording.columns, recording.joined, recording.ledger)
     place, *namesakes = find_requests_by_key(trace, joined, name)
     row = int(joined.rows[place])
@@ -250,8 +249,8 @@ def _make_turns(
 
 
 def _divide_batch_shares_among_turns(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Return the request's share of each of its turns in a batch, in ns. The share of a batch is divided among its
-    turns in proportion to their lengths."""
+    """Divide the request's share of each batch among its moments in the batch, in proportion to their lengths. All
+    times are in ns."""
     lengths, until = Counter[int](), Counter[int]()
     in_batches, shares = [moment for moment in moments if moment.pair != NONE], dict[Moment, int]()
     for moment in in_batches:

@@ -83,7 +83,7 @@ YEARS_NS = 200 * 366 * 86_400 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class DeviceWithin:
-    """The work of one device during the requests that used the device."""
+    """The use of one device by the requests of each endpoint."""
 
     device: int
     endpoints: tuple[EndpointUse, ...]
@@ -97,7 +97,8 @@ DEVICE_SHARES = (
 
 @dataclass(frozen=True, slots=True)
 class EndpointShare:
-    """The device time of an endpoint's requests: that of their own work, and their shares of batches."""
+    """The device time of one endpoint's requests. `own_ns` is the time of their own work. `shared_ns` is their share of
+    the time of batches."""
 
     name: str
     requests: int
@@ -116,9 +117,9 @@ class EndpointShare:
 
 @dataclass(frozen=True, slots=True)
 class SlowRequest:
-    """A slow request. `began` is its date in UTC, "" if unknown. `span_id` is its id in the Chrome trace, and
-    `trace_id` and `collector_span_id` are its ids at the collector, "" if unknown. `outcome` is the reason why it ended
-    early, "" if it did not. `blame` is the cause of its excess over typical requests."""
+    """A slow request. `began` is its date in UTC. `span_id` is its id in the Chrome trace. `trace_id` and
+    `collector_span_id` are its ids at the collector. An unknown text is "". `outcome` is the reason why the request
+    ended early. `blame` is the cause of its excess over typical requests."""
 
     name: str
     begin_ns: int
@@ -138,9 +139,9 @@ class SlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes(View):
-    """The `requests` view: the requests within the window whose spans are all kept, by endpoint. `counted` and `errors`
-    cover all ended requests, also those without kept spans. `requests_cut` counts the requests that cross an edge of
-    the window, which no other field includes. `late_failures` counts requests that failed after their answer."""
+    """The `requests` view: the requests in the window by endpoint, if all their spans are kept. `counted` and `errors`
+    cover all ended requests. `requests_cut` counts the requests that cross an edge of the window. `late_failures`
+    counts the requests that failed after their answer."""
 
     coverage: Coverage
     requests: int
@@ -256,7 +257,6 @@ class RequestTimes(View):
 
     @property
     def late(self) -> str:
-        """A clause on the requests that failed after their answer, "" if none did."""
         return f", {self.late_failures} failed after {'its' if self.late_failures == 1 else 'their'} answer" * bool(
             self.late_failures
         )
@@ -283,9 +283,9 @@ class RequestTimes(View):
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:
-    """Return the view of the kept spans. `sorted_by` orders the endpoints by wall times, by default by their sum.
-    `rows` and `least_ns` limit the endpoints and their phases. `rows` also limits the slowest requests (five by
-    default)."""
+    """Return the `requests` view. Endpoints are sorted by wall times, by default by their sum. The options `rows` and
+    `least_ns` limit the endpoints and their phases. `rows` also limits the slowest requests, which are five by
+    default."""
     trace, (whole, cut) = recording.columns, recording.complete_requests
     table = recording.compute_once(request_table)
     coverage = Coverage.of_recording(recording)
@@ -347,14 +347,12 @@ def _count_requests(recording: Recording) -> tuple[Counter[str], Counter[str]]:
 
 
 def request_table(recording: Recording) -> CompleteRequests:
-    """Return the requests within the window whose spans are all kept, as columns."""
     whole, _ = recording.complete_requests
     joined, ledger = recording.joined, recording.ledger
     return CompleteRequests.of(recording.columns, joined, ledger, whole)
 
 
 def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tuple[EndpointShare, ...]:
-    """Return the device time by endpoint, () if no batch had device time."""
     trace, joined = recording.columns, recording.joined
     if not (len(trace.device) and len(joined.served.batch)):
         return ()
@@ -374,7 +372,6 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
-    """Return the slowest requests, each with the cause of its excess over typical requests of its endpoint."""
     trace, joined, parts = (recording.columns, recording.joined, recording.ledger)
     typical, slowest = dict[int, Mapping[str, int]](), []
     longest = np.lexsort((trace.start_ns[table.rows], -table.wall_ns))[: options.rows or SLOWEST]
@@ -391,7 +388,6 @@ def _slowest_requests(table: CompleteRequests, recording: Recording, options: Op
 
 
 def format_utc_date(origin: Origin, at_ns: int, precision: str) -> str:
-    """Return the date in UTC of a time of the trace, "" if it is unknown."""
     realtime_ns = origin.realtime_of(at_ns) if origin.realtime_ns else 0
     if not 0 < realtime_ns < YEARS_NS:
         return ""
@@ -438,7 +434,6 @@ PARTS_NOTE = (
 
 
 def list_parts_with_unknown(row: EndpointTimes) -> list[PhaseTime]:
-    """Return the parts of the wall time of an endpoint's requests: its phases, then the unknown time."""
     unknown = PhaseTime(
         UNKNOWN, row.requests, row.unknown_ns, row.unknown_mean_ns, row.unknown_p50_ns,
         row.unknown_p99_ns, row.unknown_ratio,
@@ -447,7 +442,7 @@ def list_parts_with_unknown(row: EndpointTimes) -> list[PhaseTime]:
 
 
 class RequestPart(NamedTuple):
-    """A row of the table of an endpoint's time: at `depth` 0 the whole time, at `depth` 1 one part."""
+    """A row of the table of an endpoint's time. `depth` is 0 for the whole time, and 1 for a part of it."""
 
     endpoint: str
     name: str

@@ -47,10 +47,8 @@ NO_EVENTS = "no events"
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of kept spans, and the time from which on no span is missing, in ns after the start of the trace.
-
-    `complete` is True if no span was overwritten by a newer one.
-    """
+    """The number of kept spans, and the time without missing spans. Times are in ns after the start of the trace.
+    `complete` is True if no span was overwritten."""
 
     spans: int
     complete: bool
@@ -73,7 +71,6 @@ class Coverage:
         ]
 
     def explain_no_spans(self, noun: str, otherwise: str) -> list[str]:
-        """Return the text of an empty view: `otherwise` if all spans were kept, else a note on overwritten spans."""
         overwritten = (
             f"No {noun} is among the kept spans; older ones were overwritten. Raise `limits.ring` in the profile, or "
             "look at the `events` view, which counts all."
@@ -100,9 +97,12 @@ Text = Callable[[Any, str], str]
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table of a view, with the lines `lead` above it and `notes` below it. `texts` maps a field to the function that
-    prints it in place of the default. `widths` are the minimum widths of the columns; a single number is for all
-    columns except the first. `paragraph` returns the lines of a row that is too long for a table."""
+    """A table of a view, with the lines `lead` above it and `notes` below it.
+
+    `columns` is a text such as `name=Name|calls=Calls`, with a field and a heading for each column. Only the HTML page
+    shows a column that begins with `+`. `texts` has functions that print a field. `widths` are minimum widths; a single
+    number applies to all columns except the first. `paragraph` returns the lines of a row that is too long for a table.
+    """
 
     title: str
     rows: Sequence[Any]
@@ -119,7 +119,6 @@ class Section:
         return [*section_title(shorten(printable(self.title), LINE - 2 * DASHES)), *shown]
 
     def table(self, unit: str) -> list[str]:
-        """Return the lines of the table, without its title and notes."""
         if self.paragraph is not None:
             return [line for place, row in enumerate(self.rows, 1) for line in self.paragraph(place, row, unit)]
         header, cells = self.cells(unit)
@@ -128,7 +127,6 @@ class Section:
         return table(header, cells, self.widths)
 
     def cells(self, unit: str) -> tuple[list[str], list[list[str]]]:
-        """Return the headings of the text columns, and the cells of each row."""
         columns = [(name, heading) for name, heading, is_wide in self.parse_columns() if not is_wide]
         header, name = [heading for _, heading in columns], columns[0][0]
         name = "" if name in self.texts else name
@@ -156,7 +154,6 @@ class Section:
         )
 
     def parse_columns(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield each column's field, its heading, and True if only the HTML page shows it."""
         for column in self.columns.split("|"):
             name, _, heading = column.partition("=")
             yield name.removeprefix("+"), heading, name.startswith("+")
@@ -169,7 +166,8 @@ class Section:
 
 
 class View:
-    """The base class of views: fields are numbers, and methods return the tables and sentences that show them."""
+    """The base class of views. Fields have numbers, and methods return the tables and sentences that show the
+    numbers."""
 
     __slots__ = ()
 
@@ -181,18 +179,17 @@ class View:
         return self.TITLE
 
     def header_lines(self) -> list[str]:
-        """Return the lines below the title, such as the unit of times and the bases of the ratios."""
+        """Return the lines below the title, such as the unit of times."""
         return []
 
     def reasons_if_empty(self) -> list[str]:
-        """Return the reason why the view is empty, as lines; [] if it is not empty."""
+        """Return lines on the reason why the view is empty. The list is empty if the view has data."""
         return []
 
     def sections(self) -> Sequence[Section]:
         return ()
 
     def table_lines(self) -> list[str]:
-        """Return the text of the tables, with a blank line after each."""
         shown = (section for section in self.sections() if section.rows or section.empty)
         return [line for section in shown for line in (*section.lines(self._options.unit), "")]
 
@@ -200,21 +197,20 @@ class View:
         return []
 
     def _repr_html_(self) -> str:
-        """Return the view as HTML for a notebook."""
         text = "<br>".join(escape(line) for line in self.reasons_if_empty() or self.header_lines() if line)
         shown = [section for section in self.sections() if section.rows and not self.reasons_if_empty()]
         tables = [section.html(self._options.unit) for section in shown]
         return f"<h4>{escape(self.heading())}</h4><p>{text}</p>{''.join(tables)}"
 
     def lines(self) -> list[str]:
-        """Return the view as lines of text."""
         head = self.header_lines()
         lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
         return lines + (self.reasons_if_empty() or [*self.table_lines(), *self.footnotes()])
 
 
 def placeholder_name(row: Any, name: str) -> str:
-    """Return the printed name of a row that sums up others or has an empty name, "" for any other row."""
+    """Return the printed name of a row without a name of its own, such as `(remaining 3)`. The result is "" for any
+    other row."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
@@ -222,8 +218,8 @@ def placeholder_name(row: Any, name: str) -> str:
 
 
 def field_value(row: Any, name: str) -> Any:
-    """Return the value of a row's field, which may be a path such as `time.mean_ns`. Return None if a part of the path
-    is None."""
+    """Return the value of a row's field. `name` may be a path such as `time.mean_ns`. The value is None if a part of
+    the path is None."""
     value = row
     for part in name.split("."):
         if value is None:
@@ -234,7 +230,6 @@ def field_value(row: Any, name: str) -> Any:
 
 
 def format_of_field(name: str) -> str:
-    """Return the format of a field, which depends on the end of its name."""
     last = name.rpartition(".")[2]
     if last.endswith("_ns"):
         return TIME
@@ -246,7 +241,6 @@ def format_of_field(name: str) -> str:
 
 
 def device_name(device: int | None) -> str:
-    """Return `CPU`, `GPU 0` and so on, `-` if the device is unknown."""
     return MISSING if device is None else "CPU" if device == HOST else f"GPU {device}"
 
 
@@ -278,8 +272,6 @@ COST = "Cost of "
 
 
 def list_cost_and_losses(recording: Recording) -> list[str]:
-    """Return the last section of a report: the cost, the losses, and notes on what was not observed. Return [] without
-    any."""
     cost, lines = recording.cost, list[str]()
     if cost is not None:
         base_ns = cost.window_ns or recording.window_ns or 0
@@ -300,7 +292,7 @@ def list_cost_and_losses(recording: Recording) -> list[str]:
 
 
 def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
-    """Return a text on the cost of calls that find the recorder's data outside of the processor's caches."""
+    """Return a text on the cost if the recorder's data is not in the processor's caches. Such calls take longer."""
     if cost.most_ns <= cost.total_ns:
         return ""
     return (
@@ -317,7 +309,7 @@ MODULES = {
 
 
 def _import_view(name: str) -> ModuleType:
-    """Import the module of a view. A service imports it only to print the view, because it imports numpy."""
+    """Import the module of a view. Views are imported late, because they import numpy."""
     return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
@@ -344,7 +336,6 @@ def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def refuse_unknown_views(views: Sequence[str]) -> None:
-    """Raise `ValueError` for an unknown view, `TypeError` for a text in place of a list."""
     if isinstance(views, str):
         raise TypeError(f"views is {views!r}; allowed: a list of their names, such as [{views!r}]")
     for view in views:
@@ -355,14 +346,14 @@ def refuse_unknown_views(views: Sequence[str]) -> None:
 
 
 def make_views(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
-    """Return the computed views in the given order, each once. Raises `ValueError` for an unknown view."""
+    """Return the views by name, in the given order. Raises `ValueError` for an unknown view."""
     refuse_unknown_views(views)
     return {view: VIEW_OF[view](recording, options) for view in views}
 
 
 def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
-    """Return the views as one text, followed by the cost and losses of the instrumentation unless a view contains
-    these. Raises `ValueError` for an unknown view."""
+    """Return the text of the views. The cost and losses of the instrumentation follow, unless a view contains them.
+    Raises `ValueError` for an unknown view."""
     parts = [view.lines() for view in make_views(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
         parts.append(list_cost_and_losses(recording))
@@ -372,7 +363,6 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
 
 
 def summary_document(views: Sequence[str], recording: Recording, options: Options) -> dict[str, Any]:
-    """Return the summary as JSON values: `views` by name with times in ns, and the numbers that all views share."""
     return {
         "window_ns": recording.window_ns,
         "recorder": recording.recorder,

@@ -67,9 +67,9 @@ WITH_CLASS = ("op", "layer", "comm")
 
 @dataclass(frozen=True, slots=True)
 class SelfRow:
-    """A class, op or instance in a function. `time_ns` is self time, and `running` the sum of ratios down to this row.
-    The last of `names` is that of the row. `where` is `device` if all calls have device time, `host` if none has, else
-    `both`, and `waiting` for suspended coroutines. Only an instance has a `number`."""
+    """The self time of a class, op or instance in a function. `running` is the sum of ratios down to this row. The last
+    of `names` is the name of the row. `where` is `device` if all calls have device time, `host` if none has, and else
+    `both`. It is `waiting` for the time of suspended coroutines. Only an instance has a `number`."""
 
     names: tuple[str, ...]
     time_ns: int
@@ -110,9 +110,9 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTimes:
-    """A function, or the sum of all functions if `name` is empty. `outer_ns` is the time of its calls, and `inner_ns`
-    the part in inner spans, None if calls run in parallel. `work_ns` is the self time of work below it, on any thread.
-    Ratios of rows are shares of `time_ns`."""
+    """The calls of one function, or of all functions if `name` is "". `outer_ns` is the time of the calls. `inner_ns`
+    is the part in inner spans, None if calls run in parallel. `work_ns` is the self time of work below the function, on
+    any thread. Ratios of rows are shares of `time_ns`."""
 
     name: str
     kind: str
@@ -131,8 +131,8 @@ class FunctionTimes:
 
 @dataclass(frozen=True, slots=True)
 class SelfTimes(View):
-    """The view: the sum of all functions, if there are several, then each function with calls inside, the longest
-    first. The `remaining` functions have no table."""
+    """The view `classes`, `ops` or `instances`, which `of` names. A sum of several functions comes first. Functions
+    with calls inside follow, the longest first. `remaining` counts the functions without a table."""
 
     of: str
     functions: tuple[FunctionTimes, ...]
@@ -230,27 +230,26 @@ _SINGULAR = {"classes": "class", "ops": "op", "instances": "instance"}
 
 
 def classes(recording: Recording, options: Options) -> SelfTimes:
-    """Return self times by type of layer, class of a method, or kind. `rows` limits the functions and the rows of each.
-    Rows are sorted by time unless `sorted_by` is calls or averages. The view does not use `tracer_option`, `state`,
-    `threads` and `skip_first`."""
+    """Return the `classes` view: self times by type of layer, class of a method, or kind. The option `rows` limits the
+    functions, and the rows of each function. Rows are sorted by time unless `sorted_by` is calls or averages.
+    `tracer_option`, `state`, `threads` and `skip_first` do not apply."""
     return _make_view("classes", recording, options)
 
 
 def ops(recording: Recording, options: Options) -> SelfTimes:
-    """Return self times by site. The options are those of `classes`."""
+    """Return the `ops` view: self times by site. The options are those of `classes`."""
     return _make_view("ops", recording, options)
 
 
 def instances(recording: Recording, options: Options) -> SelfTimes:
-    """Return self times by place in the call tree. The options are those of `classes`."""
+    """Return the `instances` view: self times by place in the call tree. The options are those of `classes`."""
     return _make_view("instances", recording, options)
 
 
 def class_of_site(site: Site) -> str:
-    """Return the type of a layer, the class of a method, the name of a copy or loader, else the kind in brackets.
-
-    The class of a torch operator is its namespace, such as `aten`.
-    """
+    """Return the class to which a site's time belongs. This is the type of a layer, the class of a method, or the name
+    of a copy or loader. It is the namespace of a torch operator, such as `aten`. Any other site belongs to its kind in
+    brackets."""
     if is_operator(site) and "::" in site.name:
         return site.name.partition("::")[0]
     owner = site.qualname.rpartition(".")[0]
@@ -281,8 +280,8 @@ def _site_label(site: Site) -> str:
 
 
 class Group(NamedTuple):
-    """A row of a function: the sums of `lines` tally lines. `first` is the number of the first line. Waiting time is a
-    row of its own, in which `waiting` equals `lines`."""
+    """A row of a function's table, which sums up tally lines. `first` is the number of the first line. Waiting time has
+    its own row, in which `waiting` equals `lines`."""
 
     first: int
     lines: int
@@ -296,7 +295,7 @@ class Group(NamedTuple):
 class FunctionSums(NamedTuple):
     """The sums of one function. `node` is its topmost call node, `NONE` for the sum of all functions. `own_ns` is the
     part of `outer_ns` outside of inner spans. `work_ns` is the self time of inner work. `first` is the index of its
-    first group, and `rows` the number of groups."""
+    first row, and `rows` counts its rows."""
 
     node: int
     lines: int
@@ -310,8 +309,8 @@ class FunctionSums(NamedTuple):
 
 
 class _FunctionTable:
-    """The functions of a merged tally, by first call. Number 0 is the sum of all others. `functions` has the fields of
-    `FunctionSums` as columns."""
+    """The functions of a tally, by first call. Number 0 is the sum of all functions. `functions` has a column for each
+    field of `FunctionSums`."""
 
     def __init__(self, of: str, tally: Tally, options: Options) -> None:
         self._of, self._options, self._histogram = of, options, tally.histogram
@@ -370,7 +369,6 @@ class _FunctionTable:
         self.functions: Int64s = np.concatenate([node, sums, edges], axis=1)
 
     def _label_of_node(self, node: int) -> str:
-        """Return a node's name and instance, with the place in the code if another site has the same label."""
         number = self._site_of[node]
         label = self._names.get(number)
         if label is None:
@@ -385,8 +383,6 @@ class _FunctionTable:
         return self._every[self._site_of[node]]
 
     def _nodes_down_to(self, node: int, *, whole: bool) -> list[int]:
-        """Return the nodes of the call path down to a node. Unless `whole` is True, the path begins inside the node's
-        function."""
         parents, site_of, is_request = self._parents, self._site_of, self._is_request
         path, inside = [node], 0
         while True:
@@ -427,7 +423,6 @@ class _FunctionTable:
         )
 
     def _summarise_call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
-        """Return the median, the 99th percentile and the maximum of a row's calls."""
         at = self._lines_of_group[group.number]
         total = sum_all_lines(self._lines[at])
         if not total.calls:
@@ -455,8 +450,7 @@ class _FunctionTable:
 
 
 def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Group tally lines into table rows, with running and waiting time apart. Return the rows, the function of each
-    row, and two numbers for each line with time: that of its row, and its own."""
+    """Group tally lines into table rows. Running time and waiting time have separate rows."""
     waited, self_ns = lines["waiting_ns"], lines["self_ns"]
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)
     own_ns = np.concatenate([self_ns[runs] - waited[runs], waited[waits]])

@@ -47,9 +47,9 @@ NOT_WATCHED = [
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The calls of one site that load or compile (see `phase`). `total_ns` leaves out nested calls of the same site.
-    `in_requests_ns` is the part of the total within requests, for which a client waited. A sum of several sites has no
-    total."""
+    """The calls of one site that load or compile, depending on `phase`. `total_ns` leaves out nested calls of the same
+    site. `in_requests_ns` is the part of it within requests, for which a client waited. Both are None in a sum of
+    several sites."""
 
     phase: str
     name: str
@@ -63,8 +63,8 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class Imports:
-    """The imports of one package. `ratio` is the share of the package's own modules in the time of all imports. A sum
-    of several packages has no total."""
+    """The imports of one package. `self_ns` is the time of the package's own modules. `ratio` is the share of `self_ns`
+    in the time of all imports. `total_ns` is None in a sum of several packages."""
 
     package: str
     entries: int
@@ -78,8 +78,8 @@ class Imports:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The first call of one site, compared with the later ones. `median_ns` is the median of the later times.
-    `extra_ns` is the time of the first call beyond that median, at least 0."""
+    """The first call of one site, and the later calls. `median_ns` is the median time of the later calls. `extra_ns` is
+    the time of the first call minus that median, and at least 0."""
 
     name: str
     kind: str
@@ -96,8 +96,8 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the time from the session's start to the first request. `ratio` is its share, None for a later part.
-    Both numbers are None if the part was not watched."""
+    """A part of the time from the session's start to the first request. `ratio` is its share of that time. A part after
+    the first request has no ratio. Both numbers are None if the part was not watched."""
 
     name: str
     total_ns: int | None
@@ -106,8 +106,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class FirstRequestTimes:
-    """The first request and the median duration of later ones. `after_ns` counts from the start of the process or, if
-    that is unknown, of the session. `first_ns` is None if only calls below the request are known. `why` is one of
+    """The first request, and the median time of later requests. `after_ns` counts from the start of the process, or of
+    the session if the former is unknown. `first_ns` is None if only calls below the request are known. `why` is one of
     `FIRSTS`."""
 
     name: str
@@ -124,9 +124,12 @@ class FirstRequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class StartupView(View):
-    """The `startup` view. `before_ns` is the time from the start of the process to that of the session, None if
-    unknown. `way_ns` is the time from the session's start to the first request, None without one. `way` has the parts
-    of that time, and `late` the same parts after it. `ran_ns` is the time until each called site had run once."""
+    """The `startup` view.
+
+    `before_ns` is the time from the start of the process to that of the session, None if unknown. `way_ns` is the time
+    from the session's start to the first request, None without a request. `way` has the parts of that time, and `late`
+    the same parts after the first request. `ran_ns` is the time until each called site had run once.
+    """
 
     is_known: bool
     before_ns: int | None
@@ -185,7 +188,6 @@ class StartupView(View):
         ]  # fmt: skip
 
     def _startup_rows(self) -> list[Phase]:
-        """Return the rows of the start-up: the process, the session and its parts, and the first request."""
         rows = [
             Phase("Process began, until the session did", self.before_ns, None),
             Phase("Session began, until the first request", self.way_ns, share(self.way_ns or 0, self.way_ns or 0)),
@@ -228,8 +230,7 @@ class StartupView(View):
 
 
 def startup(recording: Recording, options: Options) -> StartupView:
-    """Return the view of the start-up. `rows` and `least_ns` limit the tables. The view uses no other option, except
-    `unit`."""
+    """Return the `startup` view. The options `rows`, `least_ns` and `unit` apply."""
     facts = recording.startup or Startup(0)
     tally = recording.tally if recording.startup is not None else Tally()
     rows = list(tally.rows())
@@ -306,7 +307,6 @@ def startup(recording: Recording, options: Options) -> StartupView:
 
 
 def _find_warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> dict[tuple[object, ...], WarmUp]:
-    """Return the first call and the later calls of each site with several calls, by the site's key."""
     places = tally.lines_by_key([site.key for site in tally.tree.sites])
     warm_ups = {}
     for key, first in firsts.items():
@@ -326,13 +326,11 @@ def _find_warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally)
 
 
 def _preparation_phase_of(site: Site) -> str | None:
-    """Return the phase of a site that loads or compiles, None for any other site."""
     phase = dict(site.attributes).get("phase")
     return str(phase) if phase in PREPARING else None
 
 
 def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
-    """Return the calls that load or compile, by site, the longest first."""
     calls: dict[tuple[str, tuple[object, ...]], list[Preparation]] = defaultdict(list)
     for row in rows:
         *above, site = row.path
@@ -357,8 +355,8 @@ def _sum_preparations(rows: Sequence[Preparation], sums: Sequence[str], **facts:
 def _divide_preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
-    """Return the times of loading and compiling outside of requests: before the first request began, and later. Also
-    return True if overwritten spans make the division uncertain."""
+    """Return the times of loading and compiling before and after the first request. Time in requests does not count.
+    The last result is True if overwritten spans make the times uncertain."""
     before, after = dict.fromkeys(WORDS.values(), 0), dict.fromkeys(WORDS.values(), 0)
     on_both_sides = False
     for row in rows:

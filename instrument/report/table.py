@@ -58,17 +58,14 @@ def printable(text: str) -> str:
 
 
 def name_of_site(site: Site) -> str:
-    """Return a site's name, followed by its instance in brackets if it has one."""
     return f"{site.name} ({site.instance})" if site.instance else site.name
 
 
 def row_name(row: Any) -> str:
-    """Return the escaped name of a row, or `(remaining n)` for a row that replaces n others."""
     return f"(remaining {row.remaining})" if row.remaining else printable(row.name) or "(no name)"
 
 
 def code_location_of(site: Site) -> str:
-    """Return the function of a site, if unknown its file and line, "" if both are unknown."""
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
@@ -100,8 +97,8 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
-    """Return each text in at most `limit` columns. Texts that would become equal lose their common beginning instead,
-    and then get numbers."""
+    """Shorten texts to at most `limit` columns, so that different texts remain different. Texts that would become equal
+    lose their common beginning instead. If they are still equal, they get numbers."""
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         alike.setdefault(shorten(text, limit), []).append(text)
@@ -118,7 +115,6 @@ def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
-    """Shorten texts that begin alike to a few first characters, `...`, and the text from the first difference on."""
     shown = _shorten_to_rest_from(texts, [_common_length(texts)] * len(texts), limit)
     alike: dict[str, list[str]] = {}
     for text, short in shown.items():
@@ -136,7 +132,6 @@ def _common_length(texts: Sequence[str]) -> int:
 
 
 def _shorten_to_rest_from(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
-    """Shorten each text to a few first characters, `...`, and the rest from its index in `partings` on."""
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
         while 0 < parting < len(text) and not _columns_of(text[parting]):
@@ -157,7 +152,7 @@ def _first_columns(text: str, limit: int) -> str:
 
 
 def wrap_text(text: str) -> list[str]:
-    """Return a text as lines of at most `LINE` columns, with indented continuation lines. A longer word is cut."""
+    """Return a text as lines of at most `LINE` columns. Continuation lines are indented. A longer word is cut."""
     words = text.lstrip()
     indent = " " * (len(text) - len(words))
     lines, line = list[str](), indent
@@ -180,7 +175,7 @@ def number_text(value: float | None) -> str:
 
 
 def format_six_digits(value_ns: float | None, unit: str = "s") -> str:
-    """Return a time in a unit with six significant digits, as the profilers of fluid and SINGA print it."""
+    """Return a time with six significant digits. The profilers of fluid and SINGA print times in this format."""
     return MISSING if value_ns is None else f"{value_ns / UNITS[unit]:g}"
 
 
@@ -209,7 +204,6 @@ def compact_number(value: float | None, room: int = 7, digits: int = 4) -> str:
 
 
 def share(part: float, base: float) -> float | None:
-    """Return `part` divided by `base`, None if the base is zero."""
     return part / base if base else None
 
 
@@ -237,12 +231,10 @@ def percent(part: float, base: float) -> str:
 
 
 def percent_text(part: float | None, base: float) -> str:
-    """Return `part` as a percentage of `base` with one decimal."""
     return MISSING if part is None or not base else f"{100 * (part / base):.1f}%"
 
 
 def rough_percent(ratio: float | None) -> str:
-    """Return a ratio as a percentage with two digits."""
     return MISSING if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%"
 
 
@@ -256,7 +248,6 @@ def section_title(text: str) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
-    """Return the lines of a table, the header first. `least_widths` are the minimum widths of the columns."""
     lines = [header, *rows]
     by_column = zip(least_widths, zip(*lines, strict=True), strict=True)
     widths = [max(least, max(map(column_width, cells)) + GAP) for least, cells in by_column]
@@ -267,7 +258,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
 
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
-    """Return the lines of a table whose first column contains names. Texts are shortened to fit into `LINE` columns."""
+    """Return the lines of a table whose first column contains names. Long texts are shortened, so that a line fits into
+    `LINE` columns."""
     escaped = [[printable(name) or "(no name)", *cells] for name, *cells in rows]
     widths = [max(least_width, max(map(column_width, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
     for column, width in enumerate(widths[1:], 1):
@@ -284,7 +276,8 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
 def bound_rows(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
-    """Return the rows that the options allow, in the given order, followed by one that sums up the omitted rows."""
+    """Return the rows that the options allow, in the given order. `make_rest` makes a last row that sums up the others.
+    `time_ns` returns the time of a row."""
     heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.row_limit]
     if len(heavy) == len(lines):
         return tuple(lines)
@@ -293,12 +286,11 @@ def bound_rows(
 
 
 def make_row_summer(*sums: str) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that sums up omitted rows as one row. Only the fields `sums` are added up."""
     return partial(remaining_row, sums=sums)
 
 
 def remaining_row(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
-    """Return one row that sums up the omitted `rows`: the sums of the fields `sums`, and the values in `facts`."""
+    """Return one row that sums up `rows`. The fields `sums` are added up, and `facts` has values of other fields."""
     values = {field.name: "" if isinstance(getattr(rows[0], field.name), str) else None for field in fields(rows[0])}
     added = {name: sum(getattr(row, name) for row in rows) for name in sums}
     return type(rows[0])(**{**values, **added, "remaining": len(rows), **facts})

@@ -40,7 +40,8 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """One stream: its timed intervals, their sum, the time in which any was open, and its share of the window."""
+    """The timed intervals of one stream. `summed_ns` is the sum of their lengths. `busy_ns` is the time in which at
+    least one of them was open."""
 
     stream: int
     intervals: int
@@ -51,7 +52,7 @@ class StreamUse:
 
 @dataclass(frozen=True, slots=True)
 class LabelUse:
-    """The device intervals with one label: their number, and their summed time, None if they have no times."""
+    """The device intervals with one label. `summed_ns` is the sum of their lengths, None if they have no times."""
 
     label: str
     intervals: int
@@ -60,9 +61,9 @@ class LabelUse:
 
 @dataclass(frozen=True, slots=True)
 class NameUse:
-    """The device time of the spans of one name and kind on one device, including the calls below them. `calls` counts
-    the calls with device time. `summed_ns` adds up the time of each call. `busy_ns` is the time with at least one call,
-    and `busy_ratio` its share of the device's busy time."""
+    """The device time of the spans of one name and kind on one device. Calls below the spans are included. `calls`
+    counts the calls with device time. `summed_ns` adds up the time of each call. `busy_ns` is the time with at least
+    one call. `busy_ratio` is its share of the device's busy time."""
 
     name: str
     kind: str
@@ -79,8 +80,8 @@ class NameUse:
 
 @dataclass(frozen=True, slots=True)
 class EndpointUse:
-    """The requests of one endpoint with device time on one device. `wall_ns` has three parts: the device worked for the
-    request (`own_ns`), only for other spans (`others_ns`), or was idle (`starved_ns`)."""
+    """The requests of one endpoint that used one device. The sum of their wall times has three parts. In `own_ns` the
+    device worked for the request. In `others_ns` it worked only for other spans. In `starved_ns` it was idle."""
 
     name: str
     requests: int
@@ -101,10 +102,14 @@ class EndpointUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """The use of one device. Compute, copies alone, and idle time with a request in flight (`starved_ns`) or without
-    one (`unasked_ns`) add up to the window. `overlap_ns` is the time with at least two busy streams. `launch_bound_ns`
-    is the busy time in which the device may have waited for the host. `uncertainty_ns` is the smallest and the largest
-    error of times on the host's clock."""
+    """The use of one device in the window.
+
+    `compute_ns`, `copy_ns`, `starved_ns` and `unasked_ns` add up to the window. `copy_ns` is the time with copies
+    alone. The device is idle in `starved_ns` with a request in flight, and in `unasked_ns` without one.
+
+    `overlap_ns` is the time with at least two busy streams. `launch_bound_ns` is the busy time in which the device may
+    have waited for the host. `uncertainty_ns` is the smallest and the largest error of times on the host's clock.
+    """
 
     device: int
     window_ns: int
@@ -150,7 +155,7 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The spans of one name that asked for device time and got none. The reason is a label, or `NO_EVENTS`."""
+    """The spans of one name that asked for device time and got none. `reason` is a label, or `NO_EVENTS`."""
 
     reason: str
     name: str
@@ -164,9 +169,9 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """The use of all devices in one window. `asking` counts the spans that asked for device time, and `unanswered` has
-    those without it. `in_flight_ns` is the time with a request in flight. `requests_cut` counts the requests that cross
-    an edge of the window, and `requests_without` those without device time."""
+    """The use of all devices in one window. `asking` counts the spans that asked for device time. `unanswered` has the
+    spans that got none. `in_flight_ns` is the time with a request in flight. `requests_cut` counts the requests that
+    cross an edge of the window. `requests_without` counts the requests without device time."""
 
     window: Interval
     devices: tuple[DeviceUse, ...]
@@ -178,7 +183,7 @@ class Utilisation:
 
 
 def measure_utilisation(recording: Recording) -> Utilisation:
-    """Return the use of each device in the part of the window without missing spans."""
+    """Return the use of each device. Only the part of the window without missing spans counts."""
     trace, (first, last) = recording.columns, recording.trace.coverage
     window = first, max(first, last)
     owner = recording.topmost_requests
@@ -208,7 +213,6 @@ def measure_utilisation(recording: Recording) -> Utilisation:
 
 
 def find_spans_without_device_time(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
-    """Return the number of spans that asked for device time, and those that got none, by reason and name."""
     intervals = trace.device
     first_of = np.full(len(trace), NONE, dtype=np.int64)
     first_of[intervals.row[::-1]] = np.arange(len(intervals))[::-1]
@@ -284,7 +288,7 @@ def _device_use(
 
 
 def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
-    """Return the device time by name of the span. Overlapping intervals of one call count once."""
+    """Return the device time of each name of a span. Overlapping intervals of one call count once."""
     keys, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
     begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # the intervals of a call are adjacent
     call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))
@@ -305,7 +309,6 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
 
 
 def _endpoint_uses(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s) -> tuple[EndpointUse, ...]:
-    """Return the complete requests that used a device, by endpoint, the largest sum of wall times first."""
     places = index_rows(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
     has = places != NONE
     starts = np.maximum(work.start_ns[has], trace.start_ns[whole[places[has]]])

@@ -32,11 +32,15 @@ UNITS = TIME_UNITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of all views. Each view documents the options that it uses. `rows` is the maximum number of rows in
-    each table, by default `most`. The omitted rows, and those below `least_ns`, are added up in one last row.
-    `corrected` subtracts the cost of probes from self times. `skip_first` leaves out that many first iterations.
-    `requests_by` groups requests by an attribute into the `at_most` largest groups. Raises `ValueError` for an invalid
-    value."""
+    """The options of all views. Each view documents the options that it uses.
+
+    `rows` is the maximum number of rows in each table, by default `most`. A last row sums up the other rows, and those
+    below `least_ns`. `corrected` subtracts the cost of probes from self times. `skip_first` is the number of first
+    iterations to leave out. `requests_by` is the attribute that groups requests, and `at_most` the maximum number of
+    groups.
+
+    Raises `ValueError` for an invalid value.
+    """
 
     tracer_option: str = "Default"
     state: str = "All"
@@ -53,7 +57,6 @@ class Options:
 
     @property
     def row_limit(self) -> int | None:
-        """The maximum number of rows of a table, None for all."""
         return self.most if self.rows is None else self.rows
 
     @classmethod
@@ -82,9 +85,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class SortKey:
-    """The order of rows: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`. `part` selects host times
-    (`cpu`) or device times (`gpu`). The largest value comes first, except for `cpu_min` and `gpu_min`, which ascend as
-    in `paddle.profiler`."""
+    """The order of rows. `column` is `default`, `calls`, `total`, `max`, `min` or `ave`. `part` selects host times
+    (`cpu`) or device times (`gpu`). The largest value comes first. Only `cpu_min` and `gpu_min` ascend, as in
+    `paddle.profiler`."""
 
     part: str
     column: str
@@ -98,10 +101,12 @@ class SortKey:
 
 @dataclass(frozen=True, slots=True)
 class InstrumentationStats:
-    """Numbers on the instrumentation that only the running process knows. `added_ns` returns the cost per call of each
-    site's probe. `pairs_ns` is the cost of recording device events. `threads_ns` is the processor time of the SDK's own
-    threads. `passed` counts, by site, the calls left out to stay within the budget. `muted` sites are not recorded
-    now."""
+    """Numbers on the instrumentation that only the running process has.
+
+    `added_ns` returns the cost per call of each site's probe. `pairs_ns` is the cost of recording device events.
+    `threads_ns` is the processor time of the SDK's own threads. `passed` counts the calls that were left out to stay
+    within the budget, by site. The `muted` sites are not recorded now.
+    """
 
     clock: str
     added_ns: Callable[[Sequence[Site]], Sequence[float]]
@@ -117,10 +122,12 @@ class InstrumentationStats:
 
 @dataclass(eq=False)
 class Recording:
-    """The tally of all calls, the trace of the kept spans, and further data. Each function `make_...` is called once,
-    when its result is first read. `make_totals` returns the tally at a lower cost, summed over all threads if its
-    argument is True. `window_ns` is the elapsed time of the tally. `collector_ids` returns a request's trace id and
-    span id at the collector."""
+    """A recording as views read it: the tally of all calls, and the trace of the kept spans.
+
+    Each function `make_...` is called once, when its result is first read. `make_totals` returns the tally at a lower
+    cost, summed over all threads if its argument is True. `window_ns` is the time that the tally covers.
+    `collector_ids` returns a request's trace id and span id at the collector.
+    """
 
     make_tally: Callable[[], Tally]
     make_trace: Callable[[], Trace]
@@ -145,7 +152,6 @@ class Recording:
         return self.make_tally()
 
     def totals(self, *, merged: bool = False) -> Tally:
-        """Return the tally by thread, or the sums over all threads if `merged` is True."""
         if merged not in self._results:
             make = self.make_totals
             self._results[merged] = (
@@ -221,12 +227,10 @@ class Recording:
         return result
 
     def put(self, make: Callable[[Recording], Made | None], result: Made) -> None:
-        """Set the result of `make` for this recording."""
         self._results[make] = result
 
     @cached_property
     def startup(self) -> Startup | None:
-        """The times of the process's start-up, None if unknown."""
         return self.make_startup()
 
     @cached_property
@@ -236,8 +240,7 @@ class Recording:
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
-        """Return the recording of a trace. `make_tally` returns the file's tally. Without it the tally is made from the
-        spans."""
+        """Return the recording of a trace. `make_tally` returns the file's tally. Without it, the spans are counted."""
 
         def count_spans(recording: Recording) -> Tally:
             from instrument.trace.call_tree import tally_spans
@@ -264,7 +267,6 @@ class Recording:
 
 
 def make_json_values(value: Any) -> Any:
-    """Return a value as JSON values: dataclasses with their public properties, and sites with their known fields."""
     if isinstance(value, Site):
         facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         facts["attributes"] = dict(value.attributes)

@@ -52,10 +52,10 @@ BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
 
 @dataclass(frozen=True)
 class Lanes:
-    """The batches and blocked event loops of each thread, as disjoint intervals (`pieces`).
+    """The times in which each thread ran a batch or had a blocked event loop. The intervals of a thread are disjoint.
 
-    The group of an interval is the index of its thread in `threads`. `row` is the span of the batch or blocked loop.
-    `blocker` is the request that blocked the loop, `NONE` if unknown or in a batch.
+    `pieces` has the intervals, grouped by the index of their thread in `threads`. `row` is the span of the batch or of
+    the blocked loop. `blocker` is the request that blocked the loop, or `NONE`.
     """
 
     threads: Int64s
@@ -66,7 +66,7 @@ class Lanes:
 
     @classmethod
     def from_trace(cls, trace: Columns, joined: Joined) -> Lanes:
-        """Return the lanes of a trace. Time in several overlapping intervals belongs to the last one that began."""
+        """Return the intervals of a trace. Overlapping time belongs to the interval that began last."""
         batches = find_distinct(joined.served.batch)
         blocked = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
         rows = np.concatenate([batches, blocked]).astype(np.int64)
@@ -138,7 +138,6 @@ class Account:
         return Bill(charged, np.asarray(waited_ns + of_work.sum(axis=1), dtype=np.int64))
 
     def _find_awaited_threads(self) -> Int64s:
-        """Return, per turn (`Turns`), the thread of the request's next batch, else the thread with most batches."""
         batch_rows = self._joined.served.batch
         if not len(batch_rows):
             return np.full(len(self._turns.pair), NONE, dtype=np.int64)
@@ -151,8 +150,6 @@ class Account:
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
     def _sum_weights(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield the number of each group, and the cumulative weight of all groups up to that number, per batch. The
-        last number means members whose request is unknown."""
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
         members_of = Members(groups, self._count + 1)
@@ -164,8 +161,6 @@ class Account:
     def _measure_blocking_runs(
         self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool
     ) -> NDArray[np.int64]:
-        """Return the time for which batches or blocked loops ran within the intervals, per pair of a waiting and a
-        running group."""
         pieces, upto = self.lanes.pieces, np.zeros((self._count, self._count + 1), dtype=np.int64)
         some = np.flatnonzero(lanes != NONE)
         firsts, stops = pieces.overlapping_ranges(lanes[some], starts[some], ends[some])
@@ -207,8 +202,6 @@ class Account:
         return np.diff(upto, axis=1, prepend=0)
 
     def _charge_blocked_work(self) -> NDArray[np.int64]:
-        """Return the time for which other requests blocked the event loop of a request, per pair of a waiting and a
-        causing group."""
         lanes, requests = self.lanes, np.flatnonzero(self._is_charged)
         if not lanes.is_blocked.any():
             return np.zeros((self._count, self._count + 1), dtype=np.int64)
@@ -242,7 +235,8 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Replay:
-    """The requests of a replay by arrival, and their recorded and replayed queue times."""
+    """The requests of a simulation, in order of arrival. `queue_ns` are their recorded times in the queue, and
+    `replayed_ns` the simulated ones."""
 
     place: Int64s
     queue_ns: Int64s
@@ -308,7 +302,7 @@ class Engine:
         self._steps = [steps[begin:end] for begin, end in zip(first[order].tolist(), last[order].tolist(), strict=True)]
 
     def replay(self, is_present: Bools) -> Replay:
-        """Replay only the requests for which `is_present` is True."""
+        """Simulate the engine with only the requests for which `is_present` is True."""
         present = np.flatnonzero(is_present[self._place])
         arrivals, costs = self._arrival.tolist(), self._costs
         lanes, pieces = self._lanes, self._lanes.pieces
@@ -350,8 +344,8 @@ class Engine:
 
 
 class _Costs:
-    """The cost of batches with one name, linear in members and weight. `ratios` are recorded times divided by that
-    cost."""
+    """A model of a batch's time, linear in the number of members and in their weight. `ratios` are the recorded times
+    divided by the modelled ones."""
 
     def __init__(self, sizes: Int64s, weights: Int64s, took_ns: Int64s) -> None:
         self.most = int(sizes.max())

@@ -42,8 +42,8 @@ BETWEEN = (QUEUE, STALL)
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The cause of a delay. `name` is that of a span, and `request` the key or endpoint of the span's request.
-    `request` is "" if the span belongs to the slow request or to none."""
+    """The cause of a delay. `name` is the name of a span, and `request` the key or endpoint of its request. `request`
+    is empty if the span belongs to the slow request or to no request."""
 
     name: str
     request: str
@@ -52,7 +52,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The part of a request with the largest excess over its typical time, and the cause, None if unknown."""
+    """The part of a slow request that exceeds its typical time the most, and the cause if it is known."""
 
     part: str
     part_ns: int
@@ -78,7 +78,7 @@ def typical_times(ledger: Ledger, places: Int64s) -> dict[str, int]:
 
 
 def find_blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
-    """Return the blame of a slow request, None if no part took longer than typical."""
+    """Return the part that made a request slow, and the cause. Returns None if no part took longer than typical."""
     times = ledger.parts_of(place)
     part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
     if part is None or times[part] <= typical.get(part, 0):
@@ -102,7 +102,6 @@ def _find_cause(
     trace: Columns, joined: Joined, place: int, part: str, turns: Sequence[tuple[int, Moment]], times: Union,
     moments: Sequence[Moment],
 ) -> Cause | None:  # fmt: skip
-    """Return the span that ran longest in the turns of a part, on the threads that the request waited for."""
     # Requests and coroutines are no candidates: they may only wait for the span below that takes the time.
     works = trace.are_of_sites([site.kind != "request" and not site.suspends for site in trace.sites])
     on_threads = np.isin(trace.thread_id, list(_find_threads(trace, joined, place, part, turns, moments)))
@@ -134,7 +133,6 @@ def _find_threads(
 
 
 def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
-    """Return the name and request whose wanted spans ran longest within the given times. Only topmost spans count."""
     low, high = int(times.starts[0]), int(times.ends[-1])
     rows = np.flatnonzero(is_wanted & (trace.start_ns < high) & (trace.end_ns > low))
     is_candidate = mask_of(rows, len(trace) + 1)  # the last place is that of a missing parent
@@ -169,7 +167,7 @@ def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_w
 
 
 def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
-    """Return the row of the span that blocked each event loop, else the blocked loop's own row."""
+    """Return the row of the span that blocked each event loop. If it is unknown, return the row of the blocked loop."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
     of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)
@@ -195,8 +193,6 @@ def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
 def _find_batch_cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
-    """Return the name of the batches that took most of a request's time. For `WAITING`, `request` is the other member
-    with the largest share."""
     if not moments:
         return None
     served, spent, by_name = joined.served, Counter[int](), Counter[tuple[str, str]]()
@@ -216,7 +212,6 @@ def _find_batch_cause(
 
 
 def name_request(trace: Columns, joined: Joined, place: int) -> str:
-    """Return the first key of a request, else its endpoint; "" for `NONE`."""
     if place == NONE:
         return ""
     keys = joined.keys.get(place)
@@ -328,8 +323,6 @@ def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCos
 
 
 def _measure_site_times(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
-    """Return the self time of each step and site, a mask of the first calls of sites, and the sites. The last column
-    has the remaining time of each step."""
     inner = np.flatnonzero(step_of[:-1] != NONE)
     step_row = rows[step_of[inner]]
     on_line = (trace.thread_id[inner] == trace.thread_id[step_row]) & (trace.task_id[inner] == trace.task_id[step_row])
@@ -356,10 +349,6 @@ def _measure_site_times(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[
 def _measure_loads(
     served: Served, place: Int64s, count: int, requests: int
 ) -> tuple[Floats, Floats, Floats, Floats, Int64s]:
-    """Return the number of members of each step, their total weight, and the largest weight.
-
-    The last two results are the weight and the request of the heavy member, 0 and `NONE` without one.
-    """
     pairs = np.flatnonzero(place[served.batch] != NONE)
     steps, request, weights = place[served.batch[pairs]], served.request[pairs], served.weight[pairs] / THOUSANDTHS
     members = np.bincount(steps, minlength=count).astype(np.float64)
@@ -379,8 +368,6 @@ def _measure_loads(
 
 
 def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
-    """Return the expected time of each step and site, and the time per unit of weight. Return None for too few
-    steps."""
     count = len(length_ns)
     if count < LEAST_STEPS or not length_ns.all():
         return None
@@ -405,7 +392,6 @@ def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tup
 
 
 def select_loads(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
-    """Return the load of the given steps, and the time for heavy members of other requests."""
     is_own = costs.heavy[steps] == request
     load_ns = costs.load_ns[steps] + np.where(is_own, costs.heavy_ns[steps], 0.0)
     return load_ns, np.where(is_own, 0.0, costs.heavy_ns[steps])

@@ -59,7 +59,7 @@ class NodeTimes:
 
 
 class StreamTimes(NamedTuple):
-    """The number, sum, maximum and minimum length of the device intervals of a node's calls on one stream."""
+    """The number and the lengths of the device intervals on one stream, for the calls of one node."""
 
     node: int
     device: int
@@ -72,7 +72,8 @@ class StreamTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallPaths:
-    """The nodes of a call tree, one per call path, in the order of first appearance, parents before children.
+    """The nodes of a call tree. Each node is a call path. The nodes are in order of first appearance, with parents
+    before children.
 
     `parent` is `NONE` for a root. `is_elsewhere` is True if the parent is on another track. `first_ns` is the earliest
     begin of a call. `device` counts only calls with device time.
@@ -94,9 +95,9 @@ class CallPaths:
 def call_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> CallPaths:  # fmt: skip
-    """Return the call tree of all spans, or of the spans in `among`, with times clipped to the `window`.
+    """Return the call tree of the spans in `among`, by default of all spans. Times are clipped to the `window`.
 
-    Only calls of `kinds` and the calls right below them get device times.
+    Only calls of the given `kinds`, and the calls directly below them, get device times.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = are_in_window(trace.start_ns, trace.end_ns, (first, last))
@@ -136,7 +137,6 @@ def call_tree(
 
 
 def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the node of each included row, and the parent and one row of each node, parents first."""
     node_of = np.full(len(trace), NONE, dtype=np.int64)
     parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     some_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
@@ -162,8 +162,6 @@ def _measure_device(
     trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, is_timed: Bools, inside: Bools, window: Interval,
     count: int,
 ) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
-    """Return the device times of the nodes in `is_timed`, and times by stream for them and for the nodes in
-    `inside`."""
     work, (first, last) = trace.device, window
     if not len(work) or not count:
         nothing = np.zeros(0, dtype=np.int64)
@@ -192,7 +190,6 @@ def _measure_device(
 def measure_calls_on_device(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
-    """Return the calls with intervals at or below them on their track, and the length of the intervals' union."""
     nearest_call = nearest_at_or_above(around, is_call)
     up = np.where(around == NONE, NONE, nearest_call[around]).astype(np.int32)
     owner = nearest_call[rows]
@@ -290,15 +287,15 @@ class _Paths:
 
 
 def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
-    """Return the index of each row's call path, and the sites of each path, the topmost first."""
+    """Return the number of each row's call path, and the sites of each path. The topmost site comes first."""
     paths = _Paths(None)
     node_of = _fold_nodes(trace, paths)
     return node_of, paths.all_paths(trace.sites)
 
 
 def tally_spans(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
-    """Return the tally of all spans. Raises `ValueError` if the call paths have more than `limit_links` sites in
-    all."""
+    """Return the totals of all spans by call path. Raises `ValueError` if the paths have more than `limit_links` sites
+    in total."""
     if not len(trace):
         return Tally()
     paths = _Paths(limit_links)
@@ -319,7 +316,6 @@ def tally_spans(trace: Columns, threads: Mapping[int, str] | None = None, *, lim
 
 
 def _fold_nodes(trace: Columns, paths: _Paths) -> Int64s:
-    """Return the node of each row, with folded recursion. Sites with equal keys count as one."""
     by_key: dict[tuple[object, ...], int] = {}
     places = np.array([by_key.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
     node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is the parent of roots
@@ -335,7 +331,6 @@ def _fold_nodes(trace: Columns, paths: _Paths) -> Int64s:
 
 
 def _are_inner_calls(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
-    """Return True for each row whose outer call, of the same node and thread, was still open."""
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
         return inner
@@ -418,7 +413,6 @@ def _measure_rows(trace: Columns) -> tuple[Int64s, Int64s]:
 
 
 def _order_cells(trace: Columns, cells: Int64s, count: int) -> list[int]:
-    """Return the cells in depth-first order. Siblings are in the order of `order_by_start`."""
     rank = index_rows(order_by_start(trace), len(trace))
     by_depth, parent = rows_by_level(trace.level), trace.parent
     sizes = np.ones(len(trace) + 1, dtype=np.int64)  # the number of rows at and below each

@@ -142,12 +142,13 @@ class Attributes:
         return rows
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the value of an attribute in each given row, None for a row without it."""
+        """Return the value of an attribute in each given row. The value is None for a row without the attribute."""
         numbers, values = self._read_sets(rows, lambda table, numbers: table.values(name, numbers))
         return list(map([*values, None].__getitem__, numbers.tolist()))
 
     def distinct_sets(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        """Return the index of each row's set of attributes, `NONE` for a row without any, and the distinct sets."""
+        """Return the index of each row's set of attributes, and the distinct sets. The index is `NONE` for a row
+        without attributes."""
         return self._read_sets(rows, lambda table, numbers: table.decode(numbers))
 
     def _read_sets(
@@ -166,7 +167,8 @@ class Attributes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceIntervals:
-    """The device intervals of all spans. `row` is the span's row, ascending. `label` is an index into `labels`."""
+    """The device intervals of all spans. `row` is the row of the span, in ascending order. `label` is an index into
+    `labels`."""
 
     row: Int32s
     device: Int64s
@@ -189,14 +191,14 @@ class DeviceIntervals:
         return self.end_ns - self.start_ns
 
     def select(self, is_wanted: NDArray[Any]) -> DeviceIntervals:
-        """Return the intervals for which `is_wanted` is True, or those with the indices in `is_wanted`."""
+        """Return some of the intervals. `is_wanted` is a mask or an array of indices."""
         if is_wanted.dtype == np.bool_ and is_wanted.all():
             return self
         columns = {item.name: getattr(self, item.name)[is_wanted] for item in fields(self) if item.name != "labels"}
         return DeviceIntervals(**columns, labels=self.labels)
 
     def sort_by_row(self) -> DeviceIntervals:
-        """Return the intervals ordered by row, without those that belong to no row. The sort is stable."""
+        """Return the intervals ordered by row. Intervals without a row are left out. The sort is stable."""
         order = sort_stably(self.row, int(self.row.max(initial=0)) + 1)
         return self.select(order[self.row[order] != NONE])
 
@@ -216,11 +218,12 @@ class DeviceIntervals:
 
 @dataclass(frozen=True)
 class Columns:
-    """Spans as columns with the names of `instrument.recording.spans.Span`, a row per span.
+    """Spans as columns, with one row per span. The columns are named like the fields of
+    `instrument.recording.spans.Span`.
 
-    `site` and `error` are indices into `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent,
-    `NONE` without one in this trace. `remote` has the remote parents by row. `own_id` is the span's id in its process,
-    which differs from `span_id` in merged traces.
+    `site` and `error` are indices into `sites` and `errors`. `parent` is the row of the parent. `NONE` means no error
+    or no parent. `remote` has the remote parents by row. `own_id` is the span's id in its process, which differs from
+    `span_id` in merged traces.
 
     Raises `ValueError` for inconsistent columns, such as duplicate ids or cyclic parents.
     """
@@ -267,13 +270,10 @@ class Columns:
         return self.are_of_sites([site.kind in kinds for site in self.sites])
 
     def are_of_sites(self, is_wanted: Sequence[bool]) -> Bools:
-        """Return True for each span of a wanted site. `is_wanted` has one value per site."""
         mask: Bools = np.array([*is_wanted, False], dtype=np.bool_)[self.site]
         return mask
 
     def numbered_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
-        """Return the distinct results of `describe` for the sites, and the index of each site's result, with `NONE`
-        appended."""
         numbers: dict[Description, int] = {}
         of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
@@ -285,7 +285,7 @@ class Columns:
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def count_untimed(self) -> int:
-        """Return the number of rows without device intervals, although their site records device times."""
+        """Return the number of rows without device intervals, although their sites record device times."""
         is_missing = self.are_of_sites([site.device for site in self.sites])
         is_missing[self.device.row] = False
         return int(np.count_nonzero(is_missing))
@@ -305,8 +305,8 @@ class Columns:
         return Columns(sites=self.sites, errors=self.errors, **(more | columns | changes))
 
     def topmost_wanted_rows(self, is_wanted: Bools) -> Int32s:
-        """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root counts even if the
-        parents in between were not kept."""
+        """Return the topmost wanted row at or above each row, or `NONE`. A wanted root counts even if spans between it
+        and the row are missing."""
         rows = np.arange(len(self), dtype=np.int32)
         owner = np.where(is_wanted, rows, np.int32(NONE)).astype(np.int32)
         above, open_rows = self.parent.copy(), np.flatnonzero(self.parent != NONE)
@@ -321,7 +321,6 @@ class Columns:
         return np.where(by_root, roots, owner).astype(np.int32)
 
     def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
-        """Return the device time of each given row in ns, and True for each row with a measured interval."""
         device = self.device
         numbers = index_rows(rows, len(self))[device.row]
         is_given = numbers != NONE
@@ -337,7 +336,6 @@ class Columns:
 
     @cached_property
     def parent_on_same_track(self) -> Int32s:
-        """The parent of each row, `NONE` if the parent is on another thread or task."""
         around: Int32s = np.where(self.is_on_track_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
         return around
 
@@ -373,12 +371,10 @@ def _refuse_unsound(trace: Columns) -> None:
 
 
 def are_in_range(column: NDArray[Any], first: int, end: int) -> bool:
-    """Return True if all numbers are at least `first` and less than `end`."""
     return not len(column) or bool(first <= column.min() and column.max() < end)
 
 
 def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:
-    """Return the device intervals of the spans with these ids, ordered by row and time."""
     cells = cells[np.argsort(cells["start_ns"], kind="stable")]
     intervals = DeviceIntervals(
         row=rows_of(span_id, cells["span_id"].astype(np.int64)),

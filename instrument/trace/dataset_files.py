@@ -52,8 +52,8 @@ def make_folder_path(service: str, hour: int) -> str:
 
 
 class Folder:
-    """A local folder or one in an object store, given by a path or a URL, such as `s3://bucket/traces`. Raises
-    `TraceError`."""
+    """A folder on a disk or in an object store. `path` is a path, or a URL such as `s3://bucket/traces`. Raises
+    `TraceError` if the folder cannot be opened."""
 
     def __init__(self, path: str) -> None:
         import_pyarrow()
@@ -69,7 +69,7 @@ class Folder:
             raise TraceError(f"cannot write to {path}: {problem}") from problem
 
     def explain_unwritable(self) -> str:
-        """Return the reason why a local folder cannot be written to, else ""."""
+        """Return the reason why a local folder cannot be written to, or an empty text."""
         path = self.path
         while self.is_local and not os.path.lexists(path):
             path = os.path.dirname(path)  # noqa: PTH120
@@ -113,7 +113,7 @@ class _OpenFile:
         )  # fmt: skip
 
     def write(self, rows: Any) -> int:
-        """Write rows. Return the size of the file so far, in bytes."""
+        """Write rows, and return the size of the file in bytes."""
         self._writer.write_table(rows)
         return int(self._sink.tell())
 
@@ -159,7 +159,6 @@ class DatasetWriter:
         """The files of each table and folder. Only the last file may be incomplete."""
 
     def write(self, table: str, rows: Any) -> None:
-        """Write the rows of a table to the files of their services and hours."""
         for folder, some in _split_by_folder(rows):
             self._write(table, folder, some)
 
@@ -218,7 +217,7 @@ class ReadProcess(NamedTuple):
 
 
 def processes_in(tables: Mapping[str, Any]) -> list[ReadProcess]:
-    """Return the recordings of all processes in tables of a dataset, in the order of their first begin.
+    """Return the recordings of all processes in the tables of a dataset, ordered by their first span.
 
     `tables` must have `spans`, and may have `intervals`, `gauges`, `losses` and `processes`. The order of rows and the
     type of ids do not matter.
@@ -268,8 +267,7 @@ def _read_ints(table: Any, name: str) -> Int64s:
 
 
 def _align_clock_offsets(table: Any, offset_ns: int) -> Any:
-    """Return the rows of a process, with start times converted to one offset between the monotonic and the wall clock.
-    The wall clock may have been set between rows."""
+    """Convert the start times of a process to one clock offset. The wall clock may have been set between rows."""
     starts = _read_ints(table, "start_unix_ns") - _read_ints(table, "clock_offset_ns") + offset_ns
     return table.set_column(
         table.schema.get_field_index("start_unix_ns"), "start_unix_ns", import_pyarrow().array(starts)
@@ -323,9 +321,9 @@ def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) 
 
 
 def _order_and_number_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dict[str, Int64s]]:
-    """Return the order of rows by start time, and in that order the numbers of spans, parents and roots.
+    """Return the order of rows by start time, and new numbers of spans, parents and roots.
 
-    A parent or root in another process becomes 0. One that no process has gets an unused number.
+    A parent or root in another process becomes 0. A parent or root that was not recorded gets an unused number.
     """
     count = len(ids.span)
     by_id = np.argsort(ids.span, kind="stable")
@@ -360,7 +358,6 @@ def _number_values(column: Any) -> tuple[list[Any], Any]:
 def _read_attributes(
     spans: Any, of_sites: list[dict[str, Any]], site: Any, ids: SpanKeys
 ) -> Iterator[tuple[int, dict[str, AttributeValue]]]:
-    """Yield each row with attributes that differ from its site's, and these attributes."""
     attributes_by_row: dict[int, dict[str, AttributeValue]] = {}
     for name in ATTRIBUTES:
         column = spans.column(name).combine_chunks()
@@ -394,7 +391,6 @@ def _read_intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceInterval
 
 
 def _read_facts(row: Mapping[str, Any], trace: Columns, offset_ns: int, tables: Mapping[str, Any]) -> Trace:
-    """Return the facts of a process from all of its windows or, without a window, from its spans."""
     boot, pid, start_ticks = row["process"].rsplit("/", 2)
     windows, gauges, losses = (
         [] if tables.get(name) is None else tables[name].to_pylist() for name in ("processes", "gauges", "losses")

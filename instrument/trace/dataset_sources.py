@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 class DatasetRows(TraceRows):
-    """Makes tables of merged files, with the requests of all files joined. `ids` has the span ids of each process, if
-    the rows were read from a dataset."""
+    """Makes the tables of a dataset from merged recordings. `ids` has the span ids of rows that were read from a
+    dataset."""
 
     def __init__(self, merged: Merged, ids: Sequence[SpanKeys] | None = None) -> None:
         self.merged = merged
@@ -89,8 +89,7 @@ class DatasetRows(TraceRows):
 
 
 class ProcessWindow(NamedTuple):
-    """The facts of a process in one recording window. `offset_ns` is the offset from its clock to the time since
-    1970."""
+    """The facts of a process in one window. Adding `offset_ns` to its times gives the time since 1970."""
 
     process: int
     facts: Trace
@@ -133,8 +132,6 @@ def make_window_tables(
 
 
 def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
-    """Return the rows' ids in the dataset that they were read from. Moved rows get the ids of their new parents and
-    roots."""
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))
@@ -155,8 +152,8 @@ intervals, and the start times of all rows."""
 
 
 class SettledRows(TraceRows):
-    """Makes tables of the rows that one round of settling has decided. `members` and `intervals_of` have an item for
-    each recording.
+    """Makes the tables of a dataset from the rows that tail sampling has just kept. `members` and `intervals_of` have
+    an item for each recording.
 
     `remembered` has the keys of earlier rounds. Open spans end at `now_ns`.
     """
@@ -229,8 +226,8 @@ class SettledRows(TraceRows):
 
 
 def _add_key_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
-    """Return the trace with trace ids made from keys. Only the first request with a key, over all rounds, gets the
-    key's id."""
+    """Return the trace with trace ids that are made from request keys. Only the first request with a key gets its trace
+    id."""
     remotes = derive_traces_from_keys(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
     rows = decisions.joined.rows
     for place, keys in decisions.joined.keys.items():

@@ -56,7 +56,6 @@ def import_pyarrow() -> ModuleType:
 
 @cache
 def read_definition() -> Mapping[str, Any]:
-    """Return the definition of the dataset: its version, the columns of each table, and the columns of all tables."""
     document: Mapping[str, Any] = json.loads(Path(__file__).with_name("dataset.json").read_text("utf-8"))
     return document
 
@@ -81,7 +80,7 @@ def arrow_type(kind: str) -> Any:
 
 
 def make_texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
-    """Return an Arrow array with the name at each index in `numbers`, NULL for the index `NONE`."""
+    """Return an Arrow array of names, given by their indices. The index `NONE` becomes NULL."""
     arrow = import_pyarrow()
     indices = arrow.array(numbers.astype(np.int64), mask=numbers == NONE)
     cleaned = arrow.array([name if name is None else remove_surrogates(name) for name in names], arrow.string())
@@ -107,7 +106,6 @@ ATTRIBUTES = ("attributes_text", "attributes_int", "attributes_real", "attribute
 
 
 def make_attribute_columns(trace: Columns, rows: Int64s) -> Values:
-    """Return the attributes of rows and of their sites, as a column for each type of value."""
     numbers, sets = trace.attributes.distinct_sets(rows)
     pairs, places = np.unique(np.stack([trace.site[rows], numbers]), axis=1, return_inverse=True)
     typed: dict[str, list[dict[str, Any]]] = {name: [] for name in ATTRIBUTES}
@@ -129,7 +127,6 @@ def _is_int64(value: object) -> bool:
 
 
 def choose_column(value: AttributeValue) -> tuple[str, Any]:
-    """Return the name of the column for an attribute's value, and the value to store in it."""
     if isinstance(value, str):
         return "attributes_text", remove_surrogates(value)
     if isinstance(value, bool):
@@ -142,7 +139,7 @@ def choose_column(value: AttributeValue) -> tuple[str, Any]:
 
 
 class SpanKeys(NamedTuple):
-    """The ids of rows as columns of 64 bits, 0 for no id. A trace id has a high and a low half."""
+    """The ids of rows, as columns of 64-bit numbers. A trace id has a high and a low half. The number 0 means no id."""
 
     high: UInt64s
     low: UInt64s
@@ -162,7 +159,6 @@ class DatasetProcess(NamedTuple):
 
     @property
     def id_converter(self) -> NumberedIds:
-        """The converter from the numbers of the process's spans to ids."""
         return self.ids or ConsecutiveIds(self.facts.origin)
 
     @property
@@ -182,7 +178,8 @@ class DatasetProcess(NamedTuple):
 
 
 def process_name(origin: Origin) -> str:
-    """Return a name that no other process of any host or run has: its boot or host, pid and start time."""
+    """Return a name that is unique among the processes of all hosts. It consists of the boot or host, the process id
+    and the start time."""
     return remove_surrogates(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
 
 
@@ -209,10 +206,11 @@ _TOKENS = {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS}
 
 
 class TraceRows:
-    """Makes tables of the rows of a joined trace. `process` has the index of each row's process among `members`.
+    """Makes the tables of a dataset from the rows of a trace. `process` is the index of each row's process in
+    `members`.
 
-    `base_ns` converts each process's times to ns since 1970. `thread_id` and `device` are the process's own numbers, by
-    row and by device interval.
+    `base_ns` converts the times of each process to ns since 1970. `thread_id` and `device` are the process's own
+    numbers, by row and by device interval.
     """
 
     def __init__(
@@ -277,13 +275,11 @@ class TraceRows:
         return self._make_table("spans", rows, trace.start_ns[rows], columns)
 
     def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the two halves of the trace id, and the span id, of a linked span, 0 if unknown."""
+        """Return the two halves of the trace id, and the span id, of a linked span. An unknown span has the ids 0."""
         (cause,) = rows_of(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
         return (0, 0, 0) if cause == NONE else tuple(int(ids[cause]) for ids in self.keys[:3])  # type: ignore[return-value]
 
     def make_requests(self, places: Int64s, is_complete: Bools) -> Any:
-        """Return the table of the requests with the given indices. `is_complete` has a value for each row of the
-        trace."""
         trace, parts, keys = self.trace, self._ledger, self._joined.keys
         rows, device, types = self._joined.rows[places], self._device_ledger, arrow_schema("requests")
         times = parts.times_by_part(_PARTS, len(self._joined.rows))
@@ -330,7 +326,7 @@ class TraceRows:
         return self._make_table("batches", rows, self.trace.start_ns[rows], columns)
 
     def make_batch_members(self, pairs: Int64s) -> Any:
-        """Return the table of the given pairs of a batch and a request. The pairs of a batch are consecutive."""
+        """Return the table of batch members. The pairs of a batch must be consecutive."""
         served = self._joined.served
         rows, places = served.batch[pairs], served.request[pairs]
         requests = np.append(self._joined.rows, 0)[places]
@@ -384,7 +380,8 @@ class NumberedIds(Protocol):
     """Converts the numbers of a process's spans to ids."""
 
     def make_ids(self, numbers: UInt64s, part: int, /) -> UInt64s:
-        """Return 64-bit ids: span ids if `part` is 0, and the upper or lower half of the roots' trace ids if 1 or 2."""
+        """Return 64-bit ids. `part` is 0 for the span ids, 1 for the upper and 2 for the lower half of the roots' trace
+        ids."""
 
 
 class ConsecutiveIds:
@@ -407,11 +404,9 @@ def make_keys(
     members: Sequence[DatasetProcess],
     absent_roots: Mapping[int, RemoteParent] | None = None,
 ) -> SpanKeys:
-    """Return the ids of all rows. A parent or root without a row gets the id that its process would give it."""
     absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
 
     def ids_by(processes: Int64s, numbers: Int64s, part: int) -> UInt64s:
-        """Return the ids for numbers of spans. `part` is that of `NumberedIds.make_ids`."""
         order = np.argsort(processes, kind="stable")
         bounds = np.searchsorted(processes[order], np.arange(len(members) + 1)).tolist()
         ids = np.zeros(len(numbers), dtype=np.uint64)

@@ -32,9 +32,9 @@ OPEN = 255
 
 
 class Gathered:
-    """The unsettled rows of several recordings as one trace. `member` is the index of each row's recording, and `place`
-    the index of the row there, `NONE` for an open span. `own` is the span's id in the recording, `own_root` the id of
-    its root."""
+    """The undecided rows of several recordings, as one trace. `member` is the index of each row's recording. `place` is
+    the row there, or `NONE` for an open span. `own` is the span's id in the recording, and `own_root` the id of its
+    root."""
 
     def __init__(self, members: Sequence[UnsettledRows], horizon_ns: int) -> None:
         self.members = members
@@ -86,7 +86,6 @@ class Gathered:
         )
 
     def _number_ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the ids of parents and of roots. A parent or root without a row gets an unused id."""
         above = int(starts[-1]) + 1
         columns = [np.zeros((2, 0), np.int64)]
         for part, first in zip(parts, starts.tolist(), strict=False):
@@ -110,8 +109,6 @@ _GATHERED = (
 
 
 def _gather_member(member: UnsettledRows, sites: dict[Site, int], horizon_ns: int) -> dict[str, NDArray[Any]]:
-    """Return the columns of one recording: the relevant rows, then open spans. Adds new sites to `sites`, a map from
-    sites to numbers."""
     place = np.flatnonzero(_are_relevant(member, horizon_ns))
     rows = member.rows[place]
     ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
@@ -160,19 +157,20 @@ MOST_TRACES = 20_000
 
 
 class RememberedTraces:
-    """Remembers the kept traces, and the first request (process and span) of each key, over all rounds of settling."""
+    """Remembers kept traces, and the first request with each key, over all rounds of tail sampling."""
 
     def __init__(self) -> None:
         self.kept = Newest[int, None](MOST_TRACES)
         self.first_of_key = Newest[str, tuple[int, int]](MOST_TRACES)
 
     def is_first_of_key(self, key: str, request: tuple[int, int]) -> bool:
-        """Return True if a request is the first with a key. Only that request has the key's trace."""
+        """Return True if a request is the first with this key. Only the first request gets the trace id of the key."""
         return self.first_of_key.setdefault(key, request) == request
 
 
 class Decisions:
-    """The decisions of one round of settling. `kept` and `passed` are the roots of kept and of dropped requests."""
+    """Decides in one round of tail sampling which requests to keep. `kept` has the roots of kept requests, and `passed`
+    the roots of dropped ones."""
 
     def __init__(
         self, remembered: RememberedTraces, gathered: Gathered, horizon_ns: int, *, is_last: bool, at_once: bool
@@ -204,7 +202,6 @@ class Decisions:
         self._settle_trees_without_request()
 
     def _limit_key_traces(self, trace: Columns) -> Columns:
-        """Return the trace in which only the first request with a key, over all rounds, has the key's trace id."""
         key_by_row = {int(self.joined.rows[place]): keys[0] for place, keys in self.joined.keys.items()}
         remote = dict(trace.remote)
         for row, key in key_by_row.items():
@@ -227,14 +224,13 @@ class Decisions:
         )  # fmt: skip
 
     def sent_trace_id(self, root: int) -> int:
-        """Return the trace id that a tree has at a collector."""
         remote = self.found.remote.get(root)
         if remote is not None:
             return remote.trace_id
         return self.member_of(root).ids.trace_id(int(self.gathered.own[root]))
 
     def find_absent_caller(self, row: int) -> RemoteParent | None:
-        """Return the caller of a row's tree if its root has been settled and released."""
+        """Return the remote caller of a tree whose root is no longer in memory."""
         member, root_id = self.member_of(row), int(self.gathered.own_root[row])
         decided = member.decided.get(root_id)
         if decided is not None:
@@ -246,7 +242,6 @@ class Decisions:
         return self.member_of(row).ids.span_id(int(self.gathered.own[row]))
 
     def _decide_requests(self) -> None:
-        """Find the roots of due requests that are kept, and the roots of dropped ones."""
         gathered, state = self.gathered, self.gathered.state
         parts: dict[int, list[int]] = {}
         for row in np.flatnonzero(self.is_root & (state != SETTLED) & (self.unit != NONE)).tolist():
@@ -276,7 +271,6 @@ class Decisions:
         self._keep_before(standing_out)
 
     def _mark_adopted(self) -> None:
-        """Set the state of rows from an earlier reader: `SETTLED` if that reader had settled them, else `WAITING`."""
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):
@@ -381,7 +375,7 @@ class Decisions:
         )
 
     def _settle_trees_without_request(self) -> None:
-        """Settle the rows of trees without a request, by the random sample."""
+        """Settle the rows of trees without a request. Only the random sample is kept."""
         gathered = self.gathered
         due = self._is_due_without_request
         batches = self.found.attributes.having(BATCH_KEYS)
@@ -407,7 +401,6 @@ class Decisions:
 
     @cached_property
     def served_roots_by_batch(self) -> Mapping[int, list[int]]:
-        """The roots of the requests that each batch serves, `NONE` for an unknown request."""
         served, roots_by_batch = self.joined.served, dict[int, list[int]]()
         roots = np.append(self.unit[self.joined.rows], NONE)[served.request]
         for batch, root in zip(served.batch.tolist(), roots.tolist(), strict=True):
@@ -424,7 +417,8 @@ class Decisions:
         return False if self.gone[root] or self.gathered.state[root] == PASSED else None
 
     def _settle_batches(self) -> None:
-        """Settle batches outside of requests. A batch is kept if it serves a kept request, or by the random sample."""
+        """Settle batches outside of requests. A batch is kept if it serves a kept request, or if it is in the random
+        sample."""
         due, sampled = self._is_due_without_request, self.are_sampled()
         state, end_ns = self.gathered.state, self.gathered.trace.end_ns
         served, hurries = self.served_roots_by_batch, self._is_last or self._at_once

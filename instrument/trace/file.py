@@ -83,14 +83,14 @@ DEEPEST = 100_000
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of a file: a trace and its tally, None if the file has none."""
+    """A trace and its totals, as they are saved in a file. `tally` is None if the file has no totals."""
 
     trace: Trace
     tally: Tally | None
 
     def tally_or_count(self) -> Tally:
-        """Return the saved tally, else a tally counted from the spans. Raises `TraceError` for too deeply nested
-        calls."""
+        """Return the saved totals, or count them from the spans. Raises `TraceError` if the calls are nested too
+        deeply."""
         if self.tally is not None:
             return self.tally
         try:
@@ -103,7 +103,7 @@ class Saved:
 
 
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """Write a trace and its tally to a file, which appears complete and with mode 0600, or not at all. Raises
+    """Write a trace and its totals to a file. The file has mode 0600, and never appears incomplete. Raises
     `TraceError`."""
     target = Path(path)
     try:
@@ -175,7 +175,8 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 
 def refuse_deep_calls(saved: Saved) -> Saved:
-    """Return the recording. Raises `ValueError` or `TraceError` if its call paths are too long for a real program."""
+    """Return the recording. Raises `ValueError` or `TraceError` if its calls are nested more deeply than in any real
+    program."""
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls are nested too deeply; it is damaged")
@@ -185,7 +186,7 @@ def refuse_deep_calls(saved: Saved) -> Saved:
 
 
 def load_facts(path: str | os.PathLike[str]) -> Trace:
-    """Read the facts of a recording, without its spans and gauges. Raises `TraceError`."""
+    """Read the facts about a recording, without its spans and gauges. Raises `TraceError`."""
     with _convert_errors(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")
         if member.file_size > LIMIT_VALUE:
@@ -208,7 +209,6 @@ def _read_array(data: bytes) -> Column:
 
 @contextmanager
 def _convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert every error that a file may cause to a `TraceError`."""
     try:
         yield
     except OSError as problem:

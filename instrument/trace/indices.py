@@ -16,7 +16,8 @@ Bools = NDArray[np.bool_]
 
 
 class Groups:
-    """The group of each row: a number from 0 to below `count`, or a negative number for a row in no group."""
+    """Rows in groups. `groups` has the number of each row's group, from 0 to below `count`. A row with a negative
+    number is in no group."""
 
     def __init__(self, groups: NDArray[Any], count: int) -> None:
         order = sort_stably(groups, count)
@@ -35,7 +36,7 @@ class Groups:
         return self._spread_values(np.diff(self._firsts, append=len(self._order)), 0)
 
     def sum_by_group(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Return the sum of each group, 0 for an empty one. Sums that may exceed 64 bits are Python ints."""
+        """Return the sum of each group. Sums that may exceed 64 bits are Python ints."""
         if not numbers.any():
             return np.zeros(self._count, dtype=np.int64)
         largest = max(int(numbers.max()), -int(numbers.min()))
@@ -61,7 +62,7 @@ class Groups:
 
 
 class Members:
-    """The members of each group, in order: indices or, if given, `numbers`."""
+    """The members of each group, in order. The members are indices, or `numbers` if given."""
 
     def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
         order = sort_stably(groups, count)
@@ -73,21 +74,22 @@ class Members:
 
 
 def mask_of(rows: Any, count: int) -> Bools:
-    """Return a mask of `count` rows, True for the given rows."""
     is_given = np.zeros(count, dtype=np.bool_)
     is_given[rows] = True
     return is_given
 
 
 def index_rows(rows: NDArray[Any], count: int) -> Int64s:
-    """Return the index in `rows` of each of `count` rows, -1 for a missing row, with -1 appended."""
+    """Return an array that maps each of `count` rows to its index in `rows`. A missing row is mapped to -1. An
+    additional -1 is at the end, so that row -1 is mapped to -1."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
     return places
 
 
 def sort_stably(numbers: NDArray[Any], end: int) -> Int64s:
-    """Return the indices that sort numbers from -1 to below `end`, with equal numbers in their order."""
+    """Return the indices that sort the numbers. Equal numbers remain in their order. The numbers must be from -1 to
+    below `end`."""
     if end < 1 << 16 and len(numbers) and int(numbers.min()) >= -1:
         return np.argsort((numbers + 1).astype(np.uint16), kind="stable")
     return np.argsort(numbers, kind="stable")
@@ -158,7 +160,6 @@ def number_combinations(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
 
 
 def number_by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Number the distinct combinations of columns in the order in which they first occur."""
     numbers, rows = number_combinations(*columns)
     order = np.argsort(rows)
     return index_rows(order, len(rows))[numbers], rows[order]
@@ -169,7 +170,7 @@ def find_group_starts(groups: NDArray[Any]) -> Int64s:
 
 
 def compute_running_max(numbers: Int64s, groups: Int64s) -> Int64s:
-    """Return, for each number, the maximum of its group's numbers up to there. Numbers must be ordered by group."""
+    """Return the running maximum of the numbers of each group. Numbers must be ordered by group."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
@@ -191,7 +192,7 @@ def count_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: I
 
 
 def find_last_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """Return the index of the last number of group `of[i]` that is at most `upto[i]`, `NONE` without one. Numbers are
+    """Return the index of the last number of group `of[i]` that is at most `upto[i]`, or `NONE`. Numbers must be
     ordered by group and size."""
     counts = count_up_to(groups, numbers, of, upto)
     return np.where(counts > 0, np.searchsorted(groups, of) + counts - 1, NONE)
@@ -274,12 +275,10 @@ def nearest_at_or_above(above: Int32s, is_wanted: Bools) -> Int32s:
 
 
 def nearest_above(parents: Int32s, is_wanted: Bools) -> Int32s:
-    """Return the nearest wanted row above each row, -1 without one."""
     return np.append(nearest_at_or_above(parents, is_wanted), np.int32(NONE))[parents]
 
 
 def are_at_or_above(parents: Int32s, rows: NDArray[Any]) -> Bools:
-    """Return True for the given rows and their ancestors."""
     is_included = np.zeros(len(parents), dtype=np.bool_)
     while len(rows):
         is_included[rows] = True
@@ -289,7 +288,7 @@ def are_at_or_above(parents: Int32s, rows: NDArray[Any]) -> Bools:
 
 
 def find_least_at_or_below(parents: list[int], numbers: list[int]) -> list[int]:
-    """Return the least number at or below each row. Parents must come before their children."""
+    """Return the least number of each row and its descendants. Parents must come before their children."""
     least = [*numbers]
     for row in range(len(parents) - 1, -1, -1):
         above = parents[row]
@@ -299,7 +298,6 @@ def find_least_at_or_below(parents: list[int], numbers: list[int]) -> list[int]:
 
 
 def rows_by_level(level: Int32s) -> list[Int64s]:
-    """Return the rows of each level in ascending order, the topmost level first."""
     order = sort_stably(level, int(level.max(initial=0)) + 1)
     return np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []
 

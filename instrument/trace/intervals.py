@@ -20,7 +20,7 @@ FARTHEST = 1 << 62
 
 
 class Union(NamedTuple):
-    """A union: sorted, disjoint and non-adjacent intervals."""
+    """Intervals that are sorted, disjoint and not adjacent."""
 
     starts: Int64s
     ends: Int64s
@@ -29,7 +29,6 @@ class Union(NamedTuple):
         return int((self.ends - self.starts).sum())
 
     def length_until(self, times: NDArray[Any]) -> Int64s:
-        """Return the length of the union before each given time."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         index = np.searchsorted(self.starts, times, side="right")
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
@@ -52,21 +51,19 @@ def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
 
 
 class Unions(NamedTuple):
-    """Intervals by group, ordered by group, and sorted and disjoint within a group."""
+    """Intervals of several groups, ordered by group. The intervals of a group are sorted and disjoint."""
 
     groups: Int64s
     starts: Int64s
     ends: Int64s
 
     def last_begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the index of the group's last interval that begins at or before each time, `NONE` without one."""
         starts, times_on_axis = shift_to_one_axis((self.groups, self.starts), (groups, times))
         places = np.searchsorted(starts, times_on_axis, side="right") - 1
         places[np.append(self.groups, NONE)[places] != groups] = NONE
         return np.asarray(places)
 
     def interval_at(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the index of the group's interval that contains each time, `NONE` without one."""
         places = self.last_begun(groups, times)
         return np.where(times < np.append(self.ends, -FARTHEST)[places], places, NONE)
 
@@ -74,7 +71,8 @@ class Unions(NamedTuple):
         return self._lengths_until(groups, ends) - self._lengths_until(groups, starts)
 
     def _lengths_until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the length of the group's intervals before each time, plus the length of all lower groups."""
+        """Return the length of the group's intervals before each time. The result includes the length of all lower
+        groups, which cancels out in differences."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         starts, times_on_axis = shift_to_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, times_on_axis, side="right")
@@ -85,7 +83,7 @@ class Unions(NamedTuple):
     def overlapping_ranges(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return, for each given interval, the range of indices of the group's intervals that overlap it."""
+        """Return the first and the end index of the intervals that overlap each given interval."""
         own_starts, own_ends, starts, ends = shift_to_one_axis(
             (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
         )
@@ -95,7 +93,6 @@ class Unions(NamedTuple):
     def overlapping_pairs(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return the indices of all pairs of a given interval and an overlapping interval of its group, in order."""
         firsts, stops = self.overlapping_ranges(groups, starts, ends)
         counts = np.maximum(stops - firsts, 0)
         interval = np.repeat(np.arange(len(groups)), counts)
@@ -119,8 +116,8 @@ def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any
 
 
 def shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
-    """Shift the times of each group, so that groups follow one another on one axis without contact. If the axis would
-    exceed 64 bits, for example with a million groups that each last hours, times are replaced by their ranks."""
+    """Shift the times of each group, so that the groups follow one another on one axis without contact. Times are
+    replaced by their ranks if the axis would exceed 64 bits."""
     groups, times = ([np.asarray(column, dtype=np.int64) for column in side] for side in zip(*columns, strict=True))
     full = [row for row in times if len(row)]
     least, most = min((int(row.min()) for row in full), default=0), max((int(row.max()) for row in full), default=0)
@@ -168,8 +165,8 @@ def clip_intervals(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, 
 
 
 def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
-    """Return True for intervals that enclose no other non-empty interval of their group. Of equal ones, only the last
-    is innermost."""
+    """Return True for intervals that enclose no other non-empty interval of their group. If several are equal, only the
+    last one is innermost."""
     order = np.lexsort((-ends, starts, groups))
     filled = starts[order] < ends[order]
     distinct_ends = find_distinct(ends)
@@ -182,7 +179,6 @@ def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
 
 
 def measure_intersection(first: Union, second: Union) -> int:
-    """Return the length of the intersection of two unions."""
     return int(first.length_within(second.starts, second.ends).sum())
 
 

@@ -45,8 +45,8 @@ keys."""
 
 @dataclass(frozen=True)
 class Served:
-    """The pairs of a batch and a request that it serves, ordered by batch. `request` is the index of the request,
-    `NONE` for a key without one. `weight` is in thousandths."""
+    """The pairs of a batch and a request that it serves, ordered by batch. `request` is the index of the request, or
+    `NONE` if no request has the key. `weight` is in thousandths."""
 
     batch: Int64s
     request: Int64s
@@ -58,8 +58,8 @@ class Served:
 class Joined:
     """The requests of a trace, as row numbers ordered by start time, and the spans that serve them.
 
-    `of` has the index of each row's request, `NONE` without one. `keys` has the keys of requests by index. `foreign`
-    has the batches in a request's tree that serve only other requests.
+    `of` has the index of each row's request, or `NONE`. `keys` has the keys of each request, by index. `foreign` has
+    the batches in a request's tree that serve only other requests.
     """
 
     rows: Int64s
@@ -72,7 +72,7 @@ class Joined:
 
     @cached_property
     def owner(self) -> Int32s:
-        """The row of each row's request, `NONE` without one."""
+        """The request of each row, as a row number. It is `NONE` for a row without a request."""
         return np.append(self.rows, NONE)[self.of].astype(np.int32)
 
 
@@ -151,8 +151,6 @@ def _pair_keys(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s
 def _resolve_requests(
     trace: Columns, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
 ) -> tuple[Int64s, Int64s, Int64s, int]:
-    """Return the rows of requests, each row's index among them, each row's request, and the number of spans whose key
-    names no request."""
     is_part = mask_of(bound.parts, len(trace))
     rows = np.flatnonzero((owner == np.arange(len(trace))) & ~is_part)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
@@ -199,7 +197,6 @@ class _Bound:
     def _find_first_use(
         self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
-        """Return the time from which each key names its request: the request's begin, or right after `since_ns`."""
         from_ns = trace.start_ns[whole]
         further = np.flatnonzero(~first.are_first(whole, keys))
         if not len(further):
@@ -216,7 +213,7 @@ class _Bound:
         return from_ns
 
     def request_at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the row of the request that each key names at a time, -1 without one."""
+        """Return the request that each key names at a time, as a row number or -1."""
         requests = self._find_begun(keys, times_ns)
         if self._apart_ns and len(self._keys):
             is_over = (requests == NONE) | (self._ends[requests] < times_ns)
@@ -224,12 +221,11 @@ class _Bound:
         return requests
 
     def _find_begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the row of the last request with each key that had begun by a time, `NONE` without one."""
         return np.append(self._requests, NONE)[find_last_up_to(self._keys, self._starts, keys, times_ns)]
 
 
 def _outermost_request(parts: Mapping[int, int], request: int) -> int:
-    """Return the outermost request of which a request is a part. `parts` may have cycles, because keys may disagree."""
+    """Return the outermost request that contains a request. `parts` may have cycles, because keys may disagree."""
     path = {request}
     while (above := parts.get(request)) is not None and above not in path:
         path.add(request := above)
@@ -255,7 +251,6 @@ def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ..
 
 
 def merge_repeated_members(served: Served) -> Served:
-    """Return the pairs with each request only once per batch, and the sum of its weights there."""
     further = served.request.max(initial=NONE) + 1 + np.arange(len(served.batch))
     members = np.where(served.request == NONE, further, served.request)  # a key of no request stays distinct
     order = np.lexsort((members, served.batch))
@@ -291,7 +286,8 @@ def read_batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
 
 
 def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
-    """Return the request of each row, with sub-requests as requests of their own. `owner` has the topmost requests."""
+    """Return the request of each row. A sub-request counts as a request of its own. `owner` has the topmost
+    requests."""
     is_request = trace.are_of_kind("request")
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
     if not inner.any() or not len(keyed):
@@ -344,8 +340,6 @@ class FirstKeys:
         return np.asarray(self._first_of[rows] == keys)
 
     def belong_to_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
-        """Return True for each key that is the first key of another request. At `at_ns` that request was open, or had
-        begun since `start_ns`."""
         last = find_last_up_to(self.keys, self.starts, keys, at_ns)
         reach, starts = (np.append(times, NONE)[last] for times in (self._reach, self.starts))
         return np.asarray((last != NONE) & ((reach > at_ns) | (starts >= start_ns)))

@@ -50,14 +50,12 @@ def sum_differences(column: Column) -> Int64s:
 
 
 def order_by_start(trace: Columns) -> Int64s:
-    """Return the rows ordered by start time, then by length with the longest first, then by id. Parents come before
-    their children."""
+    """Return the rows ordered by start time, so that parents come before their children. If spans begin together, the
+    longest one comes first."""
     return sort_by_start(trace.start_ns, trace.end_ns, trace.span_id)
 
 
 def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
-    """Return the columns of a file by name, and the rest of the trace as metadata. Rows are in the order of
-    `order_by_start`."""
     order = order_by_start(trace)
     rank = index_rows(order, len(trace))
     parent = trace.parent[order]
@@ -108,7 +106,7 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
 
 
 def _rank_below_parents(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
-    """Return the result of `rank_distinct`, fast if most rows have the same value as their parents."""
+    """Return the same as `rank_distinct`. This is fast if most rows have the same value as their parents."""
     shares = (trace.parent != NONE) & (column == column[trace.parent])
     firsts = np.flatnonzero(~shares)
     values, places = rank_distinct(column[firsts])
@@ -262,7 +260,7 @@ class KernelColumns(Views[Kernel]):
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
 
     def shift_times(self, by_ns: int) -> KernelColumns:
-        """Return the kernels with all times moved by `by_ns`. Raises `ValueError` for times that no clock reads."""
+        """Return the kernels with all times moved by `by_ns`. Raises `ValueError` for a time out of range."""
         times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
         edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
         if not all(-FARTHEST_NS < edge_ns + by_ns < FARTHEST_NS for edge_ns in edges_ns):
@@ -297,7 +295,6 @@ them."""
 def shift_torch_data(
     facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
 ) -> dict[str, Any]:
-    """Return torch.profiler's data with all times moved by `moved_ns`, and with the devices and threads renumbered."""
     kernels, allocations = (
         KernelColumns.from_objects(facts.kernels).shift_times(moved_ns),
         Allocations.from_objects(facts.allocations),
@@ -317,7 +314,6 @@ def shift_torch_data(
 
 
 def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
-    """Return the packed columns of kernels, with times relative to `base_ns`, and the kernels' names."""
     work = KernelColumns.from_objects(kernels)
     names: dict[str, int] = {}
     of_name = np.array([names.setdefault(remove_surrogates(name), len(names)) for name in work.names], dtype=np.int64)

@@ -61,7 +61,6 @@ PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase of spans of a site, None if they are no part of a request's phases."""
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:
@@ -75,17 +74,17 @@ def phase_of(site: Site) -> str | None:
 
 
 def waits_for_lock(site: Site) -> bool:
-    """Return True if spans of a site wait for a lock, a semaphore or a place in a pool."""
     is_named = f".{site.qualname}".endswith(tuple(f".{name}" for name in LOCK_WAITS))
     return dict(site.attributes).get("phase") == LOCK or (is_named and site.kind in ("op", "phase", "user"))
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The parts of requests, which add up to the wall time. Each row is a part that took time, ordered by request.
+    """The parts of requests, which add up to their time. Each row is one part of one request. The rows are ordered by
+    request.
 
-    `part` is an index into `names`. `given_ns` is the request's share of the batch's own time, for each pair in
-    `Served`.
+    `part` is an index into `names`. `given_ns` has, for each pair in `Served`, the request's share of the batch's own
+    time.
     """
 
     names: tuple[str, ...]
@@ -95,14 +94,13 @@ class Ledger:
     given_ns: Int64s
 
     def parts_of(self, place: int) -> dict[str, int]:
-        """Return the time of each part of one request, without parts that took no time."""
         first, last = np.searchsorted(self.request, [place, place + 1])
         rows = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.names[part]: time_ns for part, time_ns in rows}
 
     def times_by_part(self, columns: Mapping[str, str], count: int) -> dict[str, Int64s]:
-        """Return the times that `count` requests spent in the parts of `columns`, by column name. `columns` maps parts
-        to column names."""
+        """Return the times of requests in some parts, as columns. `columns` maps each part to the name of its column.
+        `count` is the number of requests."""
         times = {column: np.zeros(count, dtype=np.int64) for column in columns.values()}
         for number, name in enumerate(self.names):
             if name in columns:
@@ -112,8 +110,6 @@ class Ledger:
 
 
 def divide_shares(served: Served, amounts: Int64s) -> Int64s:
-    """Return the request's share of the batch's amount, for each pair in `served`. `amounts` has an amount for each row
-    of the trace."""
     lengths, firsts = amounts[served.batch], find_group_starts(served.batch)
     counts = np.diff(firsts, append=len(lengths))
     sums = np.repeat(np.add.reduceat(served.weight, firsts), counts)
@@ -130,9 +126,9 @@ def compute_portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
 
 
 def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
-    """Return, for each row of the trace, the time of the batch that no competing batch takes.
+    """Return the time of each batch without the time of competing batches.
 
-    Batches on a device compete if they serve the same request or are nested. Their overlap belongs to the one that
+    Batches on a device compete if they serve the same request or are nested. Their overlap belongs to the batch that
     began last.
     """
     its_batch, lengths = batch[parts.groups], parts.ends - parts.starts
@@ -187,10 +183,10 @@ def _may_overlap(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
 
 
 class Turns(NamedTuple):
-    """The turns of requests, ordered by request and time. A turn is an interval of a request that belongs to one part.
+    """The turns of requests, ordered by request and time. A turn is an interval in which a request is in one part.
 
-    `part` is an index into `names`. `row` is the turn's span, `NONE` between spans. `pair` is the index in `Served`,
-    `NONE` outside of batches.
+    `part` is an index into `names`. `row` is the turn's span, or `NONE` between spans. `pair` is the index in `Served`,
+    or `NONE` outside of batches.
     """
 
     names: tuple[str, ...]
@@ -203,7 +199,6 @@ class Turns(NamedTuple):
 
 
 def turns_of(trace: Columns, joined: Joined) -> Turns:
-    """Return the turns of each request. Unknown time has no turn."""
     work, batches = _find_work(trace, joined), _find_batches(trace, joined)
     between = _find_gaps(trace, joined, work, batches)
     # The requests that began within another request and count as separate requests.
@@ -237,14 +232,15 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
 
 
 def find_served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
-    """Return the batches of each request, and the times before and between them, both ordered by request. For a time
-    without a batch, `row` is 0 for the queue, 1 for a stall, 2 for transport."""
+    """Return the batches of each request, and the gaps before and between them. Both are ordered by request.
+
+    The `row` of a gap is 0 for a queue, 1 for a stall, and 2 for transport.
+    """
     batches = _find_batches(trace, joined)
     return batches, _find_gaps(trace, joined, _find_work(trace, joined), batches, of_all_keys=False)
 
 
 def compute_ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
-    """Return the parts of each request's time. `all_turns` are the requests' turns, if already known."""
     all_turns = turns_of(trace, joined) if all_turns is None else all_turns
     rows = find_distinct(joined.served.batch)
     spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
@@ -283,7 +279,7 @@ class Moment(NamedTuple):
 
 
 def list_moments(trace: Columns, joined: Joined, place: int) -> list[Moment]:
-    """Return all turns of one request in order, with unknown turns in the gaps. All turns in batches have the part
+    """Return all turns of one request in order. Gaps become turns of unknown time. All turns in batches have the part
     `SHARE`."""
     served = joined.served
     own_served = replace(served, request=np.where(served.request == place, place, NONE))
@@ -307,7 +303,6 @@ def list_moments(trace: Columns, joined: Joined, place: int) -> list[Moment]:
 
 
 def split_batch_time(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the pairs that have turns in batches, each pair's own share, and its waiting time."""
     groups, firsts = number_combinations(pairs)
     spent = Groups(groups, len(firsts)).sum_by_group(lengths)
     distinct_pairs = pairs[firsts]
@@ -319,8 +314,7 @@ _Part = tuple[Int64s, Int64s, Int64s, int]
 
 
 class Intervals(NamedTuple):
-    """The intervals of requests, clipped to the requests. `row` is a span's row, or the kind of a time between
-    spans."""
+    """The intervals of requests, clipped to the requests. `row` is the row of a span, or the kind of a gap."""
 
     request: Int64s
     row: Int64s
@@ -329,7 +323,6 @@ class Intervals(NamedTuple):
     pair: Int64s
 
     def take(self, places: NDArray[Any]) -> Intervals:
-        """Return the intervals with these indices, or those for which a mask is True."""
         return Intervals(*(column[places] for column in self))
 
 
@@ -357,8 +350,6 @@ def _find_batches(trace: Columns, joined: Joined) -> Intervals:
 def _find_gaps(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, *, of_all_keys: bool = True
 ) -> Intervals:
-    """Return the times before and between the batches of each request. `row` is 0 for a queue, 1 for a stall, 2 for
-    transport."""
     if not len(joined.served.batch):
         return Intervals(*np.zeros((5, 0), dtype=np.int64))
     # A pipeline's batches overlap. A stall begins when all earlier batches have ended.
@@ -380,7 +371,6 @@ def _find_gaps(
 
 
 def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
-    """Return the spans that may hand off requests, sorted by request, then by start time."""
     rows = trace.attributes.having(KEY)
     serves = are_at_or_above(trace.parent, find_distinct(joined.served.batch))
     serves[joined.rows] = True
@@ -392,10 +382,12 @@ def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
 def _begin_queues(
     trace: Columns, hand_offs: Intervals, groups: Int64s, of: Int64s, begins: Int64s, upto: Int64s, otherwise: Int64s
 ) -> Int64s:
-    """Return the begin of the queue of each group in `of`. `groups` has the group of each span in `hand_offs`.
+    """Return the begin of the queue of each group in `of`.
 
-    The newest hand-off span up to a time hands off its request at its end, or at its begin if it failed or ended after
-    `upto`. The queue begins then, but not before the request does (`begins`), or at `otherwise` without such a span.
+    A queue begins when its newest hand-off span ends. If that span failed or ended after `upto`, the queue begins with
+    the span.
+
+    No queue begins before its request (`begins`). A queue without a hand-off span begins at `otherwise`.
     """
     if not len(groups):
         return otherwise
@@ -410,7 +402,7 @@ def _begin_queues(
 def _find_queues(
     trace: Columns, joined: Joined, work: Intervals, hand_offs: Intervals, batches: Intervals, firsts: Int64s
 ) -> _Part:
-    """Return the queue of each request: from its hand-off, or else its last own work, to its first batch."""
+    """Return the queue of each request. It lasts from the hand-off or the last own work to the first batch."""
     owners = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
     order = np.lexsort((edges, owners))
@@ -424,7 +416,8 @@ def _find_queues(
 
 
 def _find_lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
-    """Return the queues of failed requests that no batch served: from the hand-off to the request's end."""
+    """Return the queues of failed requests that no batch served. Such a queue lasts from the hand-off to the end of the
+    request."""
     rows = joined.rows
     is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
     is_lost[batches.request] = False
@@ -460,7 +453,6 @@ def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, b
 def _find_transports(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
-    """Return the times in which a request was between its own threads and its batch threads."""
     threads = find_distinct(trace.thread_id[find_distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
@@ -489,8 +481,6 @@ def _find_transports(
 
 
 def _find_next(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
-    """Return, for each query, the index of the group's first time at or after `at`, -1 without one. Times are
-    sorted."""
     places = np.searchsorted(groups, queries) + count_up_to(groups, times, queries, at - 1)
     return np.where(places < np.searchsorted(groups, queries, side="right"), places, NONE)
 
@@ -503,10 +493,11 @@ def _find_next(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> In
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """The device times of requests: `own_ns` of own work and `shared_ns` of batches, by the index of the request.
+    """The device times of requests, by the index of the request. `own_ns` is the time of own work, and `shared_ns` the
+    share of batches.
 
-    `batch_ns` has the device time of each row that is a batch, 0 for other rows. `given_ns` is the request's share of
-    it, for each pair in `Served`.
+    `batch_ns` has the device time of each row that is a batch. `given_ns` has, for each pair in `Served`, the request's
+    share of it.
     """
 
     own_ns: Int64s
@@ -535,7 +526,6 @@ def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
 
 
 def _unite_device_intervals(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
-    """Return the unions of device intervals by owner and device, and the owner and device of each group."""
     device = trace.device
     groups, firsts = number_combinations(owners, device.device[intervals])
     busy = union_by_group(groups, device.start_ns[intervals], device.end_ns[intervals])

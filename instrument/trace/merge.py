@@ -44,8 +44,7 @@ slightly between machines."""
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge: the recording, the numbers of files, processes and runs, and the clock (`MONOTONIC` or
-    `WALL`)."""
+    """The result of a merge, with the numbers of files, processes and runs. `clock` is `MONOTONIC` or `WALL`."""
 
     saved: Saved
     files: int
@@ -66,7 +65,7 @@ class Merged:
 
     @property
     def header(self) -> str:
-        """A line for reports: the numbers of files, processes and runs, and their clock."""
+        """A line for reports with the numbers of files, processes and runs, and their clock."""
         text = f"{self.files} file{'s' * (self.files != 1)} of {self.processes} process{'es' * (self.processes != 1)}"
         text += f" in {self.runs} runs" * (self.runs > 1)
         if self.clock == MONOTONIC:
@@ -82,8 +81,8 @@ _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     """Return the files as one recording. Files of different machines or boots are merged by their wall clocks.
 
-    Raises `TraceError` if the files together are no valid trace or, without `by_wall_clock`, if a wall clock has no
-    error bound.
+    Raises `TraceError` if the files do not make a valid trace. Without `by_wall_clock`, also raises it if the error of
+    a wall clock is unknown.
     """
     try:
         groups = recordings_by_process(files)
@@ -122,7 +121,7 @@ SLEW = 500e-6
 
 
 def _bound_clock_error(files: Sequence[Saved]) -> int | None:
-    """Return the most by which two files' wall clocks differ, in ns, None without an error bound."""
+    """Return the largest difference between two files' wall clocks in ns, or None if it is unknown."""
     bounds = []
     for facts in (saved.trace for saved in files):
         origin = facts.origin
@@ -275,7 +274,6 @@ def _join_tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[t
 
 
 def _find_ids(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
-    """Return the merged ids for a process's ids, `NONE` for ids that the file does not have."""
     return np.append(part.row + 1, NONE)[rows_of(part.trace.span_id, ids)]
 
 
@@ -297,7 +295,8 @@ ENDED_THREADS = 0, "(ended threads)"
 
 
 def fold_recordings(files: Sequence[Saved]) -> Saved:
-    """Fold recordings of ended processes, or earlier results, into one of bounded size. Raises `TraceError`."""
+    """Merge the recordings of ended processes into one of bounded size. Earlier results may be merged again. Raises
+    `TraceError`."""
     saved = merge(files).saved
     facts, losses, since_ns = saved.trace, dict(saved.trace.losses), 0
     is_kept, lost = np.ones(len(facts.columns), dtype=np.bool_), len(facts.columns) - SPANS_KEPT
@@ -342,7 +341,7 @@ def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
 
 
 def _fold_threads(tally: Tally) -> Tally:
-    """Return the tally with all calls on the thread `ENDED_THREADS`, and at most `PATHS_KEPT` call paths."""
+    """Move all calls to the thread `ENDED_THREADS`, and keep at most `PATHS_KEPT` call paths."""
     thread, name = ENDED_THREADS
     kept_paths = set[CallPath]()
 
@@ -356,7 +355,6 @@ def _fold_threads(tally: Tally) -> Tally:
 
 
 def parse_link(link: Any) -> Int64s | None:
-    """Return the ids of the linked span and of its root, None if the value is no link."""
     if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
         return None
     return np.array(link, dtype=np.int64) if all(-1 << 63 <= number < 1 << 63 for number in link) else None
@@ -448,8 +446,8 @@ def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
 
 
 def _select_facts(facts: Trace, number: int) -> Trace:
-    """Return the facts of one process, with the gauges of its devices. Only the first process of a device gets that
-    device's gauges."""
+    """Return the facts of one process, with the gauges of its devices. If processes share a device, only the first one
+    gets its gauges."""
     process = facts.processes[number]
     before = {device for other_process in facts.processes[:number] for device in other_process.devices}
     devices, moved_ns = process.devices, process.moved_ns

@@ -63,7 +63,7 @@ class DistinctNumbers:
 
 
 def _map_distinct_numbers(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
-    """Return the result of `become` for each number. `become` is called once per distinct number."""
+    """Apply a function to each number. It is called once per distinct number."""
     distinct, places = rank_distinct(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
 
@@ -88,15 +88,13 @@ class MergedFile:
 
     @property
     def slice_of_all_rows(self) -> slice:
-        """The slice of this file's rows among the rows of all files."""
         return slice(self.first, self.first + len(self.trace))
 
 
 class Numbers:
-    """The merged sites and the merged numbers of threads, streams and devices of all files.
+    """The merged sites, and the merged numbers of threads, streams and devices of all files.
 
-    `sites` has one site per key of the sites of spans, tallies and start-ups, with the attributes that all sites of the
-    key share.
+    Sites with equal keys become one site in `sites`. It has the attributes that all of them share.
     """
 
     def __init__(self, parts: Sequence[MergedFile]) -> None:
@@ -163,8 +161,7 @@ def group_by_process(parts: Sequence[MergedFile]) -> list[list[MergedFile]]:
 
 
 def _choose_files(parts: Sequence[MergedFile]) -> list[MergedFile]:
-    """Return the files of a process whose tallies together count every call once. Return [] if the times of two files
-    overlap in part."""
+    """Return files of a process that together count every call once. Returns [] if two files partly overlap in time."""
     counting: list[MergedFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
         if not counting or part.saved.trace.end_ns > counting[-1].saved.trace.end_ns:
@@ -175,7 +172,7 @@ def _choose_files(parts: Sequence[MergedFile]) -> list[MergedFile]:
 
 
 def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
-    """Return the tally of all calls. A process without usable saved tallies is counted from its spans."""
+    """Return the totals of all calls. The calls of a process without usable totals are counted from its spans."""
     counted, names = list[Tally](), dict(threads)
     for files in group_by_process(parts):
         for part in files:
@@ -248,8 +245,6 @@ def _find_watched(parts: Sequence[MergedFile]) -> MergedFile | None:
 def merge_processes(
     parts: Sequence[MergedFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
 ) -> Sequence[MergedProcess]:
-    """Return the processes of a merged trace. `absent` has the merged ids of spans that no file has, by process and own
-    id."""
     merged = []
     processes = group_by_process(parts)
     watched = [part.process for part in filter(None, map(_find_watched, processes))]
@@ -282,8 +277,6 @@ def merge_processes(
 
 
 def _describe_deaths(newest: Sequence[Trace]) -> str:
-    """Return a text on the abnormal ends of processes: the first few, the number of further ones, and the most recent
-    one."""
     deaths = [facts.died for facts in sorted(newest, key=attrgetter("end_ns")) if facts.died]
     if (unnamed_count := len(deaths) - MOST_DEATHS) > 0:
         words = f"{unnamed_count if unnamed_count > 1 else 'One'} more ended without a goodbye."
@@ -307,7 +300,8 @@ def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, s
 
 
 def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
-    """Return all notes, each once. A note of some processes begins with their names."""
+    """Return all notes without duplicates. A note begins with the names of its processes, unless all processes have
+    it."""
     parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
     sites = {part.trace.sites[place] for part in parts for place in np.unique(part.trace.site).tolist()}
@@ -336,7 +330,6 @@ def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
 
 
 def _merge_cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:
-    """Return the cost of all processes. A process of unknown cost counts with the mean cost of a call."""
     costs, uncosted_calls = list[Cost](), 0
     for files in processes:
         for part in _choose_files(files) or [max(files, key=lambda part: len(part.trace))]:
@@ -365,7 +358,6 @@ def _own_samples_of(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
 
 
 def _merge_samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
-    """Return the samples of all files. With several processes, gauges of single processes are left out."""
     return _sort_by_time(
         replace(sample, device=numbers.merged_device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
         for part in parts

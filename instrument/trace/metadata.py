@@ -74,7 +74,7 @@ _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, i
 
 
 def _encode_facts(thing: Any) -> dict[str, Any]:
-    """Return the fields of a flat dataclass as JSON values, without empty fields that have their default value."""
+    """Return the fields of a flat dataclass as JSON values. Empty fields with their default value are left out."""
     values = {item.name: (getattr(thing, item.name), item.default) for item in plain_fields(type(thing))}
     return {name: make_safe(value) for name, (value, default) in values.items() if value or value != default}
 
@@ -97,7 +97,6 @@ class Sites:
             self.index_of(site)
 
     def index_of(self, site: Site) -> int:
-        """Return the index of a site. A new site is added."""
         return self.entries.setdefault(encode(_encode_facts(site)), len(self.entries))
 
 
@@ -139,7 +138,6 @@ def encode_metadata(
 
 
 def _pack_process(trace: Trace) -> dict[str, Any]:
-    """Return the facts that traces of one process and merged traces share."""
     return {
         "origin": _encode_facts(trace.origin),
         "window": trace.window,
@@ -189,7 +187,7 @@ def _pack_first_call(call: FirstCall, base_ns: int, sites: Sites) -> list[int]:
 
 
 def _pack_tally(tally: Tally, base_ns: int, sites: Sites) -> str:
-    """Return the JSON of a tally: nodes as [parent or -1, site], and rows, with times from `base_ns`."""
+    """Return the JSON of totals. A node is [parent or -1, site]. Times count from `base_ns`."""
     places = {site: sites.index_of(site) for site in tally.sites()}
     parents, site_of, sites_of_tree = tally.parents.tolist(), tally.site_of.tolist(), tally.tree.sites
     numbers: dict[int, int] = {-1: -1}
@@ -217,7 +215,7 @@ def _pack_tally(tally: Tally, base_ns: int, sites: Sites) -> str:
 
 
 class Metadata:
-    """Reads the value of the key `instrument`. Facts other than the sites and the base of times are read on access."""
+    """Reads the metadata of a trace file, which is the value of the key `instrument`. Most facts are read on access."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         if facts["format"] != FORMAT:
@@ -229,8 +227,8 @@ class Metadata:
         learn_gauges(check_type(facts.get("gauges", {}), dict))
 
     def make_trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
-        """Return the trace with the given spans and samples. Adds the samples without a value, which only the metadata
-        has."""
+        """Return the trace with the given spans and samples. Adds the samples without a value, which are only in the
+        metadata."""
         facts = self._facts
         samples += [
             read_sample(self.base_ns, name, device, since_ns, None)
@@ -319,7 +317,6 @@ class Metadata:
 
 
 def _path_index_of_node(node: Any) -> int:
-    """Return the index of the call path of a node. Index 0 is the empty path, for node -1."""
     return 0 if node == -1 else check_index(node) + 1
 
 
@@ -357,7 +354,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
 
 
 def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
-    """Return the notes on unmet rules of one process, from a file or its exit facts. Raises for damaged facts."""
+    """Read the notes of one process on rules without effect. Raises an error for damaged facts."""
     waiting = tuple((check_type(mark, str), check_type(note, str)) for mark, note in facts.get("waiting", ()))
     at_work, uncalled = (
         tuple(check_type(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled")

@@ -39,7 +39,8 @@ NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
 
 class RowDetail(NamedTuple):
-    """The details of a row: active time in ns (-1 for the whole row), error, attributes, and the caller's span."""
+    """The rare details of a row. `active_ns` is -1 if the row was active all the time. `remote` is the caller's
+    span."""
 
     active_ns: int = -1
     error: str | None = None
@@ -48,13 +49,11 @@ class RowDetail(NamedTuple):
 
     @classmethod
     def from_recorded(cls, active_ns: int, text: bytes) -> RowDetail:
-        """Return the details of a row from their form in a recording: an active time and a text."""
         active_ns, error, attributes = detail_of(active_ns, facts_in(text))
         return cls(active_ns, error, *split_remote(attributes))
 
 
 def split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
-    """Return the attributes without the caller's span, and that span, None without one."""
     if REMOTE not in attributes:
         return attributes, None
     noted = attributes[REMOTE]
@@ -63,10 +62,10 @@ def split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeV
 
 
 def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
-    """Return the spans and the tally of a recording. Open spans end at `end_ns` and have the attribute `OPEN`.
+    """Return the spans and totals of a recording. Open spans end at `end_ns` and have the attribute `OPEN`.
 
-    Spans that ended before `since_ns` are left out, and so is the tally if it has earlier calls. `end_ns` is the time
-    of reading, by default the newest time in the recording. Raises `TraceError` for a damaged recording.
+    Spans that ended before `since_ns` are left out. The totals are left out if they include earlier calls. `end_ns` is
+    by default the newest time in the recording. Raises `TraceError` for a damaged recording.
     """
     header = mapped.header
     snapshot = RowSnapshot.copy_from(mapped, since_ns, remote=read_origin(header).remote)
@@ -104,7 +103,6 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
 
 
 def find_first_request(mapped: Mapped) -> int:
-    """Return the start time of the first ended request in a recording, `NEVER_NS` if there is none."""
     tree = mapped.tree()
     begins = [begin_ns for node, (begin_ns, _) in mapped.first_calls().items() if is_request(tree.site(node))]
     return min(begins, default=NEVER_NS)
@@ -120,7 +118,6 @@ def read_origin(header: Header) -> Origin:
 
 
 def have_details(rows: Records) -> Bools:
-    """Return True for rows whose details are stored outside of the rows."""
     return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
 
 
@@ -131,8 +128,8 @@ _SHARED = ("span_id", "parent_id", "root_id", "start_ns", "children_ns", "node")
 def columns_of_rows(
     rows: Records, thread_id: Int64s, opened: Sequence[OpenSpan], end_ns: int
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Return rows, followed by open spans that end at `end_ns`, as columns. An active time of -1 means the value in the
-    details, else the length of the row."""
+    """Return rows and open spans as columns. Open spans come last and end at `end_ns`. `RowDetails` replaces an active
+    time of -1."""
     names = (*_SHARED, "task_id", "thread_id", "active_ns")
     of_open = {name: np.array([getattr(span, name) for span in opened], np.int64) for name in names}
     columns = {name: np.concatenate([rows[name].astype(np.int64), of_open[name]]) for name in _SHARED}
@@ -145,7 +142,8 @@ def columns_of_rows(
 
 
 class RowDetails:
-    """Collects the details of rows in `columns` (of `columns_of_rows`). `store` gets the attributes of each row."""
+    """Collects the details of rows. `columns` has the rows as `columns_of_rows` returns them. `store` is called with
+    the attributes of each row."""
 
     def __init__(
         self, columns: Mapping[str, Int64s], store: Callable[[int, Mapping[str, AttributeValue]], object]
@@ -176,11 +174,12 @@ class RowDetails:
 
 @dataclass(frozen=True, slots=True)
 class RowSnapshot:
-    """A copy of the rows and open spans of a recording at one moment, at about 10 ns a row.
+    """A copy of the rows and open spans of a recording at one moment. A copy takes about 10 ns per row.
 
     `details` are as `Mapped.copied_details` returns them. Rows may be missing for threads in `wrapped`, whose rings
-    have wrapped, and in `given_up`, which have ended. Trees that began before the process began to serve have the
-    parent `remote`.
+    have overwritten rows, and in `given_up`, which have ended.
+
+    Trees that began before the process served requests have the parent `remote`.
     """
 
     tree: CallTree
@@ -202,8 +201,6 @@ class RowSnapshot:
         details_from: int = 0,
         remote: RemoteParent | None = None,
     ) -> RowSnapshot:
-        """Copy the open spans, and the rows that ended after a time. Leaves out the threads in `leave_out`, and details
-        before the offset `details_from`."""
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
         rings = mapped.rows(mapped.first_row_after(since_ns)) if since_ns else mapped.rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
@@ -218,7 +215,7 @@ class RowSnapshot:
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
     def find_complete_from(self, start_ns: int, end_ns: int) -> int:
-        """Return the time from which on no span of a window is missing, 0 if none is missing at all."""
+        """Return the time from which on no span of a window is missing. Returns 0 if no span is missing."""
         if not (self.wrapped or self.given_up):
             return 0
         # The earliest end of a span in the window, by thread, at most the window's end.
@@ -247,9 +244,9 @@ class RowSnapshot:
         start_ns: int | None = None,
         marks: bool = False,
     ) -> tuple[Columns, int]:
-        """Return the spans, the open ones cut at the end, and the number of rows whose details are overwritten.
+        """Return the spans, and the number of rows whose details were overwritten. Open spans end at `end_ns`.
 
-        With a `start_ns`, spans are clipped to the window, and those outside of it are left out. `device_of` returns
+        With a `start_ns`, spans are clipped to the window, and spans outside of it are left out. `device_of` returns
         the device intervals of spans by their ids. With `marks`, open spans have the attribute `OPEN`.
         """
         rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in self.rings)])

@@ -67,8 +67,8 @@ def with_own_facts(facts: Trace) -> Trace:
 
 
 def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """Return the trace with one tree for each request, and with the requests' facts. Without a `run`, no request gets a
-    trace id."""
+    """Return the trace with one tree for each request, and with the facts moved to requests. Without a `run`, no trace
+    ids are made from keys."""
     trace = move_facts(trace, joined)
     moves = _rows_to_move(trace, joined)
     parent = trace.parent.copy()
@@ -100,13 +100,12 @@ def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Column
 
 
 def trace_id_of(run: str, key: str) -> int:
-    """Return the 128-bit trace id for a key in a run, which is the same in all processes."""
+    """Return the 128-bit trace id of a request key. It is the same in all processes of a run."""
     text = f"{run}\0{key}".encode(errors="surrogatepass")
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
 
 
 def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
-    """Return the topmost rows that serve a request but are outside of its tree."""
     of_parent = np.append(joined.of, NONE)[trace.parent]
     moves = (joined.of != NONE) & (of_parent != joined.of)
     moves[joined.rows] = False
@@ -123,7 +122,7 @@ def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
 
 
 def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
-    """Return the row of each moved row's hand-off span, else the row of its request."""
+    """Return the new parent of each moved row. It is the span that handed over the request, or the request itself."""
     hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.having(KEY)
     is_top = np.zeros(len(trace), dtype=np.bool_)
@@ -162,8 +161,10 @@ def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
 def derive_traces_from_keys(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return trace ids made from keys, for requests and for roots whose key no request here has. Only the first request
-    with a key gets the key's id."""
+    """Return trace ids that are made from request keys, by row. Only the first request with a key gets its trace id.
+
+    A root with a key that no request here has also gets a trace id.
+    """
     have_traces = {int(root_id[row]) for row in remotes}
     remote_by_row: dict[int, RemoteParent] = {}
     used_keys: set[str] = set()
@@ -228,8 +229,8 @@ def move_facts(trace: Columns, joined: Joined) -> Columns:
 
 
 def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Yield the parts of each fact: the word of `KEEPS`, the name, the request's key (None for the span's own request),
-    and the value."""
+    """Yield each fact as a word of `KEEPS`, a name, a request key, and a value. The key is None for the span's own
+    request."""
     for text in _list_fact_texts(attributes):
         keep, _, name = text.partition(" ")
         value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
@@ -247,8 +248,8 @@ def _list_fact_texts(attributes: Mapping[str, Any]) -> list[str]:
 class ProcessRows(NamedTuple):
     """The facts of a process and its rows, ordered by tree and then by start time.
 
-    `numbers` has the process's own numbers, None if the trace has the same ones. `interruptions` has the spans that
-    interrupt each row, which are not among `rows`.
+    `numbers` has the process's own numbers, or is None if they do not differ. `interruptions` has the spans that
+    interrupt each row. They are not among `rows`.
     """
 
     facts: Trace
@@ -258,8 +259,6 @@ class ProcessRows(NamedTuple):
 
 
 def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
-    """Yield the rows of each process in a trace that extends the trace of a merge. An additional row belongs to its
-    parent's process."""
     base, process = merged.saved.trace.origin, merged.number_processes()
     process = np.append(process, process[trace.parent[len(process) :]])
     is_interrupting = trace.are_of_sites(list(map(is_interruption, trace.sites)))
@@ -277,11 +276,6 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
 
 
 def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
-    """Return two ids for the row of each nested request with a key: of the span around the request, and of that span's
-    root.
-
-    Requests that already have a link are left out.
-    """
     origins: dict[int, tuple[int, int]] = {}
     for place in joined.keys:
         row = int(joined.rows[place])
@@ -294,7 +288,6 @@ def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, 
 
 
 def find_interruptions(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
-    """Return the interruptions of each request and each root among the given rows of one process."""
     by_end = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
     hit = rows[trace.are_of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
     if not len(by_end):
@@ -327,8 +320,8 @@ class Interruptions:
         self._newest: list[Span] = []
 
     def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
-        """Return the rows that are not interruptions, and the interruptions of each, from this trace and earlier
-        ones."""
+        """Return the rows that are not interruptions, and the interruptions of each row. Interruptions from earlier
+        traces are included."""
         alone = trace.are_of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)

@@ -29,7 +29,8 @@ from instrument.trace.layout import order_by_start
 
 
 def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the self time of the given rows: the total time without the union of the children on the same track."""
+    """Return the self time of the given rows. It is the total time without the time of the children on the same
+    track."""
     is_wanted = mask_of(rows, len(trace))
     children = np.flatnonzero(trace.is_on_track_of_parent & is_wanted[trace.parent])
     parents = trace.parent[children]
@@ -50,7 +51,7 @@ def waiting_times(trace: Columns) -> Int64s:
 
 
 def were_suspended(trace: Columns) -> Bools:
-    """Return True for generators that spent most of their suspended time while their consumers ran."""
+    """Return True for spans of generators that were mostly suspended because their consumers ran."""
     stood_ns = trace.total_ns - trace.active_ns
     if not (stood_ns > 0).any():
         return np.zeros(len(trace), dtype=np.bool_)
@@ -67,9 +68,10 @@ def were_suspended(trace: Columns) -> Bools:
 
 
 def compute_turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the turns of intervals by group and time: the index of the interval, and the turn's begin and end.
+    """Return the turns of intervals, ordered by group and time. A turn has the index of the interval, a begin and an
+    end.
 
-    Each instant belongs to the group's open interval with the highest rank. Ranks are distinct. The time is n log n.
+    Each instant belongs to the open interval of the group with the highest rank. The ranks must be distinct.
     """
     filled = np.flatnonzero(starts < ends)
     if not len(filled):
@@ -83,10 +85,6 @@ def compute_turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -
 
 
 def _find_edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the distinct times at which intervals of each group begin or end, ordered by group.
-
-    The second result has the index of each interval's begin among these times, then of each end.
-    """
     shifted = np.concatenate(shift_to_one_axis((groups, starts), (groups, ends)))
     order = np.argsort(shifted, kind="stable")
     shifted = shifted[order]
@@ -97,7 +95,7 @@ def _find_edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, I
 
 
 def find_highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
-    """Return the highest rank among the intervals that cover each index, `NONE` without any."""
+    """Return the highest rank among the intervals that cover each index, or `NONE`."""
     exponents = np.frexp((ends - firsts).astype(np.float64))[1] - 1
     by_exponent = np.argsort(exponents, kind="stable")
     of_each = np.searchsorted(exponents[by_exponent], np.arange(int(exponents.max()) + 2))
@@ -118,7 +116,7 @@ SEVERAL = -2
 
 
 class _Open(NamedTuple):
-    """The spans that were open at the given moments, the innermost last. Each was open from moment `first` to before
+    """The spans that were open at some moments, the innermost last. Each span was open from moment `first` to before
     `end`.
 
     A moment is a time on a thread. Moments are numbered by thread, then by time.
@@ -130,10 +128,10 @@ class _Open(NamedTuple):
 
 
 def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-    """Return the row of the innermost wanted span that was open at each given time and thread, `NONE` without any.
+    """Return the row of the innermost wanted span that was open on each given thread and time, or `NONE`.
 
     The result is `SEVERAL` if another task had an open span that does not enclose the innermost one. A span does not
-    contain its end. Of two that begin at once, the shorter is the inner one.
+    contain its end. If two spans begin together, the shorter one is the inner one.
     """
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)
@@ -157,7 +155,6 @@ def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_n
 
 
 def _find_moments_of_several_tasks(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
-    """Return the moments at which another task had an open span that does not enclose the innermost open span."""
     line, firsts = number_combinations(trace.thread_id[opened.row], trace.task_id[opened.row])
     if len(firsts) == len(find_distinct(trace.thread_id[opened.row[firsts]])):
         return np.zeros(0, dtype=np.int64)  # no thread has several tasks
@@ -175,7 +172,6 @@ def _find_moments_of_several_tasks(trace: Columns, opened: _Open, last: Int64s) 
 
 
 def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
-    """Return, for each span at its moment, the number of open spans around it on other tracks."""
     # The index of each open span's parent, `NONE` if the parent was not open or is on another thread.
     above, level = index_rows(opened.row, len(trace))[trace.parent[opened.row]], trace.level[opened.row]
     threads = trace.thread_id[opened.row]

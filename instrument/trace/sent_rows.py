@@ -33,7 +33,7 @@ is negative, unlike those of recorded spans."""
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
     """A request that batches served, with its time in the queue and the mean size of its batches. `sampled_ids` are its
-    trace id and span id at a collector, None for a dropped request."""
+    exported trace id and span id, or None for a dropped request."""
 
     span: Span
     queue_ns: int
@@ -43,11 +43,11 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class Settled:
-    """The outcome of a round of settling for one process: the rows and stages to send, and the requests that batches
-    served.
+    """The outcome of a round of tail sampling for one process. It has the rows and stages to send, and the requests
+    that batches served.
 
-    The rows of `trace` have the process's own ids, and are ordered by tree, the root first. `links` has the requests
-    that each row serves as a batch.
+    The rows of `trace` have the process's own ids. They are ordered by tree, with the root first. `links` has the
+    requests that each batch serves.
     """
 
     trace: Columns | None = None
@@ -59,7 +59,7 @@ class Settled:
 class SentRows:
     """Computes the rows to send. `outcome` has the rows and stages of each process, by the index of the process.
 
-    `root_id` has the id of each sent row's root. `caller_of` has the index in `callers` of the row's caller, or `NONE`.
+    `root_id` has the id of each sent row's root. `caller_of` is the index of the row's caller in `callers`, or `NONE`.
     """
 
     def __init__(self, decisions: Decisions, kinds: StepKinds, *, asks_queues: bool) -> None:
@@ -92,7 +92,6 @@ class SentRows:
             self._count_served(its_stages, roots)
 
     def _send_rows(self) -> None:
-        """Add the rows to send, with their ids at the collector, to the outcomes of their processes."""
         gathered, trace = self._gathered, self._found
         parent, count = trace.parent, len(self._unit)
         crosses = parent != NONE
@@ -190,7 +189,6 @@ class SentRows:
         return attributes
 
     def _derive_traces_of_unknown_keys(self) -> Mapping[int, tuple[int, RemoteParent]]:
-        """Return the root and the trace of each row whose key names no request here. The trace is made from the key."""
         run = self._decisions.run
         trace = self._found
         keyed = np.zeros(len(self._unit), np.bool_)
@@ -242,7 +240,7 @@ class SentRows:
             self.outcome[int(gathered.member[row])].derived += spans
 
     def _count_served(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
-        """Add each request that batches served, kept or not, to the outcome of its process."""
+        """Add the requests that batches served to the outcomes of their processes, including dropped requests."""
         served = self._joined.served
         sizes = np.bincount(served.batch, minlength=len(self._unit))
         starts, ends = self._found.start_ns, self._found.end_ns
@@ -274,7 +272,7 @@ MOST_AT_ONCE = 6_000
 
 
 class Settling:
-    """Settles the requests of all processes of a run together. Only one thread may use it."""
+    """Decides which requests of all processes of a run are kept. Only one thread may use it."""
 
     def __init__(self) -> None:
         self.members: list[UnsettledRows] = []
@@ -290,9 +288,10 @@ class Settling:
     def settle(
         self, now_ns: int, *, at_once: bool = False, is_last: bool = False, asks_queues: bool = False
     ) -> dict[int, Settled]:
-        """Settle the rows that are due at `now_ns`, with `at_once` all that have ended, with `is_last` all.
+        """Decide about the rows that are due at `now_ns`. Return the outcome of each process with rows, by the index of
+        the process.
 
-        Return the outcome of each process with rows, by the index of the process.
+        With `at_once`, all rows that have ended are due. With `is_last`, all rows are due.
         """
         living = [member.read_ns for member in self.members if not member.is_over]
         read_ns = min([now_ns, *living])
@@ -319,7 +318,7 @@ class Settling:
 
 
 def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
-    """Drop settled rows, except those that are needed later to decide which request another row belongs to."""
+    """Drop settled rows. Rows remain if a later row may need them to find its request."""
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
     out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root
     for row in np.flatnonzero(is_root & (out | dropped)).tolist():
@@ -368,7 +367,6 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
 
 
 def _may_precede_notable_request(decisions: Decisions, units: set[int]) -> Bools:
-    """Return True for rows of dropped requests that a later notable request may need."""
     member, end_ns = decisions.gathered.member, decisions.found.end_ns
     newest: dict[int, int] = {}
     for unit in units:

@@ -70,10 +70,10 @@ generations are those of vLLM and SGLang."""
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The stages of the request with the index `place`, each as begin and end in ns.
+    """The stages of the request with the index `place`. A stage is a begin and an end in ns.
 
-    `steps` is the number of steps after the prefill. For a request that is no generation, `prefill` is its first batch
-    and `decode` its later batches.
+    `steps` is the number of steps after the prefill. If a request generates no tokens, `prefill` is its first batch and
+    `decode` its later batches.
     """
 
     place: int
@@ -97,7 +97,7 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
     """Return the stages of each complete request that a batch serves. A request that ended in the queue has only a
     queue.
 
-    `kinds` has the kinds of steps that were learned earlier, and learns from these requests.
+    `kinds` are the kinds of steps that were learned earlier. They also learn from these requests.
     """
     batches, between = find_served_intervals(trace, joined)
     is_queue = between.row == 0
@@ -173,7 +173,6 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
 
 
 def _find_stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
-    """Return the longest stalls of the requests in `place`, without stalls shorter than `least_ns`."""
     lengths = between.end_ns - between.start_ns
     rows = np.flatnonzero(between.row == 1)
     rows = rows[lengths[rows] >= least_ns[np.searchsorted(place, between.request[rows])]]
@@ -191,7 +190,6 @@ def _find_stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping
 
 
 def _name_longest(trace: Columns, joined: Joined, times: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """Yield the name of the batches that took most of each interval, "" if none ran."""
     rows = np.unique(joined.served.batch)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     starts, ends = trace.start_ns[rows], trace.end_ns[rows]
@@ -211,8 +209,10 @@ def _name_longest(trace: Columns, joined: Joined, times: Sequence[tuple[int, int
 def make_stage_spans(
     trace: Columns, joined: Joined, all_stages: Sequence[Stages] | None = None
 ) -> Mapping[int, list[Span]]:
-    """Return spans for stages, by default those of all requests, by the request's row. The spans are children of the
-    request on its thread and task. Their ids follow the largest id of the trace."""
+    """Return spans for the stages of requests, by the request's row.
+
+    The spans are children of the request, on its thread and task. Their ids follow the largest id of the trace.
+    """
     all_stages = find_stages(trace, joined) if all_stages is None else all_stages
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     spans: dict[int, list[Span]] = {}
@@ -260,7 +260,10 @@ class BatchSeries(NamedTuple):
 @dataclass(frozen=True)
 class Parts:
     """The batches of requests, ordered by request and time. `first` is the first batch of each request. `name` is an
-    index into `names`. `weight` is the request's weight in the batch, equal for all if the batch has no weights."""
+    index into `names`.
+
+    `weight` is the weight of the request in the batch. The weights are equal if the batch has none.
+    """
 
     names: Sequence[str]
     first: Int64s
@@ -282,10 +285,10 @@ class Parts:
 
 
 class StepKinds:
-    """The kinds of engine steps, as groups of batch names, learned from requests.
+    """The kinds of engine steps, learned from requests. A kind is a group of batch names.
 
-    Two names are of one kind if they alternate in at least half of the requests with two or more batches of either
-    name. Without such requests, they are of one kind if they serve a request with equal weights, or if only one has
+    Two names are of one kind if they alternate in at least half of the requests with several batches of either name.
+    Without such requests, equal weights within a request decide. Names are also of one kind if only one of them has
     weights.
     """
 
@@ -328,13 +331,11 @@ class StepKinds:
                     counter[names[a], names[b]] += count
 
     def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
-        """Learn the least weight of each batch name. `name` has, for each batch, the index of its name in `names`."""
         least = Groups(np.where(weight > 0, name, NONE), len(names)).min_by_group(weight, FARTHEST)
         for place in np.flatnonzero(least < FARTHEST).tolist():
             self.least[names[place]] = min(self.least.get(names[place], FARTHEST), int(least[place]))
 
     def kind_by_name(self) -> Mapping[str, tuple[str, str]]:
-        """Return the kind of each batch name, and the batch name that represents the kind."""
         counts, turns = self._counts, self._turns
         kind = {name: name for name in self._spent_ns}
         for a, b in sorted({*counts, *self._alike}):
@@ -363,8 +364,10 @@ CLEARLY = 2
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of each request, ordered by time. `first` is the first step of each request. `lead` is the index of the
-    batch that represents the step. A step ends with its last batch."""
+    """The steps of each request, ordered by time. `first` is the first step of each request.
+
+    `lead` is the index of the batch that represents the step. A step ends with its last batch.
+    """
 
     request: Int64s
     first: Int64s
@@ -377,7 +380,6 @@ class Steps:
 
     @cached_property
     def number_in_request(self) -> Int64s:
-        """The number of each step in its request, from 0."""
         return np.arange(len(self.lead)) - np.repeat(self.first, self.steps_per_request)
 
 
@@ -458,7 +460,6 @@ def count_prefills(parts: Parts, steps: Steps, sent_ns: Int64s, least: Mapping[s
 
 
 def _count_prefills(weights: Sequence[int]) -> int:
-    """Return the number of a request's steps that make its first token, judged by their unequal weights."""
     least, most = max(min(weights), 1), max(weights)
     count = 0
     if (

@@ -92,7 +92,7 @@ def open_database(facts: Trace, *, attributes: bool = True) -> Any:
 
 
 def restrict_access(connection: Any) -> Any:
-    """Restrict the statements of a connection to its tables. Return the connection."""
+    """Restrict a connection to its own tables, without access to files and extensions. Return the connection."""
     for setting in ("autoinstall_known_extensions", "autoload_known_extensions", "enable_external_access"):
         connection.execute(f"set {setting} = false")
     connection.execute("set lock_configuration = true")
@@ -122,7 +122,6 @@ from spans s join given_members m using (span_id) group by all order by s.start_
 
 
 def make_batch_frame(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
-    """Return the batches as a DuckDB relation."""
     served, connection = joined.served, open_database(facts, attributes=False)
     members = {
         "span_id": facts.columns.span_id[served.batch],
@@ -139,7 +138,6 @@ PARTS = {name: f"{name.partition(' ')[0]}_ns" for name in (QUEUE, SHARE, WAITING
 
 
 def make_request_frame(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
-    """Return the requests as a DuckDB relation."""
     span_id, names = facts.columns.span_id[joined.rows], ledger.names
     columns = ledger.times_by_part(PARTS, len(span_id))
     is_phase = np.array([name not in PARTS for name in names] or [False], dtype=np.bool_)[ledger.part]

@@ -76,7 +76,7 @@ def make_safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
 
 
 def _safe_number(value: numbers.Real, finite: bool) -> int | float | str:
-    """Return the number or, if JSON or int64 cannot represent it, its text."""
+    """Return the number. Return its text if JSON or int64 cannot represent it."""
     try:
         number = int(value) if isinstance(value, numbers.Integral) else float(value)
     except (ArithmeticError, TypeError, ValueError):
@@ -101,7 +101,7 @@ def is_number(value: float | None) -> bool:
 
 
 def convert_to_ns(time_us: object) -> int:
-    """Return microseconds as nanoseconds, exact for three decimals. Raises `ValueError` beyond `LIMIT_US`."""
+    """Convert microseconds to nanoseconds. Three decimals are exact. Raises `ValueError` beyond `LIMIT_US`."""
     time = time_us if type(time_us) is Decimal else check_type(time_us, float, int)
     if not -LIMIT_US < time < LIMIT_US:
         raise ValueError(f"it has {time} for a time in microseconds; write times relative to the start")
@@ -178,7 +178,7 @@ class TextSets:
 
 
 def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
-    """Return the indices of a byte in the texts, found in chunks to bound the memory."""
+    """Return the indices of a byte in the texts. The search works in chunks, to bound the memory."""
     every = np.frombuffer(texts, dtype=np.uint8)
     parts = [
         np.flatnonzero(every[first : first + BYTES_AT_ONCE] == ord(byte)) + first
@@ -263,7 +263,6 @@ class GatheredAttributes:
         append_numbers(self._numbers, range(number, number + len(rows)))
 
     def packed(self, rank: Int32s) -> Attributes:
-        """Return the attributes of all rows, with row `i` renumbered to `rank[i]`."""
         number = np.full(len(rank), NONE, dtype=np.int32)
         number[rank[view_numbers(self._rows)]] = view_numbers(self._numbers)
         return Attributes(number, [TextSets(view_numbers(self._ends), self._texts)])

@@ -39,10 +39,10 @@ from instrument.trace.indices import NONE
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """An allocation of torch's allocator, or a release (`size_bytes` below 0), from torch.profiler.
+    """An allocation of torch's allocator, or a release with a negative `size_bytes`.
 
-    `device` is `HOST` for host memory. `allocated_bytes` is the memory in use afterwards, and `reserved_bytes` the
-    memory from the driver.
+    `device` is `HOST` for host memory. `allocated_bytes` is the memory in use afterwards. `reserved_bytes` is the
+    memory that the allocator has from the driver.
     """
 
     device: int
@@ -120,7 +120,6 @@ class Allocations(Views[Allocation]):
 
     @property
     def times_ns(self) -> Int64s:
-        """The times of all allocations. A time that no clock reads is clipped."""
         limits = np.iinfo(np.int64)
         edges = max(-FARTHEST_NS - self.base_ns, int(limits.min)), min(FARTHEST_NS - self.base_ns, int(limits.max))
         return np.asarray(self.rows["at_ns"].clip(*edges) + self.base_ns)
@@ -164,7 +163,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
 
 
 def append_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
-    """Return the trace with additional spans, without device intervals and remote parents."""
+    """Return the trace with additional spans. Their device intervals and remote parents are left out."""
     if not spans:
         return trace
     more = columns_of_spans(spans)
@@ -196,7 +195,6 @@ def _make_numbers(values: Iterable[int], count: int) -> Int64s:
 
 
 def _number_values(values: Iterable[Any], numbers: dict[Any, int]) -> Int32s:
-    """Return the number of each value. A new value gets the next number and is added to `numbers`."""
     all_values, first = list(values), min(numbers.values(), default=0)
     for value in dict.fromkeys(all_values):
         numbers.setdefault(value, len(numbers) + first)
@@ -218,7 +216,6 @@ def _make_intervals(spans: Sequence[Span]) -> DeviceIntervals:
 
 
 def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
-    """Return a span object for each row, or for each of the given rows, in order."""
     names: list[str | None] = [*trace.errors, None]
     make: Callable[..., Span] = Span
     rows = np.arange(len(trace)) if rows is None else rows
@@ -257,8 +254,11 @@ def _group_intervals(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[
 
 
 class SpanViews(Views[Span]):
-    """A sequence of span objects, which are made from columns on access. Access by one index makes one object, any
-    other access makes and keeps all. Changes to objects do not change `columns`."""
+    """A sequence of span objects, which are made from columns on access.
+
+    Access by one index makes one object. Any other access makes and keeps all objects. Changes to objects do not change
+    `columns`.
+    """
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
@@ -294,9 +294,11 @@ NO_NOTES = OwnNotes()
 class MergedProcess:
     """A process of a merged trace. `facts` is a trace without spans, on the process's own clock.
 
-    `windows` are the intervals of its files. `threads`, `devices`, `streams` and `absent` (spans) map merged numbers to
-    the process's own numbers. Its times were moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from
-    this process.
+    `windows` are the intervals of its files. `threads`, `devices`, `streams` and `absent` map merged numbers to the
+    process's own numbers. `absent` is for spans without a row.
+
+    The times of the process were moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from this
+    process.
     """
 
     facts: Trace
@@ -311,19 +313,20 @@ class MergedProcess:
 
 @dataclass(slots=True)
 class Trace:
-    """A trace: columns of saved or collected spans, with the facts that are needed to interpret them.
+    """Saved or collected spans as columns, with the facts that are needed to interpret them.
 
-    - `spans` are views of the rows of `columns`. A list of spans becomes columns, at 1.2 us a span.
+    - `spans` are views of the rows of `columns`. A list of spans becomes columns, at 1.2 us per span.
     - `threads` maps native thread ids to names.
-    - `losses` counts lost data by reason. `notes` are sentences on data that could not be observed. `own_notes` has the
-      notes that are true for this process alone.
-    - `window` is the index of the recording window. No span after `held_from_ns` was overwritten, and none at all if it
-      is 0.
+    - `losses` counts lost data by reason. `notes` are sentences on data that could not be observed. `own_notes` are
+      notes that are true only for this process.
+    - `window` is the index of the recording window. From `held_from_ns` on, no span is missing. It is 0 if no span is
+      missing at all.
     - `samples` are ordered by time, device and name. `gpus` are their devices.
-    - `kernels` and `allocations`, ordered by time, and `flops` are torch.profiler's data in the interval `watched`,
-      None without any.
-    - `startup` has the process's start-up, None without a session. `died` describes the abnormal end of a process.
-    - `processes` are those of a merged trace, else empty. `apart_ns` is the largest difference of their clocks.
+    - `kernels`, `allocations` and `flops` are data from torch.profiler, which ran in the interval `watched`. Kernels
+      and allocations are ordered by time.
+    - `startup` is the start-up of the process, or None without a session. `died` describes an abnormal end of the
+      process.
+    - `processes` are the processes of a merged trace. `apart_ns` is the largest difference of their clocks.
     """
 
     origin: Origin
@@ -357,8 +360,8 @@ class Trace:
         return replace(self, spans=SpanViews(columns))
 
     def iterate_samples(self) -> Iterator[tuple[int, Sample]]:
-        """Yield the samples of all gauges on the trace's clock, each with the pid of its process, 0 for a gauge that
-        all processes share."""
+        """Yield the samples of all gauges, each with the pid of its process. Times are on the trace's clock. The pid is
+        0 for a gauge that all processes share."""
         pid = 0 if self.processes else self.origin.pid
         yield from ((pid, sample) for sample in self.samples)
         for process in self.processes:

@@ -55,7 +55,7 @@ Details = Mapping[int, tuple[int, bytes]]
 
 
 class ProcessIds(Protocol):
-    """The ids of a process's spans at a collector."""
+    """The trace ids and span ids under which a process's spans are exported."""
 
     run: str
 
@@ -112,7 +112,7 @@ class _PackedRows(NamedTuple):
 
 
 class UnsettledRows:
-    """Stores the rows of one recording that are not settled. Only one thread may use an instance.
+    """Stores the rows of one recording about which tail sampling has not decided. Only one thread may use it.
 
     `site_of` returns the site of a call path, given by its number.
     """
@@ -163,7 +163,7 @@ class UnsettledRows:
         self._sizes = Newest[int, int](MOST_ROOTS)
 
     def drop_requests(self, root_ids: set[int]) -> None:
-        """Drop the waiting rows of requests that the caller sends itself, given by their roots."""
+        """Drop the waiting rows of requests that the caller sends itself. `root_ids` has the roots of the requests."""
         self.unpack()
         theirs = np.isin(self.rows["root_id"], np.fromiter(root_ids, np.uint64, len(root_ids)))
         theirs &= self.state != SETTLED
@@ -176,7 +176,6 @@ class UnsettledRows:
 
     @property
     def undecided_count(self) -> int:
-        """The number of undecided rows."""
         return int(np.count_nonzero(self.state != SETTLED)) + self.packed_count
 
     @property
@@ -222,8 +221,6 @@ class UnsettledRows:
             self._drop_oldest()
 
     def _note_begin_of_service(self, rings: Sequence[RingRows], details: Details) -> None:
-        """Set the time at which the process began to serve, from newly read rows and open spans, if there is a
-        `caller`."""
         if self.caller is None:
             return
         keyed = [span_id for span_id, (_, text) in details.items() if _KEY in text or _BATCH_KEYS in text]
@@ -238,7 +235,6 @@ class UnsettledRows:
         self.served_from_ns = min([self.served_from_ns, *begins])
 
     def are_sampled(self, root_ids: NDArray[np.uint64], start_ns: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return True for rows in the random sample, given the root and the start time of each."""
         capture, caller = self.sampler.capture, self.caller
         random = self.ids.make_ids(root_ids, 2) & np.uint64((1 << RANDOM_BITS) - 1)
         are_of_share: NDArray[np.bool_] = random >= np.uint64(threshold_of(capture.sample))
@@ -257,8 +253,8 @@ class UnsettledRows:
             self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
 
     def _pack_rows(self, rows: NDArray[np.void], thread_id: int) -> NDArray[np.void]:
-        """Pack the rows that are not needed until they are settled. Return the others: roots of requests, and rows with
-        details."""
+        """Pack the rows that are not needed until they are settled, and return the others. Roots of requests and rows
+        with details are not packed."""
         is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
         is_plain = ~(is_root | have_details(rows))
         if np.count_nonzero(is_plain) < LEAST_PACKED:
@@ -268,10 +264,8 @@ class UnsettledRows:
         return np.asarray(rows[~is_plain])
 
     def unpack(self, horizon_ns: int = 1 << 62, most: int = 1 << 62) -> int:
-        """Unpack rows that had ended by a time, until there are `most` of them.
-
-        Return the time up to which all rows are unpacked.
-        """
+        """Unpack rows that had ended by `horizon_ns`, until there are `most` of them. Return the time up to which all
+        rows are unpacked."""
         packed = sorted(self._packed, key=attrgetter("first_ns"))
         count = end = 0
         while end < len(packed) and packed[end].first_ns <= horizon_ns and count < most:
@@ -288,10 +282,8 @@ class UnsettledRows:
         undecided: NDArray[np.uint64],
         settled_ns: int,
     ) -> None:
-        """Add rows from an earlier reader, which had settled the requests that ended by `settled_ns`.
-
-        `undecided` are the roots of requests that ended later or are open.
-        """
+        """Add rows from an earlier reader, which had settled the requests that ended by `settled_ns`. `undecided` has
+        the roots of the other requests."""
         self.opened, self.adopted_until_ns = opened, settled_ns
         self._note_begin_of_service(rings, details)
         self.has_keys = self.has_keys or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())
@@ -315,7 +307,6 @@ class UnsettledRows:
             self.lingers = bool((self.state != SETTLED).any())
 
     def _select_kept(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return True for rows of requests, up to the limit of spans, and for sampled rows of other trees."""
         roots = rows["root_id"]
         is_request = roots & np.uint64(REQUEST_BIT) != 0
         is_kept = is_request.copy()
@@ -425,7 +416,6 @@ class TailSampler:
         self.capture = capture
 
     def update_usual_times(self, ended: Collection[EndedRequest]) -> None:
-        """Compute the usual times of endpoints again if they are old or lack the endpoint of a request."""
         usual = self.capture.slow_over
         newest_ns = max((request.end_ns for request in ended), default=0)
         is_recent = newest_ns - self._looked_ns < USUAL_FOR_NS and not any(map(self.lacks_usual_time, ended))
@@ -442,11 +432,11 @@ class TailSampler:
                 self._slow_ns[endpoint] = round(time_ns * usual.factor)
 
     def lacks_usual_time(self, request: EndedRequest) -> bool:
-        """Return True if the usual time of the request's endpoint is not known yet."""
         return self.capture.slow_over is not None and request.site.key not in self._slow_ns
 
     def is_asked_for(self, request: EndedRequest) -> bool:
-        """Return True if `wanted` has the request, or if its caller's trace is kept. Removes it from `wanted`."""
+        """Return True if the request is in `wanted`, or if the trace of its caller is kept. Removes the request from
+        `wanted`."""
         if request.root_id in self.wanted:
             self.wanted.discard(request.root_id)
             return True
@@ -464,7 +454,8 @@ class TailSampler:
 
 
 def _condition_holds(condition: Where, request: EndedRequest) -> bool:
-    """Return True if a condition is true for an attribute of the request or, without that attribute, of its site."""
+    """Return True if a condition holds for an attribute of the request. If the request lacks it, the attribute of its
+    site counts."""
     value = request.attributes.get(condition.attribute)
     if value is None:
         value = dict(request.site.attributes).get(condition.attribute)
@@ -479,7 +470,8 @@ def _condition_holds(condition: Where, request: EndedRequest) -> bool:
 
 
 class _Allowance:
-    """A token bucket: up to `count` requests per `per_ns`, refilled evenly. The rate None allows everything."""
+    """A token bucket. It allows `count` requests per `per_ns`, and is refilled evenly. Without a rate, it allows
+    everything."""
 
     def __init__(self, rate: Rate | None) -> None:
         self._rate = rate
@@ -487,7 +479,6 @@ class _Allowance:
         self._at_ns = 0
 
     def take_token(self, now_ns: int) -> bool:
-        """Take a token for a request, if one is left at this time. Return True if so."""
         if self._rate is None:
             return True
         if self._at_ns and now_ns > self._at_ns:

@@ -40,12 +40,11 @@ def read_preset(preset: str) -> str:
 
 
 def preset_of_file(path: str | os.PathLike[str]) -> str | None:
-    """Return the name of the preset in a file, None if the file is no preset."""
     return next((preset for preset in PRESETS if os.fspath(path) == preset_path(preset)), None)
 
 
 def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
-    """Merge a profile's preset into its root node. Return the node, and the preset's texts by path."""
+    """Merge a profile's preset into the profile's root node. Return the node, and the texts of the preset by path."""
     from instrument.profile.document import Document
 
     key, value = profile.pairs.get("preset", (profile, profile))
@@ -57,7 +56,6 @@ def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
 
 
 def _with_place(node: YamlNode, at: YamlNode) -> YamlNode:
-    """Return a preset's node with another place for messages: the line in which the profile names the preset."""
     items = tuple(_with_place(item, at) for item in node.items)
     pairs = {name: (_with_place(key, at), _with_place(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
