@@ -12,7 +12,7 @@ from pathlib import Path
 from instrument import native
 
 
-def leave_source_tree() -> None:
+def prefer_installed_package() -> None:
     """Replace the imported package by the installed one if it is a source tree. A source tree lacks the compiled
     recorder."""
     if native.MODULE is not None:
@@ -31,7 +31,7 @@ def leave_source_tree() -> None:
 
 
 if __name__ == "__main__":
-    leave_source_tree()
+    prefer_installed_package()
     from instrument.cli import main
 
     sys.exit(main())

@@ -37,7 +37,7 @@ _TIMEX_BYTES, _MAXERROR_AT, _STATUS_AT = 208, 24, 40
 _UNSYNCHRONIZED, _FAILED = 0x40, (-1, 5)
 
 
-def wall_error_ns() -> int:
+def read_wall_clock_error_ns() -> int:
     """Return the kernel's estimate of the wall clock's maximum error, in nanoseconds.
 
     Return 0 if the error is unknown because no NTP or PTP client sets the clock.
@@ -70,7 +70,7 @@ def process_start_ns() -> int | None:
 
     `exec` does not change the start. In a service it may be the start of `instrument run`.
     """
-    ticks = start_ticks(STAT)
+    ticks = read_process_start_ticks(STAT)
     if not ticks:
         return None
     try:
@@ -81,7 +81,7 @@ def process_start_ns() -> int | None:
     return since_boot_ns - asleep_ns
 
 
-def start_ticks(stat: Path) -> int:
+def read_process_start_ticks(stat: Path) -> int:
     """Return the start of a process in clock ticks since boot. Return 0 for an ended process or a zombie.
 
     `stat` is the path `/proc/PID/stat`. The start distinguishes processes that have the same id one after another.
@@ -104,7 +104,7 @@ class Deadline:
     def __init__(self, limit_s: float) -> None:
         self._end = time.monotonic() + limit_s
 
-    def earlier(self, by_s: float) -> Deadline:
+    def make_earlier_deadline(self, by_s: float) -> Deadline:
         """Return a deadline `by_s` seconds earlier, which leaves time for further waits."""
         return Deadline(self._end - time.monotonic() - by_s)
 

@@ -148,7 +148,7 @@ def left_behind() -> list[str]:
             found.append(f"{cls}.{name}")
     if loaders._listeners:
         found.append("a listener of loaders")
-    found += [f"fault in the {place}" for place in FAULTS.counts()]
+    found += [f"fault in the {place}" for place in FAULTS.count_by_place()]
     return found
 
 
@@ -217,7 +217,7 @@ def make_recorder() -> Iterator[Any]:
 
     def make(ring_bytes: int = 1 << 22) -> Any:
         own = Recorder(ring_bytes)
-        own.begin(ring_bytes, {})  # as a session does: into memory that others can read
+        own.begin_recording(ring_bytes, {})  # as a session does: into memory that others can read
         undos.append(execution.watch_contexts(own))
         own.on = True
         return own
@@ -237,7 +237,7 @@ def recorder(make_recorder: Any) -> Any:
 def recording() -> Iterator[Any]:
     """The process's recorder, switched on: what decorators and scopes record into."""
     if RECORDER.memory is None:
-        RECORDER.begin(RING_BYTES, {})
+        RECORDER.begin_recording(RING_BYTES, {})
     RECORDER.on = True
     yield RECORDER
     RECORDER.on = False

@@ -334,7 +334,7 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
         setattr(torch, driver, kind)
     if driver == "npu":
         torch._C = SimpleNamespace(_get_privateuse1_backend_name=lambda: "npu")
-    assert bool(array_copies.why_absent(torch)) is (driver == "")
+    assert bool(array_copies.explain_missing_device(torch)) is (driver == "")
     is_used = array_copies._make_device_use_test(torch, Copies([CopyRule()]))
     assert is_used() is False
     kind.used = True
@@ -381,7 +381,7 @@ def test_a_framework_of_another_version_is_left_as_it_was_and_named(
     copies = Copies([CopyRule(frameworks=("cupy",), text="cupy")], recorder)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     copies.attach_to(odd)
-    assert FAULTS.counts() == {"copy probe of cupy": 1}
+    assert FAULTS.count_by_place() == {"copy probe of cupy": 1}
     FAULTS.clear()
     assert (dict(vars(Array)), dict(vars(odd))) == before
     why = "its copies cannot be observed: AttributeError: module 'cupy' has no attribute 'cuda'"

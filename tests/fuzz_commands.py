@@ -29,7 +29,7 @@ from simulated_engine import ENGINE_THREAD, Lives
 from instrument import chrome
 from instrument.cli import main as command
 from instrument.trace import file
-from instrument.trace.merge import merge
+from instrument.trace.merge import merge_recordings
 
 COMMANDS = (
     ("explain",),
@@ -119,7 +119,7 @@ def main() -> None:
         for part in (0, 1):
             spans = [span for span in trace.spans if (span.thread_id == ENGINE_THREAD) == part]
             file.dump(f"{part}.npz", replace(trace, origin=replace(trace.origin, pid=7 + part, boot="b"), spans=spans))
-        merged = merge([file.load(f"{part}.npz") for part in (0, 1)]).saved
+        merged = merge_recordings([file.load(f"{part}.npz") for part in (0, 1)]).saved
         file.dump("merged.npz", merged.trace, merged.tally)
         file.dump("good.npz", trace)
         text = chrome.dump("merged.json", merged.trace).read_bytes()
@@ -144,11 +144,11 @@ def main() -> None:
 
 def _is_read(path: Path) -> bool:
     """Return True if a file can be read: then each command has its own answer."""
-    from instrument.cli.inputs import read_saved
+    from instrument.cli.inputs import read_file
     from instrument.errors import TraceError
 
     with contextlib.suppress(TraceError):
-        read_saved(str(path))
+        read_file(str(path))
         return True
     return False
 

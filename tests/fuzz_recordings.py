@@ -33,7 +33,7 @@ from instrument.recording import memory_layout
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory import IntervalRing, add_samples
 from instrument.recording.spans import Sample, Site
-from instrument.trace.of_recording import read_saved
+from instrument.trace.of_recording import read_spans_and_tally
 
 MOST_BYTES = 600 << 20
 SLOWEST_S = 10.0
@@ -53,10 +53,10 @@ def copied(recorder: Any, times: int = 40) -> int:
 
     for _ in range(times):
         function(3)
-    intervals = IntervalRing(1 << 14, partial(recorder.room_for, "intervals"))
+    intervals = IntervalRing(1 << 14, partial(recorder.find_part_memory, "intervals"))
     for row in rows_in(recorder):
         intervals.add_all([(row[1], 0, 7, row[5], row[6], "exclusive", 0)])
-    add_samples(recorder.room_for("samples"), [Sample("power", 0, 5 + at_ns, 1.5) for at_ns in range(50)])
+    add_samples(recorder.find_part_memory("samples"), [Sample("power", 0, 5 + at_ns, 1.5) for at_ns in range(50)])
     thread = threading.Thread(target=function, args=(2,))
     thread.start()
     thread.join()
@@ -107,7 +107,7 @@ def look_at_all(fd: int) -> None:
         mapped.open_spans()
         mapped.sites()
         with contextlib.suppress(TraceError):
-            read_saved(mapped)
+            read_spans_and_tally(mapped)
     finally:
         mapped.close()
 
@@ -140,7 +140,7 @@ def from_text(text: str) -> int:
 def recorded() -> list[int]:
     """Return the descriptor of a recording."""
     recorder = Recorder(1 << 16)
-    recorder.begin(1 << 16, {"origin": {"service": "fuzzed"}})
+    recorder.begin_recording(1 << 16, {"origin": {"service": "fuzzed"}})
     if recorder.memory_fd < 0:
         sys.exit(f"no memory to read: {recorder.no_memory}")
     recorder.on = True

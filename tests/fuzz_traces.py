@@ -45,7 +45,7 @@ from instrument.recording.spans import (
 from instrument.recording.tally import Tally
 from instrument.recording.trace_context import RemoteParent
 from instrument.report.explanation import RequestChoice, explain
-from instrument.report.section import summary, summary_document
+from instrument.report.section import format_summary, summary_document
 from instrument.report.view import Options, Recording, make_json_values
 from instrument.sessions.window import Windows
 from instrument.trace.trace import Allocation, Trace
@@ -280,7 +280,9 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
             found["loaded"] += 1
             if number % VIEWS_EACH == 0:
                 recording = Recording.of_saved(saved)
-                summary(VIEWS, recording, Options(sorted_by=chance.choice(SORT_KEYS), rows=chance.choice([None, 1])))
+                format_summary(
+                    VIEWS, recording, Options(sorted_by=chance.choice(SORT_KEYS), rows=chance.choice([None, 1]))
+                )
                 json.dumps(summary_document(VIEWS, recording, Options()), allow_nan=False)
                 with contextlib.suppress(TraceError):  # without any request
                     explanations = explain(recording, RequestChoice(slowest=2), Options())

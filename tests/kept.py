@@ -47,7 +47,7 @@ class Kept:
             mapped = Mapped(one.memory_fd)
             facts = ExportFacts(Ids((number + 1,) * 3, str(number)), {}, capture, spans_per_request, MeteredFacts(0))
             reader = RecordingReader(mapped, Progress(), facts)
-            reader.places = mapped.read_heads()
+            reader.places = mapped.count_written_rows()
             self.readers.append(reader)
         self.settling.members = [reader.rows for reader in self.readers]
 
@@ -64,10 +64,10 @@ class Kept:
     def settle(self, **how: Any) -> dict[int, list[list[Span]]]:
         """Read on and settle what has ended; return the trees that are kept, by the place of their recording."""
         for reader in self.readers:
-            reader.read()
+            reader.read_new_rows()
             while reader.has_more:
                 reader.ahead = 0
-                reader.read()
+                reader.read_new_rows()
             reader.rows.read_ns = max([reader.rows.read_ns, *reader.rows.rows["end_ns"].tolist()])
         now_ns = max(time.monotonic_ns(), *(reader.rows.read_ns for reader in self.readers))
         found = self.settling.settle(now_ns, **{"at_once": True, **how})

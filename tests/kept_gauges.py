@@ -12,7 +12,7 @@ from instrument.recording.mapped import _type_reading
 from instrument.recording.memory import SlotRoom
 from instrument.recording.spans import Gpu, Sample
 
-_SAMPLE = layout.SAMPLE.packer()
+_SAMPLE = layout.SAMPLE.make_struct()
 
 
 def make_room(name: str, slots: int) -> SlotRoom:
@@ -38,7 +38,7 @@ class KeptGauges(Gauges):
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
         """Return the readings from `first_ns` to before `last_ns`, ordered by time, device and name."""
-        used = min(self.room.count_used(), self.room.slots)
+        used = min(self.room.count_used_slots(), self.room.slots)
         readings = [
             Sample(name, device, at_ns, _type_reading(name, value, is_reported))
             for at_ns, device, is_reported, value, text in _SAMPLE.iter_unpack(self.room.part[: used * _SAMPLE.size])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from simulated_engine import Request, Service
 
-from instrument.recording.distributions import percentiles_of
+from instrument.recording.distributions import percentiles_of_times
 from instrument.report.batches_view import NeighbourBill, Without, neighbours
 from instrument.report.request_groups import request_groups
 from instrument.report.view import Options, Recording
@@ -70,8 +70,8 @@ def queue_times(recording: Recording, tenants: Sequence[str] = ()) -> tuple[floa
     """Return the mean and p99 of the queue times of requests, of all without `tenants`, as the ledger has them."""
     parts, grouped = recording.ledger, request_groups(recording, BY_TENANT)
     places = [place for place, group in enumerate(grouped.group) if not tenants or grouped.names[group] in tenants]
-    times = sorted(parts.parts_of(place).get("queue", 0) for place in places)
-    return sum(times) / len(times), percentiles_of(times, (0.99,))[0]
+    times = sorted(parts.times_of_request(place).get("queue", 0) for place in places)
+    return sum(times) / len(times), percentiles_of_times(times, (0.99,))[0]
 
 
 def is_right(row: Without, measured: tuple[float, int]) -> bool:

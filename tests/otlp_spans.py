@@ -15,7 +15,7 @@ from instrument.otlp.export_facts import Ids
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.span_queue import Source
 from instrument.recording.spans import Origin, Site, Span
-from instrument.recording.trace_context import LinkedSpan, link_of
+from instrument.recording.trace_context import LinkedSpan, make_link_attributes
 from instrument.trace.columns import Columns
 from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined
@@ -58,7 +58,7 @@ def messages_of(
     ids = ids or Ids()
     source = Source(ids, origin, lambda: threads or {}, dict)
     links = {row: one.links for row, one in enumerate(spans) if one.links}
-    bodies = source.requests(columns_of_spans(spans), np.arange(len(spans)), 1 << 30, links=links)
+    bodies = source.pack_requests(columns_of_spans(spans), np.arange(len(spans)), 1 << 30, links=links)
     return [
         message
         for body in bodies
@@ -170,5 +170,5 @@ def spans_by_process(
             span.remote = remotes.get(span.root_id)
             if row in began:
                 span_id, root_id = began[row]
-                span.attributes = {**span.attributes, **link_of(span_id, root_id, remotes.get(root_id))}
+                span.attributes = {**span.attributes, **make_link_attributes(span_id, root_id, remotes.get(root_id))}
         yield facts, found

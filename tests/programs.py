@@ -228,7 +228,7 @@ class Machine:
             tracked.name = self.chance.choice([*others, "renamed 0", "renamed 1"])
         kind = "request" if tracked.is_request else "user"
         for recorder, frame in zip(self.recorders, self.frames[tracked], strict=True):
-            recorder.rename(frame, recorder.scope_site(tracked.name, kind))
+            recorder.rename(frame, recorder.find_or_make_scope_site(tracked.name, kind))
 
     # ------------------------------------------------ bodies
 

@@ -12,10 +12,10 @@ from kept_gauges import make_room
 
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import memory_layout
-from instrument.recording.mapped import _CHUNK, _HIGH, _TOTALS, INTERVALS, details_in
-from instrument.recording.mapped_facts import detail_of, facts_in
+from instrument.recording.mapped import _CHUNK, _HIGH, _TOTALS, INTERVALS, parse_details
+from instrument.recording.mapped_facts import parse_detail, parse_facts
 from instrument.recording.memory import IntervalRing
-from instrument.recording.memory_layout import Row, unpacked_rows
+from instrument.recording.memory_layout import Row, unpack_rows
 from instrument.recording.spans import DeviceInterval, Span
 from instrument.runtime.faults import FAULTS
 from instrument.trace.columns import Columns, DeviceIntervals, device_intervals
@@ -26,13 +26,15 @@ TYPES = {"totals": _TOTALS, "chunks": _CHUNK, "highs": _HIGH}
 
 
 def snapshot_of(recorder: Any = RECORDER, since_ns: int = 0) -> RowSnapshot:
-    return RowSnapshot.copy_from(recorder.mapped(), since_ns)
+    return RowSnapshot.copy_from(recorder.make_reader(), since_ns)
 
 
 def columns_in(recorder: Any = RECORDER, start_ns: int = 0, end_ns: int | None = None) -> Columns:
     """The spans that lie in a stretch of time or reach into it, by default all, clipped to it."""
     taken = snapshot_of(recorder, start_ns)
-    found, _ = taken.columns(end_ns or time.monotonic_ns(), lambda _: DeviceIntervals.make_empty(), start_ns=start_ns)
+    found, _ = taken.make_columns(
+        end_ns or time.monotonic_ns(), lambda _: DeviceIntervals.make_empty(), start_ns=start_ns
+    )
     return found
 
 
@@ -47,7 +49,7 @@ def intervals_in(ring: IntervalRing, span_ids: Iterable[int]) -> dict[int, tuple
     ids = sorted(span_ids)
     room = ring._find_room()
     assert room is not None
-    cells = np.frombuffer(room.part, INTERVALS)[: min(room.count_used(), room.slots)]
+    cells = np.frombuffer(room.part, INTERVALS)[: min(room.count_used_slots(), room.slots)]
     work = device_intervals(cells, np.array(ids, np.int64))
     found: dict[int, tuple[DeviceInterval, ...]] = {}
     names = ("device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
@@ -66,14 +68,14 @@ def spans_in(recorder: Any = RECORDER) -> list[Span]:
 
 def rows_by_thread(recorder: Any = RECORDER) -> list[tuple[int, list[Row]]]:
     """The rows of each ring with the id of its thread, in the order of their ends."""
-    mapped = recorder.mapped()
+    mapped = recorder.make_reader()
     rings = mapped.rows()
-    details = details_in(mapped.copied_details()[0])
+    details = parse_details(mapped.copy_details()[0])
 
     def with_details(data: bytes) -> Iterator[Row]:
-        for row in unpacked_rows(data):
+        for row in unpack_rows(data):
             active_ns, text = details.get(row[1], (-1, b""))
-            active_ns, error, attributes = detail_of(active_ns, facts_in(text))
+            active_ns, error, attributes = parse_detail(active_ns, parse_facts(text))
             yield row if not text else (*row[:8], active_ns, error, dict(attributes) or None)
 
     return [(ring.thread_id, [*with_details(ring.rows.tobytes())]) for ring in rings]
@@ -85,13 +87,13 @@ def rows_in(recorder: Any = RECORDER) -> list[Row]:
 
 def read_rows(cursor: Any) -> list[np.void]:
     """Return the rows since the cursor's last read, as rows of the recording."""
-    return [row for ring in cursor.read() for row in ring.rows]
+    return [row for ring in cursor.read_new_rows() for row in ring.rows]
 
 
 def part_of(recorder: Any, name: str) -> tuple[np.ndarray[Any, Any], int]:
     """A part of a recorder's memory, to be changed, and the address of it in the process."""
     table = memory_layout.HEADER.fields["parts"][0] + memory_layout.PARTS.index(name) * memory_layout.PART.size
-    part = memory_layout.Part(*memory_layout.PART.packer().unpack_from(recorder.memory, table))
+    part = memory_layout.Part(*memory_layout.PART.make_struct().unpack_from(recorder.memory, table))
     slots = np.frombuffer(recorder.memory, TYPES[name], part.slots, part.offset)
     base = struct.unpack_from("<Q", recorder.memory, memory_layout.HEADER.fields["address"][0])[0]
     return slots, base + part.offset
@@ -109,14 +111,14 @@ def preset_head(recorder: Any, head: int) -> None:
     """Set the number of rows that the only thread has had."""
     ring_type = np.dtype({"names": ["head"], "formats": ["<u8"], "offsets": [16 + 16], "itemsize": 256})
     table = memory_layout.HEADER.fields["parts"][0] + memory_layout.PARTS.index("rings") * memory_layout.PART.size
-    part = memory_layout.Part(*memory_layout.PART.packer().unpack_from(recorder.memory, table))
-    (one,) = (ring for ring in recorder.mapped()._read_rings() if ring.thread_id)
+    part = memory_layout.Part(*memory_layout.PART.make_struct().unpack_from(recorder.memory, table))
+    (one,) = (ring for ring in recorder.make_reader()._read_rings() if ring.thread_id)
     np.frombuffer(recorder.memory, ring_type, part.slots, part.offset)["head"][one.slot] = head
 
 
 def preset_totals(recorder: Any, thread_id: int, node: int, calls: int, summed_ns: int, times: int) -> None:
     """Have a thread's totals of a call path begin at these: calls, total and own time, and times in its only bucket."""
-    numbers = [ring.number for ring in recorder.mapped()._read_rings() if ring.thread_id == thread_id]
+    numbers = [ring.number for ring in recorder.make_reader()._read_rings() if ring.thread_id == thread_id]
     totals, _ = part_of(recorder, "totals")
     ((at,),) = np.nonzero(np.isin(totals["ring_number"], numbers) & (totals["node"] == node) & (totals["calls"] > 0))
     totals["calls"][at], totals["total_ns"][at], totals["self_ns"][at] = calls, summed_ns, summed_ns

@@ -32,7 +32,7 @@ from server_programs import answers
 from instrument.runtime import agent_socket
 from instrument.trace import file
 from instrument.trace.columns import Columns
-from instrument.trace.joined import Joined, join
+from instrument.trace.joined import Joined, join_requests
 from instrument.trace.ledger import list_moments
 
 PRESETS = Path(__file__).parent.parent / "instrument" / "profile" / "presets"
@@ -86,7 +86,7 @@ class Served:
 
     @cached_property
     def joined(self) -> Joined:
-        return join(self.trace)
+        return join_requests(self.trace)
 
     def lives(self) -> dict[str, Counter[str]]:
         """By its key what the time of each request went to; no key is that of two requests."""

@@ -23,7 +23,7 @@ import pytest
 
 from instrument import chrome, clock
 from instrument.agent import end_reports
-from instrument.agent.processes import Process, Run, exit_fd_of, missed_processes, write_note
+from instrument.agent.processes import Process, Run, add_missed_processes, exit_fd_of, write_note
 from instrument.agent.runs import MOST_ENDED, RUN_END_S
 from instrument.runtime import agent_socket
 from instrument.trace import file
@@ -128,9 +128,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("engine.py").write_text(ENGINE)
     Path("profile.yaml").write_text(PROFILE)
     yield tmp_path
-    homes = [home for user in runs.iterdir() for home in agent_socket.paths_in(user, "by-hand-*")]
+    homes = [home for user in runs.iterdir() for home in agent_socket.list_matching_paths(user, "by-hand-*")]
     for home in homes:  # of an agent that the test has killed; others remove their folders meanwhile
-        if not is_agent(agent_socket.first_process(home.name)):
+        if not is_agent(agent_socket.parse_first_pid(home.name)):
             agent_socket.remove_run_folder(home)
     try:
         until(lambda: not list(runs.iterdir()))
@@ -184,7 +184,7 @@ def agents() -> list[int]:
 def kill(pid: int) -> None:
     """Kill a process, and wait for its death: until then its sockets accept what nobody will read."""
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not clock.start_ticks(Path(f"/proc/{pid}/stat")))
+    until(lambda: not clock.read_process_start_ticks(Path(f"/proc/{pid}/stat")))
 
 
 def files_of(pid: int) -> list[str]:
@@ -333,7 +333,9 @@ sys.stdin.readline()
 def test_ended_workers_with_many_spans_leave_few_files_while_the_run_goes_on() -> None:
     service = begin(RECYCLED_WITH_MANY_SPANS)
     left = until(
-        lambda: [path for path in agent_socket.list_runs() if agent_socket.paths_in(path, "before-*-left.npz")]
+        lambda: [
+            path for path in agent_socket.list_runs() if agent_socket.list_matching_paths(path, "before-*-left.npz")
+        ]
     )
     until(lambda: len([*left[0].glob("*-left.npz")]) <= MOST_ENDED)
     _, errors = service.communicate("\n", timeout=240)
@@ -722,10 +724,10 @@ def test_captures_keep_within_the_disk_that_the_profile_gives_and_the_newest_sta
     (folder / "shop-0-died.txt").write_text("process 0 ended")
     (folder / "shop-9.npz").write_bytes(bytes(5000))  # no capture
     newest = folder / "shop-3-died.npz"
-    assert end_reports.make_room(newest, "shop", (), 4000) == 0
-    assert end_reports.make_room(newest, "shop", (), 2500) == 2
+    assert end_reports.remove_oldest_files(newest, "shop", (), 4000) == 0
+    assert end_reports.remove_oldest_files(newest, "shop", (), 2500) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["shop-2-died.npz", "shop-3-died.npz", "shop-9.npz"]
-    assert end_reports.make_room(newest, "shop", (), 0) == 1
+    assert end_reports.remove_oldest_files(newest, "shop", (), 0) == 1
     assert newest.exists()
 
 
@@ -743,13 +745,13 @@ def test_captures_of_other_services_and_those_that_a_report_is_still_to_be_made_
         (folder / name).write_bytes(bytes(1000))
         os.utime(folder / name, (number, number))
     kept = {str(folder / names[2])}
-    assert end_reports.make_room(folder / names[4], "chat-7", kept, 1000) == 2
+    assert end_reports.remove_oldest_files(folder / names[4], "chat-7", kept, 1000) == 2
     assert sorted(path.name for path in folder.iterdir()) == sorted([names[0], names[2], names[4]])
 
 
 def test_an_agents_note_on_a_process_has_no_secret_of_the_collector(folder: Path) -> None:
     other = subprocess.Popen(["sleep", "60"])
-    started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
+    started = clock.read_process_start_ticks(Path(f"/proc/{other.pid}/stat"))
     export = {"endpoint": "https://ada:opensesame@collector", "headers": [["authorization", "Bearer opensesame"]]}
     process = Process(
         run=Run("one"), pid=other.pid, started=started, facts={"service": "shop", "export": {"otlp": export}},
@@ -762,7 +764,7 @@ def test_an_agents_note_on_a_process_has_no_secret_of_the_collector(folder: Path
     (note,) = folder.glob("*.process")
     assert "shop" in note.read_text()
     assert "opensesame" not in note.read_text()
-    (missed,) = missed_processes(folder, Run)
+    (missed,) = add_missed_processes(folder, Run)
     assert (missed.pid, missed.facts["service"]) == (other.pid, "shop")
 
 
@@ -1013,7 +1015,7 @@ def test_folders_of_runs_that_nobody_looks_after_are_removed() -> None:
     folder = agent_socket.create_run_folder("20260101T000000-999999999")
     (folder / "left.npz").touch()
     mine = agent_socket.create_run_folder(f"20260101T000000-{os.getppid()}")
-    agent_socket.remove_abandoned()
+    agent_socket.remove_abandoned_runs()
     assert agent_socket.list_runs() == [mine]
     agent_socket.remove_run_folder(mine)
 
@@ -1377,11 +1379,15 @@ def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path)
     process = Process(run=Run("r"), pid=1, started=1, facts={}, joined_ns=0, memory_events=events)
     process.oom_kills = oom_kills(events)
     process.status = signal.SIGKILL
-    assert end_reports.end_line(process, {"path": "x"}).endswith("1 ended without a goodbye (SIGKILL); saved as x")
+    assert end_reports.format_vanished_message(process, {"path": "x"}).endswith(
+        "1 ended without a goodbye (SIGKILL); saved as x"
+    )
     events.write_text("low 0\noom 2\noom_kill 3\n")
-    assert "(killed by the OOM killer, as its control group reports)" in end_reports.end_line(process, {"path": "x"})
+    assert "(killed by the OOM killer, as its control group reports)" in end_reports.format_vanished_message(
+        process, {"path": "x"}
+    )
     process.status = signal.SIGSEGV
-    assert "(SIGSEGV)" in end_reports.end_line(process, {"path": "x"})
+    assert "(SIGSEGV)" in end_reports.format_vanished_message(process, {"path": "x"})
     assert oom_kills(None) == oom_kills(tmp_path / "none") == 0
 
 

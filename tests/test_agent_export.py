@@ -335,11 +335,11 @@ def settled() -> list[Mapping[str, int]]:
     """The fates of all processes that have recorded anything, once everything has one; [] before."""
     found = []
     for place, mapped in recordings():
-        progress, heads = place.read(), mapped.read_heads()
+        progress, heads = place.read_progress(), mapped.count_written_rows()
         if not sum(heads.values()):
             continue
         fates = progress.fates
-        if fates["seen"] + fates["missed"] != sum(heads.values()) or progress.unsettled:
+        if fates["seen"] + fates["missed"] != sum(heads.values()) or progress.unsettled_spans:
             return []
         found.append(fates)
     return found
@@ -370,7 +370,7 @@ EXPORTED = 500
 
 def exported() -> int:
     """Return the number of exported spans, as the recordings have it."""
-    return sum(place.read().fates["exported"] for place, _ in recordings())
+    return sum(place.read_progress().fates["exported"] for place, _ in recordings())
 
 
 def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> Counter[str]:
@@ -382,7 +382,9 @@ def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> 
         time.sleep(number % 7 / 10)
         kill(agent)
         (agent,) = until(lambda before=agent: [one for one in agents() if one != before])
-        until(lambda: [place.is_taken() for place, mapped in recordings() if mapped.read_heads()] == [True, True])
+        until(
+            lambda: [place.is_taken() for place, mapped in recordings() if mapped.count_written_rows()] == [True, True]
+        )
     found = conserved(service, collector)
     Path("over").touch()
     out, errors = service.communicate(timeout=240)
@@ -428,14 +430,16 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     go_on()
     (agent,) = until(agents)
     until(lambda: len(collector.taken) == spans_of(10))
-    until(lambda: [place.read().fates["exported"] for place, _ in recordings()] == [spans_of(10)])  # it has heard so
+    until(
+        lambda: [place.read_progress().fates["exported"] for place, _ in recordings()] == [spans_of(10)]
+    )  # it has heard so
     kill(agent)
     go_on()
     (other,) = until(lambda: [one for one in agents() if one != agent])
     until(lambda: len(collector.taken) == 2 * spans_of(10))
     assert Counter(collector.taken) == {"serve": 20, "step": 180, "fail": 2}
     until(
-        lambda: [place.read().fates["exported"] for place, _ in recordings()] == [2 * spans_of(10)]
+        lambda: [place.read_progress().fates["exported"] for place, _ in recordings()] == [2 * spans_of(10)]
     )  # it has heard so
     (home,) = agent_socket.list_runs()
     with (home / agent_socket.BEGINNINGS).open("a") as beginnings:
@@ -446,7 +450,7 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     _, errors = service.communicate(timeout=240)
     assert f"{spans_of(10)} spans that no agent has exported" in errors
     assert (service.returncode, len(collector.taken)) == (0, 2 * spans_of(10))
-    agent_socket.remove_abandoned()
+    agent_socket.remove_abandoned_runs()
 
 
 STARTS = """
@@ -717,7 +721,7 @@ def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_i
         assert service.stdout is not None
         assert service.stdout.readline() == "gone\n"
         (home,) = agent_socket.list_runs()
-        count = until(lambda: agent_socket.read_unsent(home))
+        count = until(lambda: agent_socket.read_unsent_count(home))
         assert 0 < count <= spans_of(10)
         kill(agent)
         until(lambda: [one for one in agents() if one != agent])

@@ -211,7 +211,7 @@ class Answers:
 
     def ask(self, number: int, message: dict[str, Any], *, anew: bool = True) -> None:
         descriptors = [os.dup(RECORDER.memory_fd)] if anew else []
-        self.thread.ask({"process": number, "pid": os.getpid(), **message}, descriptors)
+        self.thread.queue_message({"process": number, "pid": os.getpid(), **message}, descriptors)
 
     def next(self, number: int) -> Any:
         message = self._messages.get(timeout=240)
@@ -221,7 +221,7 @@ class Answers:
 
 @pytest.fixture
 def gauges() -> Iterator[Answers]:
-    RECORDER.begin(1 << 20, {})
+    RECORDER.begin_recording(1 << 20, {})
     found = Answers()
     try:
         yield found
@@ -233,7 +233,7 @@ def test_a_driver_that_hangs_keeps_the_gauge_thread_alone_and_its_silence_is_nam
     gauges: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, answers, is_over = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
-    read = GaugeSources.read
+    read = GaugeSources.read_due_gauges
 
     def hang(sources: GaugeSources, *, is_last: bool = False) -> None:
         if not is_over.is_set():
@@ -241,21 +241,21 @@ def test_a_driver_that_hangs_keeps_the_gauge_thread_alone_and_its_silence_is_nam
             answers.acquire(timeout=600)
         read(sources, is_last=is_last)
 
-    monkeypatch.setattr(GaugeSources, "read", hang)
+    monkeypatch.setattr(GaugeSources, "read_due_gauges", hang)
     gauges.ask(1, {"gauges": {"host_ns": 10**6}})
     assert gauges.next(1) == {"gpus": [], "notes": []}
     for often in ("", ", 2 times"):
         assert inside.acquire(timeout=240)
-        gauges.thread.report_silence(time.monotonic())  # a short silence is none
+        gauges.thread.report_hanging_driver(time.monotonic())  # a short silence is none
         for _ in range(2):  # it is named once
-            gauges.thread.report_silence(time.monotonic() + 2 * HANG_S)
+            gauges.thread.report_hanging_driver(time.monotonic() + 2 * HANG_S)
         (note,) = gauges.next(1)["notes"]
         assert f"read no gauges for more than 10 s{often}: a driver did not answer" in note
         answers.release()
     gauges.ask(2, {"gauges": {"host_ns": 10**6}})
     assert inside.acquire(timeout=240)
-    gauges.thread.report_silence(time.monotonic())
-    gauges.thread.report_silence(time.monotonic() + 2 * HANG_S)
+    gauges.thread.report_hanging_driver(time.monotonic())
+    gauges.thread.report_hanging_driver(time.monotonic() + 2 * HANG_S)
     assert {gauges.next(number)["notes"][0][-50:] for number in (1, 2)} == {note[-50:]}, "also who has come meanwhile"
     is_over.set()
     answers.release()

@@ -33,12 +33,12 @@ class Agent:
     def __init__(self, folder: Path, says: Callable[[str], object] | None = None, own_run: Run | None = None) -> None:
         self.path = folder / agent_socket.SOCKET
         self.heard: list[agent_socket.Message] = []
-        self.loop = EventLoop(agent_socket.listen(self.path), self._heard, self._dropped, None)
+        self.loop = EventLoop(agent_socket.listen_on_socket(self.path), self._heard, self._dropped, None)
         self.runs = Runs(self.loop, folder, own_run, folder, says, lambda: None)
 
     def _heard(self, connection: Connection, message: agent_socket.Message, descriptors: list[int]) -> list[int]:
         self.heard.append(message)
-        process = self.runs.member(connection)
+        process = self.runs.find_process(connection)
         if "join" in message:
             return self.runs.add_process(connection, dict(message["join"]), descriptors)
         if process is not None and "goodbye" in message:
@@ -46,7 +46,7 @@ class Agent:
         return []
 
     def _dropped(self, connection: Connection) -> None:
-        self.runs.note_closed(connection)
+        self.runs.handle_disconnect(connection)
 
     @property
     def processes(self) -> list[Process]:
@@ -95,7 +95,7 @@ def test_a_first_process_that_ends_without_a_span_has_joined_all_the_same(
 
 
 def facts(run: str) -> dict[str, Any]:
-    return {"pid": os.getpid(), "started": clock.start_ticks(clock.STAT), "run": run, "records": True}
+    return {"pid": os.getpid(), "started": clock.read_process_start_ticks(clock.STAT), "run": run, "records": True}
 
 
 def test_a_join_is_read_before_later_messages_of_others(agent: Agent) -> None:
@@ -122,7 +122,8 @@ from instrument import clock
 from instrument.runtime import agent_socket
 caller = socket.socket(agent_socket.FAMILY, agent_socket.KIND)
 caller.connect({str(agent.path)!r})
-agent_socket.send(caller, {{"join": {{"pid": os.getpid(), "started": clock.start_ticks(clock.STAT), "records": True}}}})
+started = clock.read_process_start_ticks(clock.STAT)
+agent_socket.send(caller, {{"join": {{"pid": os.getpid(), "started": started, "records": True}}}})
 print("joined", flush=True)
 sys.stdin.readline()
 for _ in range(150):
@@ -168,7 +169,7 @@ def test_the_next_agent_reports_a_process_that_ended_before_it_joined(
     monkeypatch.setattr(runs, "CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(runs, "EXIT_STATUS_WAIT_S", 0.01)
     with subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL) as other:
-        started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
+        started = clock.read_process_start_ticks(Path(f"/proc/{other.pid}/stat"))
         known = Process(
             run=Run("one"), pid=other.pid, started=started, facts={"run": "one", "service": "shop", "captures": "shop"},
             joined_ns=0,
@@ -213,7 +214,7 @@ def test_files_for_the_report_of_an_abandoned_run_are_removed_and_named(
 
 def test_ps_reports_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as other:
-        started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
+        started = clock.read_process_start_ticks(Path(f"/proc/{other.pid}/stat"))
         told = {"run": "one", "service": "shop", "generation": 1, "digest": "0"}
         known = Process(
             run=Run("one"),
@@ -226,7 +227,7 @@ def test_ps_reports_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tm
         processes.write_note(tmp_path, known)
         known.release()
         other.kill()
-    (missed,) = processes.missed_processes(tmp_path, Run)
+    (missed,) = processes.add_missed_processes(tmp_path, Run)
     missed.ended_ns, missed.end_kind = time.monotonic_ns(), VANISHED
     (shown,) = LiveSampler("one").make_screen([Member(end_reports.collect_process_facts(missed))]).processes
     assert (shown.pid, shown.state, shown.up_ns) == (other.pid, VANISHED, None)

@@ -23,7 +23,7 @@ from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.otlp import export_facts
 from instrument.otlp.export_facts import Ids, MeteredFacts
 from instrument.profile.model import Capture
-from instrument.recorder.request_meter import queued_tasks
+from instrument.recorder.request_meter import count_queued_tasks
 from instrument.runtime import agent_socket
 from instrument.runtime.environment import TEMPORALITY
 
@@ -288,9 +288,9 @@ def test_each_session_of_a_process_that_stops_and_starts_has_its_metrics_reporte
 def test_waiting_work_of_executors_is_published() -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: None).result()
-        facts = MeteredFacts(0, queued=queued_tasks())
+        facts = MeteredFacts(0, queued=count_queued_tasks())
         told = json.loads(
-            json.dumps(export_facts.facts_as_json(export_facts.ExportFacts(Ids(), {}, Capture(), 1, facts)))
+            json.dumps(export_facts.encode_facts(export_facts.ExportFacts(Ids(), {}, Capture(), 1, facts)))
         )
     found = export_facts.decode_facts(told)
     assert found is not None
@@ -299,7 +299,7 @@ def test_waiting_work_of_executors_is_published() -> None:
 
 @pytest.mark.parametrize("name", ["start_ns", "losses"])
 def test_infinite_numbers_from_a_process_count_as_missing(name: str) -> None:
-    told = export_facts.facts_as_json(export_facts.ExportFacts(Ids(), {}, Capture(), 1, MeteredFacts(0)))
+    told = export_facts.encode_facts(export_facts.ExportFacts(Ids(), {}, Capture(), 1, MeteredFacts(0)))
     told["metered"][name] = {"losses": {"x": float("inf")}, "start_ns": float("inf")}[name]
     assert export_facts.decode_facts(json.loads(json.dumps(told))) is None
 

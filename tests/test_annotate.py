@@ -25,7 +25,7 @@ from readback import spans_in, unreadable_counts
 import instrument
 from instrument import chrome
 from instrument.recorder import attribute_checks
-from instrument.recorder.attribute_checks import MOST_NAMES_PER_SITE, rename_span_of_frame, set_status
+from instrument.recorder.attribute_checks import MOST_NAMES_PER_SITE, rename_span_of_frame, set_status_of_frame
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     BATCH_KEYS,
@@ -156,7 +156,7 @@ def test_outside_of_a_span_and_while_nothing_is_recorded_it_does_nothing(recorde
     recorder.annotate_innermost(x=object())
     recorder.annotate_request(x=1)
     rename_span_of_frame(recorder, None, "x")
-    set_status(recorder, None, "ok", None, None)
+    set_status_of_frame(recorder, None, "ok", None, None)
     recorder.on = False
     with recorder.make_scope("off") as span:
         span.annotate(x=1)
@@ -294,9 +294,9 @@ def test_no_code_of_what_is_given_is_run(recorder: Any) -> None:
     with recorder.make_scope("scope"):
         recorder.annotate_innermost(user=Lazy(), users=[Lazy()], torn=Torn([1, 2]))
         recorder.annotate_innermost(Lazy())
-    assert attribute_checks.checked_span_name(Lazy()) is None
-    assert attribute_checks.status_attributes(Lazy(), None, None) is None
-    assert attribute_checks.status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
+    assert attribute_checks.check_span_name(Lazy()) is None
+    assert attribute_checks.make_status_attributes(Lazy(), None, None) is None
+    assert attribute_checks.make_status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
     assert attributes(recorder) == {"scope": {"torn": (1, 2)}}
     assert recorder.counts() == {"attributes of a kind that no span has": 3}
 
@@ -373,7 +373,7 @@ def test_a_status_says_whether_a_span_failed(
     code, description, error_type = (status.get(name) for name in ("code", "description", "error_type"))
 
     def call() -> None:
-        set_status(recorder, None, code, description, error_type)
+        set_status_of_frame(recorder, None, code, description, error_type)
         if raised:
             raise ValueError
 

@@ -10,7 +10,7 @@ from test_ledger import API, ENGINE, made
 
 from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, COLLECTION, Site, Span
 from instrument.trace.blame import find_blame, typical_times
-from instrument.trace.joined import join
+from instrument.trace.joined import join_requests
 from instrument.trace.ledger import compute_ledger
 from instrument.trace.trace import columns_of_spans
 
@@ -68,7 +68,7 @@ class Service:
 
     def blamed(self, key: str) -> tuple[str, str, str]:
         trace = columns_of_spans(self.spans)
-        joined = join(trace)
+        joined = join_requests(trace)
         found = compute_ledger(trace, joined)
         place = next(place for place, keys in joined.keys.items() if keys == (key,))
         its = np.flatnonzero(trace.are_of_sites([site == CHAT for site in trace.sites])[joined.rows])

@@ -166,7 +166,7 @@ def test_rows_that_wait_for_their_time_are_packed_and_come_out_as_they_were_reco
     kept = Kept(recorder, Capture(sample=1.0), spans_per_request=2_000)
     requests = {serve(recorder, LEAST_PACKED), serve(recorder, 2 * LEAST_PACKED)}
     reader = kept.readers[0]
-    reader.read()
+    reader.read_new_rows()
     assert (reader.rows.packed_count, reader.rows.undecided_count) == (
         3 * LEAST_PACKED,
         3 * LEAST_PACKED + len(requests),

@@ -16,7 +16,7 @@ import pytest
 
 import instrument
 from instrument.instrumentors.selection import Selection
-from instrument.instrumentors.verdict import STATES, Verdict, merge_processes
+from instrument.instrumentors.verdict import STATES, Verdict, merge_verdicts
 from instrument.profile.keys import loads
 from instrument.profile.values import FOLLOWED, VARIABLES
 
@@ -365,7 +365,7 @@ def test_notes_name_the_targets_that_were_never_called(monkeypatch: pytest.Monke
 def test_the_process_that_saw_more_knows_better(verdicts: list[Any], whole: list[Any]) -> None:
     made = [Verdict(rule, state, target, calls=calls) for rule, state, target, calls in verdicts]
     for order in (made, made[::-1]):
-        found = {(verdict.state, verdict.target, verdict.calls) for verdict in merge_processes(order)}
+        found = {(verdict.state, verdict.target, verdict.calls) for verdict in merge_verdicts(order)}
         assert found == set(whole)
 
 

@@ -56,7 +56,7 @@ def test_packed_allocations_are_a_sequence_as_a_list_of_them_is(
     assert packed[first:last:step] == found[first:last:step]
     assert list(reversed(packed)) == found[::-1]
     assert [packed[at] for at in range(-len(found), len(found))] == found * 2
-    assert packed.in_order() == sorted(found, key=lambda one: one.at_ns)
+    assert packed.sort_by_time() == sorted(found, key=lambda one: one.at_ns)
     moved = packed.shift_times(BASE_NS)
     assert [one.at_ns for one in moved] == [one.at_ns + BASE_NS for one in found]
     assert (moved == found) is (not found)

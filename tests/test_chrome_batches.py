@@ -13,14 +13,14 @@ from test_ledger import ENGINE, STEP, engine, made, schedule
 
 from instrument import chrome
 from instrument.recording.spans import Origin, Span
-from instrument.trace.joined import join
+from instrument.trace.joined import join_requests
 from instrument.trace.request_trees import build_request_trees
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 
 
 def written(folder: Path, spans: list[Span]) -> dict[str, Any]:
     trace = columns_of_spans(spans)
-    one_tree = spans_of(build_request_trees(trace, join(trace)))
+    one_tree = spans_of(build_request_trees(trace, join_requests(trace)))
     path = chrome.dump(folder / "t.json", Trace(Origin(1, "shop", 0, 10**18), 0, 1000, one_tree))
     document: dict[str, Any] = json.loads(path.read_text())
     return document
@@ -53,7 +53,7 @@ def test_a_file_with_many_marks_is_read_back(tmp_path: Path) -> None:
     back, _ = chrome.load(tmp_path / "t.json")
     assert isinstance(back.spans, SpanViews)
     assert len(back.spans) == len(spans)
-    served = join(back.spans.columns).served
+    served = join_requests(back.spans.columns).served
     assert len(served.batch) == 808
 
 
@@ -62,7 +62,7 @@ def test_every_arrow_of_a_random_engine_is_drawn_or_counted(tmp_path_factory: An
     spans = schedule(seed)
     document = written(tmp_path_factory.mktemp("random"), spans)
     assert chrome_rules.problems(document) == []
-    joined = join(columns_of_spans(spans))
+    joined = join_requests(columns_of_spans(spans))
     pairs = {(batch, place) for batch, place in zip(joined.served.batch.tolist(), joined.served.request.tolist(),
         strict=True) if place != -1}  # fmt: skip
     trace = build_request_trees(columns_of_spans(spans), joined)

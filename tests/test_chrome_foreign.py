@@ -22,7 +22,7 @@ from instrument.chrome import events as chrome_events
 from instrument.chrome import slices
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
-from instrument.recording.spans import Span, flops_in
+from instrument.recording.spans import Span, read_flops
 
 TIMES = st.one_of(
     st.integers(-50, 50), st.integers(0, 1 << 54), st.floats(0, 50), st.floats(-1e16, 1e16),
@@ -361,7 +361,7 @@ def test_arguments_are_attributes_if_they_are_numbers_texts_or_truths(
     path = tmp_path / "other.json"
     for name in ("flops", "correlation", "x", "é", "stack"):
         assert (name in loaded(path, args).attributes) == (name in expected)
-        assert len(chrome.read(path).trace.columns.attributes.having(name)) == (name in expected)
+        assert len(chrome.read(path).trace.columns.attributes.rows_with_attribute(name)) == (name in expected)
     assert copy.deepcopy(loaded(path, args)).attributes == expected
     assert pickle.loads(pickle.dumps(loaded(path, args))).attributes == expected
     span = loaded(path, args)
@@ -453,7 +453,7 @@ def test_operations_count_for_the_outermost_that_reports_them(
     ]  # fmt: skip
     path.write_text(json.dumps(events))
     spans = chrome.load(path)[0].spans
-    assert [flops_in(span.attributes) for span in spans] == told
+    assert [read_flops(span.attributes) for span in spans] == told
     assert ("flops" in spans[1].attributes) == (told[1] > 0)
 
 

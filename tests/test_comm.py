@@ -248,7 +248,7 @@ def test_traced_code_and_switched_off_code_leave_no_span_and_no_fault(alone: Com
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), async_op=True).wait()
     assert spans_in(recording) == []
-    assert not FAULTS.counts()
+    assert not FAULTS.count_by_place()
     torch._dynamo.reset()
 
 

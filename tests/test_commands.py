@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from instrument.cli import interpreter
-from instrument.cli.interpreter import Command, find_command, interpreter_flags
+from instrument.cli.interpreter import Command, find_command, list_interpreter_flags
 
 PROFILE = "service: shop\nfunctions: [{match: 'engine:step'}]\nexport: {summary: {to: stderr}}\n"
 MAIN = "import sys, engine\nengine.step(1)\nprint('ran', *sys.argv[1:])\n"
@@ -72,7 +72,7 @@ def test_check_and_init_take_the_same_commands() -> None:
 
 def test_each_kind_of_command_is_run_by_what_it_is_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "OFF", False)
-    python = [sys.executable, *interpreter_flags()]
+    python = [sys.executable, *list_interpreter_flags()]
     own = Path(sys.executable).parent
     Path("app").mkdir()
     Path("app/__main__.py").touch()

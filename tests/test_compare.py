@@ -134,7 +134,7 @@ def test_new_and_gone_call_paths_are_named() -> None:
     assert any(sentence.startswith("Gone: 1 of 13 call paths, most of all part 9") for sentence in found.sentences())
     new = compare([without], [Recording.of_trace(trace)], Options())
     assert verdicts(new)["part 9 in engine.step"] == NEW
-    assert [change.path[-1] for change in new.unclear_beyond(0.5)] == ["part 9"]  # a gate says neither yes nor no
+    assert [change.path[-1] for change in new.find_unclear_changes(0.5)] == ["part 9"]  # a gate says neither yes nor no
     empty = Recording.of_trace(trace.with_columns(columns.select(np.zeros(len(columns), dtype=np.bool_))))
     assert compare([empty], [without], Options()).sentences()[0].startswith("New: 12 of 12 call paths")
 
@@ -293,9 +293,9 @@ def test_a_slower_function_of_the_demonstration_is_named_and_an_equal_one_is_not
         assert done.returncode == 0, done.stderr
     sides = {name: [instrument.load(tmp_path / name / "traces").recording] for name in ("before", "same", "slower")}
     planted = compare(sides["before"], sides["slower"], Options())
-    assert [change.path[-1] for change in planted.slower_than(1.0)][:1] == ["sample"], planted.sentences()
+    assert [change.path[-1] for change in planted.find_slowdowns(1.0)][:1] == ["sample"], planted.sentences()
     assert "sample" not in [
-        change.path[-1] for change in compare(sides["before"], sides["same"], Options()).slower_than(1.0)
+        change.path[-1] for change in compare(sides["before"], sides["same"], Options()).find_slowdowns(1.0)
     ]
 
 

@@ -26,7 +26,7 @@ from instrument.cli.notebook import FRAMES, LoadedTrace
 from instrument.errors import InstrumentError, TraceError
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.packed_spans import SpanIds, SpanPacker
-from instrument.otlp.span_forms import JSON, json_lines
+from instrument.otlp.span_forms import JSON, make_json_lines
 from instrument.recording.spans import KEY, DeviceInterval, Origin, Site, Span
 from instrument.trace import file
 from instrument.trace.trace import Trace
@@ -251,7 +251,7 @@ def test_spans_requests_and_batches_are_frames_of_each_library(kind: str, tmp_pa
 def lines_of(trace: Trace) -> list[bytes]:
     columns = trace.columns
     packer = SpanPacker(JSON, columns, SpanIds(columns, Ids()), trace.origin, trace.threads)
-    return list(json_lines(packer.pack(np.arange(len(columns))), {"service.name": "shop"}, columns.root_id))
+    return list(make_json_lines(packer.pack(np.arange(len(columns))), {"service.name": "shop"}, columns.root_id))
 
 
 def test_a_line_has_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,9 +320,9 @@ def test_no_input_is_written_over_and_several_want_a_name(
 @pytest.mark.parametrize("form", [form for form in convert_verb.FORMS if form not in ("otlp", "parquet")])
 def test_merge_writes_the_form_that_the_end_of_a_name_means(form: str) -> None:
     end, _ = convert_verb.FORMS[form]
-    assert convert_verb.form_by_suffix(Path(f"all{end}")) == form
+    assert convert_verb.choose_form_by_suffix(Path(f"all{end}")) == form
 
 
 def test_merge_writes_a_recording_where_the_end_of_a_name_says_nothing_else() -> None:
-    ends = [convert_verb.form_by_suffix(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
+    ends = [convert_verb.choose_form_by_suffix(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
     assert ends == ["recording", "recording", "recording", "chrome"]

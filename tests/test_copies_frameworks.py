@@ -30,7 +30,7 @@ from instrument.recorder.recorder import RECORDER
 ALL = "copies: [{{directions: [h2d, d2h, d2d, p2p, h2h], frameworks: {framework}}}]"
 selection = Selection(loads(ALL))
 selection.attach()
-RECORDER.begin(1 << 24, {{}})
+RECORDER.begin_recording(1 << 24, {{}})
 RECORDER.on = True
 sys.path.append("{here}")
 """

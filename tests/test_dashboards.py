@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import pytest
 from test_gauges import FULL, library
 
-from instrument.otlp.exposition import make_name
+from instrument.otlp.exposition import make_metric_name
 from instrument.recording.metrics import COUNTER, DEFINITIONS, GAUGES
 from instrument.recording.metrics import HISTOGRAM as OF_DURATIONS
 
@@ -52,7 +52,9 @@ def exported() -> set[str]:
     """The names of the series that a scrape may have."""
     metrics = [*DEFINITIONS.values(), *(metric for gauge in GAUGES.values() for metric in gauge.metrics)]
     parts = {OF_DURATIONS: HISTOGRAM, COUNTER: ("_total",)}
-    return {"up"} | {make_name(one.name, one.unit) + part for one in metrics for part in parts.get(one.kind, ("",))}
+    return {"up"} | {
+        make_metric_name(one.name, one.unit) + part for one in metrics for part in parts.get(one.kind, ("",))
+    }
 
 
 def test_the_files_are_those_of_the_list() -> None:

@@ -21,8 +21,8 @@ from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.report.view import Recording
 from instrument.trace import dataset_files, file
 from instrument.trace.dataset_tables import arrow_schema, arrow_type, read_definition
-from instrument.trace.merge import merge
-from instrument.trace.request_trees import graft_requests
+from instrument.trace.merge import merge_recordings
+from instrument.trace.request_trees import join_request_trees
 from instrument.trace.trace import Trace
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -183,7 +183,7 @@ def test_rows_are_in_the_folder_of_the_hour_in_which_they_began(tmp_path: Path) 
 def test_requests_have_the_parts_that_the_report_has(tmp_path: Path) -> None:
     trace = simulated()
     folder = written(tmp_path, [trace])
-    recording = Recording.of_saved(graft_requests(file.load(tmp_path / "files" / "0.npz")))
+    recording = Recording.of_saved(join_request_trees(file.load(tmp_path / "files" / "0.npz")))
     joined, ledger = recording.joined, recording.ledger
     requests = rows_of(folder, "requests").sort_by("start_unix_ns").to_pylist()
     assert len(requests) == len(joined.rows) == 80
@@ -191,7 +191,7 @@ def test_requests_have_the_parts_that_the_report_has(tmp_path: Path) -> None:
     names = {"share of batches": "share", "waiting in batches": "waiting", "sub-requests": "sub_requests"}
     columns = ("queue", "share", "waiting", "stall", "transport", "sub_requests", "unknown")
     for place, row in enumerate(requests):
-        parts = ledger.parts_of(place)
+        parts = ledger.times_of_request(place)
         found = {name: row[f"{name}_ns"] for name in columns} | dict(row["phases_ns"] or ())
         assert {name: ns for name, ns in found.items() if ns} == {
             names.get(name, name): ns for name, ns in parts.items()
@@ -377,7 +377,9 @@ def test_the_questions_of_the_examples_are_answered(tmp_path: Path) -> None:
 
 def test_merged_files_make_the_rows_of_their_parts(tmp_path: Path) -> None:
     folder = written(tmp_path, two_hosts())
-    merged = merge([file.load(path) for path in sorted((tmp_path / "files").iterdir())], by_wall_clock=True).saved
+    merged = merge_recordings(
+        [file.load(path) for path in sorted((tmp_path / "files").iterdir())], by_wall_clock=True
+    ).saved
     again = written(tmp_path / "merged", [merged.trace])
     for name in TABLES:
         order = [("start_unix_ns", "ascending"), ("process", "ascending")]

@@ -36,7 +36,7 @@ from instrument.trace.columns import device_intervals
 from instrument.trace.dataset_sources import DatasetRows, SettledRows
 from instrument.trace.dataset_tables import DatasetProcess, read_definition
 from instrument.trace.decisions import RememberedTraces
-from instrument.trace.merge import merge
+from instrument.trace.merge import merge_recordings
 from instrument.trace.sent_rows import Settling
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -114,7 +114,7 @@ def converted(run: Run) -> Rows:
     for spans, number in ((run.front, FRONT), (run.engine, ENGINE)):
         part = saved(spans, number, "one")
         parts.append(replace(part, trace=replace(part.trace, end_ns=80 * S)))
-    return rows_in(DatasetRows(merge(parts)).make_tables())
+    return rows_in(DatasetRows(merge_recordings(parts)).make_tables())
 
 
 @pytest.mark.parametrize(
@@ -252,10 +252,10 @@ def test_lost_rows_of_a_dataset_are_in_the_metrics_of_the_process_and_none_count
         say(service, "ask")
 
         def is_told(progress: Progress) -> bool:
-            is_sent = progress.fates["exported"] >= 500 and not progress.unsettled
+            is_sent = progress.fates["exported"] >= 500 and not progress.unsettled_spans
             return progress.fates["unstored"] > 500 and (is_sent or not sends)
 
-        until(lambda: [is_told(place.read()) for place, _ in recordings()] == [True])
+        until(lambda: [is_told(place.read_progress()) for place, _ in recordings()] == [True])
         say(service, "scrape")
         _, errors = service.communicate(timeout=240)
         until(lambda: not agents())
@@ -381,7 +381,7 @@ def _spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_rows() -> list[tuple[str, Any]]:
-    return list(DatasetRows(merge([saved(run_of(1).front, FRONT, "one")])).make_tables())
+    return list(DatasetRows(merge_recordings([saved(run_of(1).front, FRONT, "one")])).make_tables())
 
 
 @pytest.mark.usefixtures("_spool")
@@ -403,7 +403,7 @@ def test_rows_of_open_files_are_counted_by_the_next_exporter_which_removes_their
     assert f"{rows} rows are lost" in caplog.text
     assert not [path for path in tmp_path.glob("data/**/*") if path.is_file()]
     following.buffer_rows(tables)
-    following.end(time.monotonic())
+    following.end_dataset(time.monotonic())
     assert following.counts == {"unstored": rows, "stored": rows, "storing": 0}
     killed._discard_unfinished("its files are to be closed")
     assert not list(tmp_path.glob("instrument-*/*"))
@@ -438,7 +438,7 @@ def test_files_that_a_store_does_not_take_wait_within_the_bound_and_are_tried_ag
         assert "exceed limits.disk" in caplog.text
         assert 0 < export.counts["unstored"] < 4 * rows
         files.create_dir("absent")
-        export.end(time.monotonic() + 60)
+        export.end_dataset(time.monotonic() + 60)
         assert export.counts["unstored"] + export.counts["stored"] == 4 * rows
         assert export.counts["stored"] > 0
         kept = [info for info in files.get_file_info(_all("absent")) if info.is_file]

@@ -67,7 +67,7 @@ def test_a_wait_has_no_more_than_the_deadline_leaves_and_a_last_one_its_share(mo
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(clocks, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now}))
     whole = Deadline(5.0)
-    for_threads = whole.earlier(2.0)
+    for_threads = whole.make_earlier_deadline(2.0)
     assert (whole.seconds_left(), for_threads.seconds_left(), for_threads.seconds_left(1.0)) == (5.0, 3.0, 1.0)
     clock.now += 4.0
     assert (whole.seconds_left(), for_threads.seconds_left(), for_threads.seconds_left(1.0)) == (1.0, 0.0, 0.0)

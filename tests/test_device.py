@@ -84,7 +84,7 @@ class Bench:
 
     def errors(self, code: int, device: int = 0) -> int:
         """Return the number of these errors that were counted."""
-        return self.resolver.counts[f"device {device}: {self.driver.name(code)}"]
+        return self.resolver.counts[f"device {device}: {self.driver.error_name(code)}"]
 
     def begin(self, stream: int | None = None, device: int = 0) -> tuple[Any, Span]:
         if stream is not None:
@@ -111,7 +111,7 @@ class Bench:
     def settle(self, ns: int = 0) -> None:
         """Let time pass, and the resolver look, on a thread that is not the service's."""
         self.fake.advance(ns)
-        self.thread.submit(self.resolver.resolve_ended).result()
+        self.thread.submit(self.resolver.resolve_ended_pairs).result()
 
     def of(self, span: Span) -> tuple[DeviceInterval, ...]:
         span.device = intervals_in(self.intervals, {span.span_id}).get(span.span_id, ())
@@ -580,7 +580,7 @@ def test_no_context_is_made_for_a_host_without_one(fake_driver: FakeDriver, monk
     pair = timer.begin(SITE, None, 1)
     assert pair is not None
     pair.end(None, 1, 1, 5, 6)
-    timer.resolver.resolve_ended()
+    timer.resolver.resolve_ended_pairs()
     assert timer.resolver.counts == {NO_CONTEXT_YET: 1, "dropped": 1}
     assert fake_driver.counts().contexts_created == 0
     assert fake_driver.calls("cuInit") == 0
@@ -601,7 +601,7 @@ def test_a_thread_without_a_context_is_never_said_to_be_captured(
         assert isinstance(pair, Pair)  # the primary context is the host's, and is lent for the moment
         pool.submit(pair.end, None, 1, 1, 5, fake_driver.now_ns()).result()
         fake_driver.advance(MS)
-        pool.submit(timer.resolver.resolve_ended).result()
+        pool.submit(timer.resolver.resolve_ended_pairs).result()
     assert timer.resolver.counts["captured"] == timer.resolver.counts["dropped"] == 0
 
 
@@ -628,7 +628,7 @@ def test_the_context_of_another_device_is_not_taken_for_a_devices_own(
         pair.end(None, 2, 2, 0, fake_driver.now_ns())
         for _ in range(2):
             fake_driver.advance(10 * MS)
-            pool.submit(timer.resolver.resolve_ended).result()
+            pool.submit(timer.resolver.resolve_ended_pairs).result()
     found = intervals_in(intervals, {1, 2})
     assert [(one.label, one.end_ns - one.start_ns) for span in (1, 2) for one in found[span]] == [
         ("dropped", 0),
@@ -779,7 +779,7 @@ def test_a_code_that_the_bindings_do_not_know_is_an_error_like_any_other(
     driver = CudaDriver()
     fake_driver.fail(symbol, 1234)
     assert ask(driver) == 1234
-    assert driver.name(1234) == "error 1234"
+    assert driver.error_name(1234) == "error 1234"
 
 
 def test_an_error_of_the_bindings_without_a_code_ends_device_times_as_an_unknown_error_does(
@@ -841,7 +841,7 @@ def test_a_device_that_fails_for_good_is_given_up(bench: Bench, code: int) -> No
     bench.settle(MS)
     assert bench.fake.called() == calls, "the driver is left alone"
     (fault,) = bench.resolver.faults.values()
-    assert fault == f"device 0 is no longer timed: the driver reports {bench.driver.name(code)}"
+    assert fault == f"device 0 is no longer timed: the driver reports {bench.driver.error_name(code)}"
 
 
 def test_the_other_device_goes_on(bench: Bench) -> None:
@@ -899,7 +899,7 @@ def test_stopping_takes_in_what_has_happened_and_gives_everything_back(bench: Be
     bench.settle()
     bench.fake.advance(10 * MS)
     bench.resolver.stopping.set()
-    bench.resolver._look_until_stopped()
+    bench.resolver._resolve_until_stopped()
     assert bench.told(span) == ("exclusive", 0, 5 * MS)
     assert bench.fake.counts().live_events == events
     assert bench.fake.counts().live_streams == streams + bool(bench.torch)  # that has a pool of them
@@ -1133,7 +1133,7 @@ def test_after_the_stop_no_event_is_recorded(bench: Bench) -> None:
     bench.span(MS)
     bench.settle(2 * MS)
     bench.resolver.stopping.set()
-    bench.resolver._look_until_stopped()
+    bench.resolver._resolve_until_stopped()
     bench.fake.forget_calls()
     assert bench.timer.begin(SITE, None, 99) is None
     assert bench.fake.calls("cuEventRecord") == 0

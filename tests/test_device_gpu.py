@@ -27,7 +27,7 @@ from fake_torch_cuda import fake_torch
 
 import instrument
 from instrument import chrome
-from instrument.device.cuda import CudaDriver, misfit
+from instrument.device.cuda import CudaDriver, explain_version_conflict
 from instrument.device.resolver import POLL_S, Resolver
 from instrument.profile.keys import loads
 from instrument.recording.spans import DeviceInterval, Span
@@ -72,7 +72,7 @@ BY_BINDINGS = [CARDS[0], CARDS[2]]
 
 
 def _missing(driver: CudaDriver, **_: Any) -> None:
-    raise ImportError(misfit("", 0))
+    raise ImportError(explain_version_conflict("", 0))
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def settled(running: Session) -> list[Span]:
     timing = running.recorded.timing
     assert timing is not None
     end, now_ns = time.monotonic() + 60, time.monotonic_ns()
-    while not timing.is_settled(now_ns):
+    while not timing.has_device_times_until(now_ns):
         assert time.monotonic() < end
         time.sleep(0.002)
     return running.trace().spans
@@ -312,13 +312,13 @@ def test_one_look_takes_in_the_spans_of_some_milliseconds(
 ) -> None:
     """Each look takes the interpreter's lock from the service, so there are few, however many spans end."""
     running = session()
-    looks, look = [], Resolver.resolve_ended
+    looks, look = [], Resolver.resolve_ended_pairs
 
     def counted(resolver: Resolver, **how: bool) -> tuple[bool, bool]:
         looks.append(time.monotonic())
         return look(resolver, **how)
 
-    monkeypatch.setattr(Resolver, "resolve_ended", counted)
+    monkeypatch.setattr(Resolver, "resolve_ended_pairs", counted)
     end, count = time.monotonic() + 0.4, 0
     while time.monotonic() < end:
         with instrument.scope("often", device=True):
@@ -500,7 +500,7 @@ with torch.cuda.stream(torch.cuda.Stream()):
     end.record()
 torch.cuda.synchronize()
 now_ns = time.monotonic_ns()
-while not running.recorded.timing.is_settled(now_ns):
+while not running.recorded.timing.has_device_times_until(now_ns):
     time.sleep(0.002)
 ours_ms = sum(p.end_ns - p.start_ns for s in running.trace().spans if s.site.name == "side" for p in s.device) / 1e6
 assert abs(ours_ms / begin.elapsed_time(end) - 1) < 0.05, (ours_ms, begin.elapsed_time(end))

@@ -69,7 +69,7 @@ def settled(running: Session) -> Any:
     assert timing is not None
     end = time.monotonic() + 240
     now_ns = time.monotonic_ns()
-    while not timing.is_settled(now_ns):
+    while not timing.has_device_times_until(now_ns):
         assert time.monotonic() < end, "the resolver does not come to an end"
         time.sleep(0.001)
     return running.trace()
@@ -490,7 +490,7 @@ def test_the_time_up_to_which_device_times_are_known_is_published(torch: Any, se
     with instrument.scope("more work", device=True):
         torch.work(100 * MS)
     now_ns = time.monotonic_ns()
-    running.recorded.timing.await_settled(now_ns, time.monotonic() + 60)
+    running.recorded.timing.await_device_times(now_ns, time.monotonic() + 60)
     assert mapped.settled_ns() >= now_ns
     assert len(mapped.intervals()) == 2
     instrument.stop()
@@ -524,7 +524,7 @@ with instrument.scope("default", device=True):
 with instrument.scope("named", stream=stream):
     there.copy_to_host(stream=stream)
 now = time.monotonic_ns()
-while not running.recorded.timing.is_settled(now):
+while not running.recorded.timing.has_device_times_until(now):
     time.sleep(0.01)
 for span in sorted(running.trace().spans, key=lambda span: span.span_id):
     facts = dict(span.site.attributes)
@@ -573,9 +573,9 @@ with instrument.scope("request", kind="request"):
         with instrument.scope("decode", device=True):
             torch.work(20_000_000)
     now = time.monotonic_ns()
-    while not running.recorded.timing.is_settled(now):
+    while not running.recorded.timing.has_device_times_until(now):
         time.sleep(0.01)
-    while not RECORDER.mapped().samples():
+    while not RECORDER.make_reader().samples():
         time.sleep(0.01)
     print("settled", flush=True)
     time.sleep(600)

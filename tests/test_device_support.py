@@ -14,7 +14,7 @@ import pytest
 from driver import environment, why_not
 
 import instrument
-from instrument.device.cuda import misfit
+from instrument.device.cuda import explain_version_conflict
 
 ROOT = Path(instrument.__file__).parent.parent
 HERE = Path(__file__).parent
@@ -147,8 +147,8 @@ def test_looking_imports_nothing_and_initialises_nothing(run: Run) -> None:
     program = """
 import ctypes, sys
 before = set(sys.modules)  # bindings 12.9 have Python import their package's namespace as it starts
-from instrument.device.cuda import versions
-assert not versions()["problem"], versions()
+from instrument.device.cuda import find_versions
+assert not find_versions()["problem"], find_versions()
 driver = ctypes.CDLL("libcuda.so.1")
 names = iter(range(1000))
 driver.fake_symbol.restype = ctypes.c_char_p
@@ -181,7 +181,7 @@ if {cuda}:
         with instrument.scope("forward", device=True):
             torch.work(1000)
     now_ns, end = time.monotonic_ns(), time.monotonic() + 60
-    while not session.recorded.timing.is_settled(now_ns):
+    while not session.recorded.timing.has_device_times_until(now_ns):
         assert time.monotonic() < end
         time.sleep(0.001)
     driver = session.recorded.timing.timer.driver
@@ -232,7 +232,7 @@ def test_an_older_driver_is_named_with_the_bindings_that_fit_it(run: Run) -> Non
     program = NOTES.format(cuda="'13.0'", hip=None)
     lines = run("-c", program, profile="", **environment(version=12080)).splitlines()
     fits = installed.startswith("12.")
-    assert lines[1:] == [f"device time: {misfit(installed, 12080)}" if not fits else ""]
+    assert lines[1:] == [f"device time: {explain_version_conflict(installed, 12080)}" if not fits else ""]
 
 
 @needs_fake
@@ -281,4 +281,4 @@ def test_a_forked_child_asks_nothing_of_the_driver_to_its_very_end(
 
 
 def test_a_driver_that_is_older_than_all_bindings_needs_to_be_newer() -> None:
-    assert misfit("12.9.1", 11080).endswith("install a newer driver")
+    assert explain_version_conflict("12.9.1", 11080).endswith("install a newer driver")

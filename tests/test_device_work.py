@@ -98,17 +98,19 @@ class Service:
 
 
 def test_a_method_works_where_the_model_of_its_object_is(timed: Any) -> None:
-    work = CallWork.of(timed, Service.answer)
+    work = CallWork.make_for_function(timed, Service.answer)
     assert devices(work, Service(model=Module(Tensor(1)))) == (1,)
     assert devices(work, Service(parts={"encoder": Module(Tensor(0)), "decoder": Module(Tensor(1))})) == (0, 1)
     assert devices(work, Service(pipe=Service(tokenizer="", model=Module(Tensor(1), Tensor(0))))) == (0, 1)
     assert devices(work, Module(Tensor(1))) == (1,)
     assert devices(work, Module(Tensor(), buffers=(Tensor(1),))) == (1,)
-    assert devices(CallWork.of(timed, Service.build.__func__), type("Made", (), {"model": Module(Tensor(1))})) == (1,)  # type: ignore[attr-defined]
+    assert devices(
+        CallWork.make_for_function(timed, Service.build.__func__), type("Made", (), {"model": Module(Tensor(1))})
+    ) == (1,)  # type: ignore[attr-defined]
 
 
 def test_the_model_reports_more_than_the_tensors_that_are_on_their_way_to_it(timed: Any) -> None:
-    work = CallWork.of(timed, Service.answer)
+    work = CallWork.make_for_function(timed, Service.answer)
     service = Service(model=Module(Tensor(1)))
     assert devices(work, service, Tensor(0)) == (1,)
     assert devices(work, Service(), Tensor(1)) == (1,)
@@ -132,16 +134,16 @@ def test_a_function_works_where_the_model_is_that_it_gets_or_names(timed: Any) -
     def closing(x: Any) -> Any:
         return closed_over, x
 
-    assert devices(CallWork.of(timed, run), Module(Tensor(1)), Tensor(0)) == (1,)
-    assert devices(CallWork.of(timed, run), None, Tensor(1)) == (1,)
-    assert devices(CallWork.of(timed, named), Tensor(0)) == (1,)
-    assert devices(CallWork.of(timed, closing), Tensor(0)) == (1,)
-    assert devices(CallWork.of(timed, lambda: later)) == ()  # type: ignore[name-defined]  # noqa: F821
-    assert devices(CallWork.of(timed, len), [Tensor(1)]) == (1,)
+    assert devices(CallWork.make_for_function(timed, run), Module(Tensor(1)), Tensor(0)) == (1,)
+    assert devices(CallWork.make_for_function(timed, run), None, Tensor(1)) == (1,)
+    assert devices(CallWork.make_for_function(timed, named), Tensor(0)) == (1,)
+    assert devices(CallWork.make_for_function(timed, closing), Tensor(0)) == (1,)
+    assert devices(CallWork.make_for_function(timed, lambda: later)) == ()  # type: ignore[name-defined]  # noqa: F821
+    assert devices(CallWork.make_for_function(timed, len), [Tensor(1)]) == (1,)
 
 
 def test_a_model_that_moves_or_is_exchanged_is_followed(timed: Any) -> None:
-    work = CallWork.of(timed, Service.answer)
+    work = CallWork.make_for_function(timed, Service.answer)
     service = Service(model=Module(Tensor(1)))
     assert devices(work, service) == (1,)
     service.model.own[0].device = Device("cuda", 0)
@@ -157,7 +159,7 @@ def test_a_model_that_comes_later_is_found_and_looked_for_ever_more_seldom(
     looks = []
     found = instrument.instrumentors.work.find_models
     monkeypatch.setattr("instrument.instrumentors.work.find_models", lambda *args: looks.append(args) or found(*args))
-    work, service = CallWork.of(timed, Service.answer), Service(model=None)
+    work, service = CallWork.make_for_function(timed, Service.answer), Service(model=None)
     for _ in range(100 * SELDOM):
         assert devices(work, service) == ()
     assert len(looks) < 200
@@ -167,7 +169,7 @@ def test_a_model_that_comes_later_is_found_and_looked_for_ever_more_seldom(
 
 
 def test_objects_that_come_and_go_leave_nothing_behind(timed: Any) -> None:
-    work = CallWork.of(timed, Service.answer)
+    work = CallWork.make_for_function(timed, Service.answer)
     for _ in range(3 * KEPT):
         assert devices(work, Service(model=Module(Tensor(1)))) == (1,)
     assert len(work._caches) <= KEPT
@@ -176,12 +178,12 @@ def test_objects_that_come_and_go_leave_nothing_behind(timed: Any) -> None:
 @pytest.mark.parametrize("torch", [None, Torch(1), Torch(initialised=False), SimpleNamespace()])
 def test_a_call_is_not_examined_for_a_single_device(timed: Any, monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert CallWork.of(timed, Service.answer)((Service(model=Module(Tensor(1))),), {}) is None
+    assert CallWork.make_for_function(timed, Service.answer)((Service(model=Module(Tensor(1))),), {}) is None
 
 
 def test_without_a_timer_nothing_is_looked_at(timed: Any) -> None:
     timed.begin_device = None
-    assert CallWork.of(timed, Service.answer)((Service(model=Module(Tensor(1))),), {}) is None
+    assert CallWork.make_for_function(timed, Service.answer)((Service(model=Module(Tensor(1))),), {}) is None
 
 
 def test_an_object_that_cannot_be_looked_into_costs_the_call_nothing(
@@ -193,13 +195,13 @@ def test_an_object_that_cannot_be_looked_into_costs_the_call_nothing(
             raise RuntimeError("theirs")
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    assert CallWork.of(timed, Service.answer)((Service(), Odd()), {}) is None
-    assert FAULTS.counts()["device of a call"] == 1
+    assert CallWork.make_for_function(timed, Service.answer)((Service(), Odd()), {}) is None
+    assert FAULTS.count_by_place()["device of a call"] == 1
     FAULTS.clear()
 
 
 def test_a_copy_in_another_process_goes_by_the_arguments() -> None:
-    work = CallWork.of(RECORDER, Service.answer)
+    work = CallWork.make_for_function(RECORDER, Service.answer)
     copied = pickle.loads(pickle.dumps(work))
     assert copied._is_method
     assert copied._recorder is RECORDER
@@ -258,7 +260,7 @@ def settled(running: Session) -> Any:
     timing = running.recorded.timing
     assert timing is not None
     end, now_ns = time.monotonic() + 60, time.monotonic_ns()
-    while not timing.is_settled(now_ns):
+    while not timing.has_device_times_until(now_ns):
         assert time.monotonic() < end, "the resolver does not come to an end"
         time.sleep(0.001)
     return running.trace()

@@ -25,7 +25,7 @@ from test_english import MOST_WORDS, PRIVATE_WORD
 
 import instrument
 from instrument import cli
-from instrument.cli.help_verb import FOLDER, describe_topic, find_topics
+from instrument.cli.help_verb import FOLDER, find_topic_summary, find_topics
 from instrument.profile.keys import KEYS, loads
 from instrument.profile.model import VIEWS
 from instrument.profile.values import VARIABLES
@@ -358,7 +358,7 @@ def test_the_list_has_a_line_for_every_topic() -> None:
     done = run("help")
     assert (done.returncode, done.stderr) == (0, "")
     for name, path in find_topics().items():
-        line = describe_topic(path.read_text("utf-8"))
+        line = find_topic_summary(path.read_text("utf-8"))
         assert re.search(rf"(?m)^  {name} +{re.escape(line)}$", done.stdout)
         assert 20 < len(line) <= 100
         assert line.endswith(".")

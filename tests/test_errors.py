@@ -24,7 +24,7 @@ def test_a_fault_is_counted_each_time_and_logged_the_first(
     faults = Faults()
     for _ in range(3):
         faults.note("import hook", ValueError("ours"))
-    assert faults.counts() == {"import hook": 3}
+    assert faults.count_by_place() == {"import hook": 3}
     (record,) = caplog.records
     assert "import hook" in record.getMessage()
     assert record.exc_info is not None
@@ -47,7 +47,7 @@ def test_a_log_handler_that_raises_does_not_carry_a_fault_into_the_service(monke
         faults.note("exit", ValueError("ours"))
     finally:
         logging.getLogger("instrument").removeHandler(handler)
-    assert faults.counts() == {"exit": 1}
+    assert faults.count_by_place() == {"exit": 1}
 
 
 def test_a_fault_inside_the_count_of_another_on_the_same_thread_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

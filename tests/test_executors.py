@@ -24,7 +24,7 @@ from instrument import profiled, scope
 from instrument.instrumentors import execution
 from instrument.profile.keys import loads
 from instrument.recording.spans import Site
-from instrument.trace.joined import join
+from instrument.trace.joined import join_requests
 from instrument.trace.ledger import compute_ledger
 from instrument.trace.trace import columns_of_spans
 
@@ -35,13 +35,13 @@ NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("NUMBER", default=0
 @pytest.fixture
 def carrying(recorder: Any) -> Iterator[Any]:
     """A recorder whose requests go over to other threads."""
-    undo = execution.watch_handovers(recorder)
+    undo = execution.watch_thread_handovers(recorder)
     yield recorder
     undo()
 
 
 def request(recorder: Any, name: str) -> Any:
-    return recorder.span_of(Site(name, "request"))()
+    return recorder.make_span_factory(Site(name, "request"))()
 
 
 def in_requests(recorder: Any) -> dict[str, list[str]]:
@@ -184,10 +184,10 @@ def test_the_wait_in_a_pool_is_a_part_of_the_request_s_time(recording: Any) -> N
             free.result()
         spans = session.trace().spans
         trace = columns_of_spans(spans)
-        own = compute_ledger(trace, join(trace))
+        own = compute_ledger(trace, join_requests(trace))
     finally:
         instrument.stop()
-    parts = own.parts_of(0)
+    parts = own.times_of_request(0)
     assert {QUEUE, "compute"} <= set(parts)
     (queue,) = (span for span in spans if span.site.name == QUEUE)
     assert (queue.active_ns, parts[QUEUE]) == (0, queue.total_ns)
@@ -196,7 +196,7 @@ def test_the_wait_in_a_pool_is_a_part_of_the_request_s_time(recording: Any) -> N
 def test_pools_and_threads_get_their_own_functions_back(recorder: Any) -> None:
     names = [name for name in execution.STARTS if hasattr(threading, name)]
     before = [ThreadPoolExecutor.submit, *[getattr(threading, name) for name in names]]
-    execution.watch_handovers(recorder)()
+    execution.watch_thread_handovers(recorder)()
     assert [ThreadPoolExecutor.submit, *[getattr(threading, name) for name in names]] == before
 
 

@@ -22,7 +22,7 @@ from instrument.report.causes import CAUSES, CauseTimes
 from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Explanation, RequestChoice, explain
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.merge import merge, split_by_process
+from instrument.trace.merge import merge_recordings, split_by_process
 from instrument.trace.request_trees import CACHED_TOKENS, PREEMPTIONS
 from instrument.trace.trace import Trace
 
@@ -93,7 +93,7 @@ def test_the_times_of_causes_add_up_to_the_wall_of_each_request() -> None:
     times = CauseTimes(recording, np.arange(len(rows)))
     for place in range(len(rows)):
         assert sum(times.times_by_cause(place).values()) == pytest.approx(int(recording.columns.total_ns[rows[place]]))
-        assert sum(times.parts_of(place).values()) == int(recording.columns.total_ns[rows[place]])
+        assert sum(times.times_by_part(place).values()) == int(recording.columns.total_ns[rows[place]])
 
 
 def test_a_slow_step_of_others_between_two_batches_is_slow_service_and_no_preemption() -> None:
@@ -140,7 +140,7 @@ def test_the_gauges_of_a_request_s_processes_show_contention_in_a_merged_run(tmp
                 samples=trace.samples if number == process else (),
             )  # fmt: skip
             file.dump(path, part)
-        merged = merge([file.load(path) for path in paths]).saved
+        merged = merge_recordings([file.load(path) for path in paths]).saved
         assert [len(part.trace.samples) for part in split_by_process(merged)] == [
             len(trace.samples) * (number == process) for number in range(3)
         ]

@@ -37,8 +37,8 @@ def test_the_next_reader_gets_the_last_write(place: ExportCheckpoint) -> None:
 
 def test_counts_that_are_numbers_of_numpy_are_written_as_any_others(place: ExportCheckpoint) -> None:
     progress = Progress(7, {1: np.int64(5)}, {**Progress().fates, "seen": np.int64(9)})
-    place.write(progress)
-    assert place.read() == progress
+    place.write_progress(progress)
+    assert place.read_progress() == progress
     assert place.write_meter(state(np.int64(4)))
     assert place.read_meter() == state(4)
 

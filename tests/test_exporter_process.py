@@ -21,7 +21,7 @@ from instrument.agent.exporter_process import Exports
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
-from instrument.otlp.export_facts import ExportFacts, Ids, MeteredFacts, decode_collector_settings, facts_as_json
+from instrument.otlp.export_facts import ExportFacts, Ids, MeteredFacts, decode_collector_settings, encode_facts
 from instrument.otlp.export_loop import ExportLoop
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import RecordingExport
@@ -39,7 +39,7 @@ class Table:
     """An agent's exports, with a loop around them that turns until something has come true."""
 
     def __init__(self, folder: Path) -> None:
-        listener = agent_socket.listen(Path("agent.sock"))  # short: a socket's path has an end
+        listener = agent_socket.listen_on_socket(Path("agent.sock"))  # short: a socket's path has an end
         self.loop = EventLoop(listener, self._hear, lambda _: self.exports.handle_end(), None)
         self.said: list[str] = []
         self.left: list[Process] = []
@@ -106,7 +106,7 @@ def test_an_exporter_that_hears_nothing_for_long_has_another_one_in_its_place(ta
     for _ in range(3000):
         table.exports.note_ended(process)
     process.ended_ns = 1
-    table.until(lambda: not table.exports.waits_for(process.run))
+    table.until(lambda: not table.exports.is_exporting(process.run))
     assert set(exporters()) - before != {child}
 
 
@@ -123,7 +123,7 @@ def test_one_recording_that_is_cut_short_keeps_no_other_from_its_export(table: T
     table.exports.flush(process)
     os.kill(child, signal.SIGCONT)
     process.ended_ns = 1
-    table.until(lambda: not table.exports.waits_for(process.run))
+    table.until(lambda: not table.exports.is_exporting(process.run))
     assert table.exports.problem
     assert set(exporters()) - before == {child}
 
@@ -141,7 +141,7 @@ def test_unread_rows_of_an_ended_exporter_are_counted(table: Table, make_recorde
     lives = table.add(memory=copied(recorder))
     table.exports.stop()
     with closing(Mapped(process.memory)) as mapped:
-        assert table.exports.fates["unread"] == sum(mapped.read_heads().values()) + mapped.ended_rows > 0
+        assert table.exports.fates["unread"] == sum(mapped.count_written_rows().values()) + mapped.ended_rows > 0
     assert process in table.left
     assert lives in table.left
 
@@ -157,21 +157,21 @@ def test_unsent_spans_of_an_ended_process_are_counted_after_a_kill_of_its_agent(
     (child,) = set(exporters()) - before
     stop(child)
     process = table.add(memory=copied(recorder))
-    assert not agent_socket.read_unsent(tmp_path)
+    assert not agent_socket.read_unsent_count(tmp_path)
     process.ended_ns = 1
     table.exports.note_ended(process)
     with closing(Mapped(process.memory)) as mapped:
-        recorded = sum(mapped.read_heads().values()) + mapped.ended_rows
+        recorded = sum(mapped.count_written_rows().values()) + mapped.ended_rows
     (tmp_path / "next").mkdir()
     os.link(tmp_path / agent_socket.UNSENT, tmp_path / "next" / agent_socket.UNSENT)  # where this agent is killed now
     taken_over = Exports(table.loop, tmp_path / "next", lambda: None, table.said.append, table.leave)
     assert export_checkpoint.losses_by_name(taken_over.fates) == {
         "spans that may not have been sent when an agent was killed": recorded
     }
-    assert agent_socket.read_unsent(tmp_path) == recorded
+    assert agent_socket.read_unsent_count(tmp_path) == recorded
     os.kill(child, signal.SIGCONT)
-    table.until(lambda: not table.exports.waits_for(process.run))
-    assert not agent_socket.read_unsent(tmp_path)
+    table.until(lambda: not table.exports.is_exporting(process.run))
+    assert not agent_socket.read_unsent_count(tmp_path)
 
 
 def test_messages_of_an_exporter_before_its_end_are_read(table: Table) -> None:
@@ -191,10 +191,10 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
     recorder = make_recorder(1 << 20)
     if recorder.memory_fd < 0:
         pytest.skip(f"no memory that others can read: {recorder.no_memory}")
-    recorder.write_facts({"export": facts_as_json(ExportFacts(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0)))})
+    recorder.write_facts({"export": encode_facts(ExportFacts(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0)))})
     exporter = Exporter(decode_collector_settings(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
     loop = ExportLoop(lambda *_: None, lambda _: None)
-    exported = loop.begin(0, recorder.memory_fd, exporter)
+    exported = loop.begin_export(0, recorder.memory_fd, exporter)
 
     def look() -> bool:
         return loop.read_and_settle(at_once=True)
@@ -213,8 +213,8 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
     finally:
         exported.close()
     with closing(ExportCheckpoint(recorder.memory_fd)) as place:
-        fates = place.read().fates
-        assert place.count_unread() == 0
+        fates = place.read_progress().fates
+        assert place.count_unread_rows() == 0
     assert fates["missed"] > 0
     assert fates["seen"] + fates["missed"] == 40_000
 
@@ -245,7 +245,7 @@ def test_settings_that_are_none_keep_no_other_recording_from_its_export(table: T
     later = table.add()
     children = set(exporters()) - before
     later.ended_ns = 1
-    table.until(lambda: not table.exports.waits_for(later.run))
+    table.until(lambda: not table.exports.is_exporting(later.run))
     assert set(exporters()) - before == children
 
 
@@ -297,7 +297,7 @@ def test_rows_of_a_process_that_ended_without_an_agent_are_counted(table: Table,
     )
     table.exports.count_unread_rows(gone, gone.memory, is_reported=False)
     with closing(Mapped(gone.memory)) as mapped:
-        assert table.exports.fates["unread"] == sum(mapped.read_heads().values()) + mapped.ended_rows > 0
+        assert table.exports.fates["unread"] == sum(mapped.count_written_rows().values()) + mapped.ended_rows > 0
 
 
 def test_the_exporter_keeps_few_threads_for_collectors_that_no_process_has_any_more(table: Table) -> None:
@@ -317,6 +317,6 @@ def test_messages_of_a_process_are_read_even_if_it_closed_before_the_answer() ->
     for _ in range(2):
         connection.send({"gauges": {"ended": True}})
     assert not connection.is_broken
-    assert not connection.has_waiting
+    assert not connection.has_waiting_packets
     assert [connection.receive()[0] for _ in range(2)] == [{"goodbye": {}}, None]
     connection.close()

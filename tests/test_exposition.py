@@ -16,7 +16,7 @@ from readback import spans_in
 import instrument
 from instrument.instrumentors.requests import served_apps
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
-from instrument.otlp.exposition import BOUNDS_S, format_metrics, make_name, metrics_of_process
+from instrument.otlp.exposition import BOUNDS_S, format_metrics, make_metric_name, metrics_of_process
 from instrument.otlp.metrics_queue import Metered
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
@@ -142,13 +142,13 @@ def test_a_later_exporter_keeps_the_same_tenants() -> None:
     before, after = (Meter(RECORDER, 0) for _ in range(2))
     for one in (before, after):
         one.by, one.at_most = "tenant", 1
-    assert before._group({"tenant": "ada"}) == (("tenant", "ada"),)
-    before._histograms.place(HTTP_DURATION.name, (("tenant", "ada"),))
+    assert before._group_label({"tenant": "ada"}) == (("tenant", "ada"),)
+    before._histograms.limit_series(HTTP_DURATION.name, (("tenant", "ada"),))
     after.restore(before.state())
-    assert after._group({"tenant": "bo"}) == (("tenant", "other"),)
+    assert after._group_label({"tenant": "bo"}) == (("tenant", "other"),)
     after.groups = before.groups  # of the processes of one service
-    assert after._group({"tenant": "ada"}) == (("tenant", "ada"),)
-    assert after._group({}) == ()
+    assert after._group_label({"tenant": "ada"}) == (("tenant", "ada"),)
+    assert after._group_label({}) == ()
 
 
 def test_requests_that_the_rings_had_lost_before_the_first_scrape_are_counted() -> None:
@@ -164,7 +164,7 @@ def test_gauges_calls_losses_and_cost_are_reported_by_the_names_that_they_have_i
     for _ in range(3_000):
         with instrument.scope("work"):
             pass
-    while not RECORDER.mapped().samples():
+    while not RECORDER.make_reader().samples():
         pass
     assert min(of("process_memory_usage_bytes").values()) > 1e6
     assert max(of("instrument_cost_seconds_total", instrument_part="probes").values()) > 0
@@ -191,7 +191,7 @@ def test_a_scrape_before_any_loss_has_the_usual_losses_as_0() -> None:
     ],
 )
 def test_names_are_those_that_opentelemetry_gives_in_prometheus(name: str, unit: str, told: str) -> None:
-    assert make_name(name, unit) == told
+    assert make_metric_name(name, unit) == told
 
 
 def test_a_share_is_reported_whichever_of_it_and_its_base_was_read_first() -> None:
@@ -270,7 +270,7 @@ def test_openmetrics_has_exemplars_of_the_traces_that_are_kept() -> None:
             text = instrument.prometheus(openmetrics=True)
             (family,) = [one for one in parsed(text) if one.name == REQUESTS]
             found = [sample for sample in family.samples if sample.exemplar]
-        ids = instrument.session().recorded.ids()
+        ids = instrument.session().recorded.id_generator()
         kept = {
             f"{ids.span_id(span.span_id):016x}": span
             for span in spans_in(RECORDER)

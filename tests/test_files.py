@@ -110,9 +110,9 @@ def test_files_of_a_killed_writer_are_removed_and_files_being_written_count(tmp_
     own = tmp_path / "shop-4-0.json"
     own.write_text("x" * 500)
     shop = files.Destination(tmp_path, "shop", "", is_first=True)
-    assert shop.make_room(["shop-{pid}-{window}.json"], [own], 2000) == 0
+    assert shop.remove_oldest_files(["shop-{pid}-{window}.json"], [own], 2000) == 0
     assert len(list(tmp_path.glob(".instrument-*.part"))) == 1, "the dead one's alone is gone"
-    assert shop.make_room(["shop-{pid}-{window}.json"], [own], 1999) == 1
+    assert shop.remove_oldest_files(["shop-{pid}-{window}.json"], [own], 1999) == 1
     writers[1].communicate("\n", timeout=240)
     assert {path.name for path in tmp_path.iterdir()} == {"shop-2-0.json", "shop-4-0.json"}
 
@@ -125,7 +125,7 @@ def test_a_file_that_another_process_removes_meanwhile_is_no_error(
     own = tmp_path / "shop-0-0.json"
     shop = files.Destination(tmp_path, "shop", "", is_first=True)
     monkeypatch.setattr(files.os, "lstat", lambda name: Path(name).unlink() or Path(name).stat())
-    assert shop.make_room(["shop-{pid}-{window}.json"], [own], 10) == 0
+    assert shop.remove_oldest_files(["shop-{pid}-{window}.json"], [own], 10) == 0
 
 
 def test_summary_files_count_with_the_traces(tmp_path: Path) -> None:
@@ -199,16 +199,16 @@ def test_the_standard_streams_of_the_system_are_never_replaced_by_a_file(tmp_pat
 
 def test_text_is_added_whole_or_not_at_all_and_never_through_a_link(tmp_path: Path) -> None:
     path = tmp_path / "windows.txt"
-    file_writing.append(path, "one\n")
-    file_writing.append(path, "two\n")
+    file_writing.append_text(path, "one\n")
+    file_writing.append_text(path, "two\n")
     assert path.read_text() == "one\ntwo\n"
     assert path.stat().st_mode & 0o777 == 0o600
     (tmp_path / "link.txt").symlink_to(path)
     with pytest.raises(OSError, match="symbolic links"):
-        file_writing.append(tmp_path / "link.txt", "three\n")
+        file_writing.append_text(tmp_path / "link.txt", "three\n")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError):
-        file_writing.append(tmp_path / "pipe", "four\n")
+        file_writing.append_text(tmp_path / "pipe", "four\n")
     assert path.read_text() == "one\ntwo\n"
 
 

@@ -203,5 +203,5 @@ def test_a_fault_of_ours_does_not_reach_the_definition_of_an_estimator(
     class Odd(BaseEstimator):
         pass
 
-    assert FAULTS.counts() == {"definition of an estimator class": 1}
+    assert FAULTS.count_by_place() == {"definition of an estimator class": 1}
     FAULTS.clear()

@@ -18,9 +18,9 @@ from readback import spans_in
 from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
-from instrument.instrumentors.functions import Probe, count_other_refs
-from instrument.instrumentors.references import loaded_modules, rebind
-from instrument.instrumentors.targets import Target, Unreachable, find_functions, matches, site_of
+from instrument.instrumentors.functions import Probe, count_other_references
+from instrument.instrumentors.references import loaded_modules, rebind_objects
+from instrument.instrumentors.targets import Target, Unreachable, find_functions, make_site, matches_pattern
 from instrument.recorder.recorder import Recorder
 
 
@@ -252,7 +252,7 @@ assert RECORDER.calls == 0
     ],
 )
 def test_patterns_stay_within_a_segment_or_cross_them(pattern: str, name: str, fits: bool) -> None:
-    assert matches(pattern, name) is fits
+    assert matches_pattern(pattern, name) is fits
 
 
 # -------------------------------------------------------------------- targets in modules
@@ -378,9 +378,9 @@ def test_attaching_records_keeps_behaviour_and_goes_back_completely(
         for target in find_functions(module, match)
         if isinstance(target, Target)
     ]
-    probes = [Probe(target, site_of(target.function), recorder) for target in targets]
+    probes = [Probe(target, make_site(target.function), recorder) for target in targets]
     for probe in probes:
-        probe.set()
+        probe.attach()
     assert module.Fast().step() == 2
     assert module.Fast.make().__class__ is module.Fast
     assert module.Engine.fixed() == module.Engine().fixed() == 2
@@ -416,10 +416,10 @@ def test_names_bound_by_from_import_are_rebound_in_one_pass(
     importer.renamed, importer.other = module.plain, module.generator  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "importer", importer)
     plain, generator, instead = module.plain, module.generator, object()
-    rebind([(plain, instead)])
+    rebind_objects([(plain, instead)])
     assert importer.renamed is module.plain is instead  # type: ignore[attr-defined]
     assert importer.other is module.generator is generator  # type: ignore[attr-defined]
-    rebind([(instead, plain)])
+    rebind_objects([(instead, plain)])
     assert importer.renamed is module.plain is plain  # type: ignore[attr-defined]
 
 
@@ -442,7 +442,7 @@ def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_lik
     del nameless.__name__
     for name, thing in {"asleep": asleep, "nameless": nameless, "proxy": Proxy(), "none": None}.items():
         monkeypatch.setitem(sys.modules, name, thing)
-    rebind([(module.plain, module.plain)])
+    rebind_objects([(module.plain, module.plain)])
     assert ("asleep", asleep) in loaded_modules()
     assert ("some_service", module) in loaded_modules()
 
@@ -450,7 +450,7 @@ def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_lik
 def test_a_function_that_something_else_holds_is_reported_by_its_references(module: types.ModuleType) -> None:
     def held() -> list[str]:
         found = [thing for thing in find_functions(module, "some_service:*") if isinstance(thing, Target)]
-        return [target.qualname for target in found if count_other_refs(target) > 0]
+        return [target.qualname for target in found if count_other_references(target) > 0]
 
     assert held() == []
     table = {"/": module.plain}
@@ -462,8 +462,8 @@ def test_a_function_that_something_else_holds_is_reported_by_its_references(modu
 def test_undo_leaves_alone_what_somebody_else_has_set_since(module: types.ModuleType, recorder: Recorder) -> None:
     (target,) = find_functions(module, "some_service:plain")
     assert isinstance(target, Target)
-    probe = Probe(target, site_of(target.function), recorder)
-    probe.set()
+    probe = Probe(target, make_site(target.function), recorder)
+    probe.attach()
 
     def other(value: int) -> int:
         return value
@@ -480,8 +480,8 @@ def test_abstract_methods_stay_abstract(recorder: Recorder) -> None:
 
     owner = sys.modules[__name__]
     target = Target(Base, "must", vars(Base)["must"], Base.must, owner.__name__, "Base.must")
-    probe = Probe(target, site_of(Base.must), recorder)
-    probe.set()
+    probe = Probe(target, make_site(Base.must), recorder)
+    probe.attach()
     with pytest.raises(TypeError, match="abstract"):
         Base()  # type: ignore[abstract]
     probe.undo()

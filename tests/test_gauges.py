@@ -28,7 +28,7 @@ from instrument.device import gauges as host_room
 from instrument.device import gauges as room
 from instrument.device import nvml
 from instrument.device.gauges import Gone, Host
-from instrument.device.nvml import NvmlDevice, select_visible
+from instrument.device.nvml import NvmlDevice, select_visible_gpus
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
@@ -361,7 +361,7 @@ SPLIT = NvmlDevice("s", "GPU-ssss", instances=[ONE, OTHER])
     ],
 )
 def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expected: list[NvmlDevice]) -> None:
-    assert select_visible(variable, [A, B, C]) == expected
+    assert select_visible_gpus(variable, [A, B, C]) == expected
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expect
     ],
 )
 def test_cuda_shows_the_first_mig_instance(variable: str | None, expected: list[NvmlDevice]) -> None:
-    assert select_visible(variable, [A, SPLIT]) == expected
+    assert select_visible_gpus(variable, [A, SPLIT]) == expected
 
 
 def test_numbers_follow_the_pci_bus_and_a_variable_that_is_set_late(run: Run) -> None:
@@ -760,17 +760,17 @@ def test_an_ended_process_that_is_not_reaped_has_no_facts() -> None:
 
 
 def test_readings_that_another_process_writes_are_those_of_the_process() -> None:
-    RECORDER.begin(1 << 20, {})
-    add_samples(RECORDER.room_for("samples"), [Sample("process_memory", HOST, 1, 5)])
+    RECORDER.begin_recording(1 << 20, {})
+    add_samples(RECORDER.find_part_memory("samples"), [Sample("process_memory", HOST, 1, 5)])
     with closing(GaugePlace(RECORDER.memory_fd)) as place:
-        assert place.take()
+        assert place.acquire()
         assert place.add([Sample("memory_used", 0, 3, 7), Sample("power", 0, 3, None)])
         with closing(GaugePlace(RECORDER.memory_fd)) as other:
-            assert not other.take()
+            assert not other.acquire()
             assert other.is_taken()
-        add_samples(RECORDER.room_for("samples"), [Sample("process_cpu", HOST, 2, 50.5)])
+        add_samples(RECORDER.find_part_memory("samples"), [Sample("process_cpu", HOST, 2, 50.5)])
         with closing(Mapped(RECORDER.memory_fd)) as mapped:
-            for reader in (mapped, RECORDER.mapped()):
+            for reader in (mapped, RECORDER.make_reader()):
                 assert reader.samples() == [
                     Sample("process_memory", HOST, 1, 5),
                     Sample("process_cpu", HOST, 2, 50.5),
@@ -778,7 +778,7 @@ def test_readings_that_another_process_writes_are_those_of_the_process() -> None
                     Sample("power", 0, 3, None),
                 ]
                 assert [one.at_ns for one in reader.samples(2)] == [2, 3, 3]
-        RECORDER.begin(1 << 20, {})
+        RECORDER.begin_recording(1 << 20, {})
         assert not place.add([Sample("memory_used", 0, 4, 7)]), "another session records there"
 
 
@@ -808,7 +808,7 @@ def test_a_fault_in_the_thread_is_counted_and_reading_goes_on(monkeypatch: pytes
     gauges = begin(Device(nvml_ns=None, host_ns=10 * MS))
     until(lambda: gauges.samples(0, 1 << 62))
     gauges.stop()
-    assert FAULTS.counts() == {"reading of gauges": 2}
+    assert FAULTS.count_by_place() == {"reading of gauges": 2}
     FAULTS.clear()
 
 
@@ -981,4 +981,4 @@ def test_memory_is_what_the_machine_or_the_control_groups_leave(
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert environment.memory_bytes() == (limit or machine)
+    assert environment.measure_usable_memory_bytes() == (limit or machine)

@@ -284,8 +284,8 @@ def test_a_functions_probe_is_detached_and_attached_again_under_all_its_names(
     bare, bare_step = vars(module)["hot"], vars(module)["Engine"].step
     vars(other)["copied"] = bare
     selection = select('functions: [{match: ["hot_module:hot", "hot_module:Engine.step"]}]')
-    (site,) = selection.sites_of("hot_module:hot")
-    (step,) = selection.sites_of("hot_module:Engine.step")
+    (site,) = selection.find_sites("hot_module:hot")
+    (step,) = selection.find_sites("hot_module:Engine.step")
     recording = vars(module)["hot"]
     assert recording is not bare
     assert vars(other)["copied"] is recording

@@ -38,10 +38,10 @@ from instrument.recording.trace_context import RemoteParent
 from instrument.trace import file
 from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
-from instrument.trace.joined import join
+from instrument.trace.joined import join_requests
 from instrument.trace.ledger import compute_ledger
-from instrument.trace.merge import merge
-from instrument.trace.request_trees import build_request_trees, graft_requests, trace_id_of
+from instrument.trace.merge import merge_recordings
+from instrument.trace.request_trees import build_request_trees, join_request_trees, make_trace_id_of_key
 from instrument.trace.stages import make_stage_spans
 from instrument.trace.trace import Trace, columns_of_spans, spans_of
 
@@ -49,7 +49,7 @@ from instrument.trace.trace import Trace, columns_of_spans, spans_of
 def trees(spans: list[Span], run: str = "") -> dict[int, tuple[int, int]]:
     """By the id of each span its parent and its root, once requests are one tree each."""
     trace = columns_of_spans(spans)
-    found = build_request_trees(trace, join(trace), run)
+    found = build_request_trees(trace, join_requests(trace), run)
     return dict(
         zip(
             found.span_id.tolist(), zip(found.parent_id.tolist(), found.root_id.tolist(), strict=True), strict=True
@@ -80,7 +80,7 @@ def test_a_batch_that_a_loop_runs_in_the_tree_of_a_request_that_it_does_not_serv
     assert [found[number] for number in (3, 7)] == [(1, 1), (1, 1)]
     assert [found[number] for number in (4, 5)] == [(0, 4), (4, 4)]
     assert found[6][1] == 1
-    joined = join(columns_of_spans(spans))
+    joined = join_requests(columns_of_spans(spans))
     assert {number: int(place) for number, place in enumerate(joined.of[2:], 3)} == {3: 0, 4: -1, 5: -1, 6: 0, 7: 0}
 
 
@@ -123,7 +123,7 @@ def test_a_request_within_one_of_its_key_becomes_a_part_of_its_tree_without_a_tr
     spans = [made(1, CHAT, 0, 100, key="a"), made(2, WORKER, 20, 80, thread=ENGINE, key="a")]
     spans[0].remote, spans[1].remote = RemoteParent(7, 8), RemoteParent(9, 10)
     trace = columns_of_spans(spans)
-    found = build_request_trees(trace, join(trace), "run")
+    found = build_request_trees(trace, join_requests(trace), "run")
     assert (found.parent_id.tolist(), found.root_id.tolist()) == ([0, 1], [1, 1])
     assert found.remote == {0: RemoteParent(7, 8)}
 
@@ -144,16 +144,18 @@ def test_keys_that_come_again_two_requests_at_once_and_spans_without_one() -> No
 def test_halves_of_a_request_have_one_trace_wherever_they_are_looked_at() -> None:
     api, core = engine()[:6], engine()[6:]
     whole, half = (
-        build_request_trees(columns_of_spans(its), join(columns_of_spans(its)), "run 1") for its in (api, core)
+        build_request_trees(columns_of_spans(its), join_requests(columns_of_spans(its)), "run 1") for its in (api, core)
     )
     by_id = {int(whole.span_id[row]): one.trace_id for row, one in whole.remote.items()}
-    assert by_id == {1: trace_id_of("run 1", "a"), 5: trace_id_of("run 1", "b")}
+    assert by_id == {1: make_trace_id_of_key("run 1", "a"), 5: make_trace_id_of_key("run 1", "b")}
     assert {int(half.span_id[row]): one for row, one in half.remote.items()} == {
-        10: RemoteParent(trace_id_of("run 1", "a"), 0)
+        10: RemoteParent(make_trace_id_of_key("run 1", "a"), 0)
     }
-    assert trace_id_of("run 1", "a") != trace_id_of("run 2", "a")
+    assert make_trace_id_of_key("run 1", "a") != make_trace_id_of_key("run 2", "a")
     again = [made(1, CHAT, 0, 10, key="a"), made(2, CHAT, 20, 30, key="a")]
-    assert len(build_request_trees(columns_of_spans(again), join(columns_of_spans(again)), "run 1").remote) == 1
+    assert (
+        len(build_request_trees(columns_of_spans(again), join_requests(columns_of_spans(again)), "run 1").remote) == 1
+    )
 
 
 def test_parents_never_run_in_a_circle() -> None:
@@ -165,17 +167,19 @@ def test_parents_never_run_in_a_circle() -> None:
     ]
     spans[1].root_id = 2
     trace = columns_of_spans(spans)
-    found = build_request_trees(trace, join(trace, apart_ns=50))
+    found = build_request_trees(trace, join_requests(trace, apart_ns=50))
     assert found.parent_id.tolist() == [0, 1, 2]
 
 
 def test_a_span_that_began_before_its_request_by_as_much_as_clocks_are_apart_is_of_it() -> None:
     spans = [made(1, CHAT, 100, 900, key="a"), made(2, ACCEPT, 60, 70, thread=ENGINE, key="a")]
     trace = columns_of_spans(spans)
-    assert join(trace, 39).of.tolist() == [0, -1]
-    assert join(trace, 40).of.tolist() == [0, 0]
+    assert join_requests(trace, 39).of.tolist() == [0, -1]
+    assert join_requests(trace, 40).of.tolist() == [0, 0]
     earlier = columns_of_spans([*spans, made(3, CHAT, 0, 65, key="a")])
-    assert join(earlier, 40).of.tolist() == [1, 0, 0], "one that goes on comes before one that is about to begin"
+    assert join_requests(earlier, 40).of.tolist() == [1, 0, 0], (
+        "one that goes on comes before one that is about to begin"
+    )
 
 
 def saved(spans: list[Span], pid: int, boot: str, ahead_ns: int = 0) -> Saved:
@@ -191,19 +195,19 @@ def test_processes_of_several_hosts_are_one_tree_by_as_much_as_their_clocks_say(
     spans = engine()
     late = [replace(span, start_ns=span.start_ns - 700, end_ns=span.end_ns - 700) for span in spans[6:7]]
     late[0].attributes = spans[6].attributes
-    merged = merge([saved(spans[:6], 1, "one"), saved(late, 2, "other", 10**9)])
+    merged = merge_recordings([saved(spans[:6], 1, "one"), saved(late, 2, "other", 10**9)])
     assert merged.saved.trace.apart_ns >= 1000
-    found = graft_requests(merged.saved).trace.columns
+    found = join_request_trees(merged.saved).trace.columns
     accept = int(np.flatnonzero([found.sites[site].name == "accept" for site in found.site])[0])
-    chat = int(found.span_id[join(found).rows[0]])
+    chat = int(found.span_id[join_requests(found).rows[0]])
     assert (int(found.parent_id[accept]), int(found.root_id[accept])) == (chat, chat)
 
 
 def grafted_twice(spans: list[Span]) -> tuple[Columns, Columns]:
     """The trace of requests that are one tree each, and what becomes of it once they are made so again."""
     trace = columns_of_spans(spans)
-    once = build_request_trees(trace, join(trace), "run")
-    return once, build_request_trees(once, join(once), "run")
+    once = build_request_trees(trace, join_requests(trace), "run")
+    return once, build_request_trees(once, join_requests(once), "run")
 
 
 def test_a_key_that_another_open_request_was_known_by_first_names_that_one_until_a_later_one_bears_it() -> None:
@@ -256,9 +260,9 @@ def busier(seed: int) -> list[Span]:
 
 
 def sums(trace: Columns) -> tuple[list[dict[str, int]], list[int]]:
-    joined = join(trace)
+    joined = join_requests(trace)
     told = compute_ledger(trace, joined)
-    return [told.parts_of(place) for place in range(len(joined.rows))], told.given_ns.tolist()
+    return [told.times_of_request(place) for place in range(len(joined.rows))], told.given_ns.tolist()
 
 
 @example([1428890, 1214768711, 3367033384, 1147002149, 4165726059])  # who is known by a further name, or in parts
@@ -271,7 +275,7 @@ def test_each_request_of_a_random_engine_is_one_tree_and_its_ledger_the_same(see
 
 def see_trees_of(spans: list[Span]) -> None:
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     found = build_request_trees(trace, joined, "run")
     assert found.span_id.tolist() == trace.span_id.tolist()
     orphans = (found.parent_id != 0) & (found.parent == -1)
@@ -284,7 +288,7 @@ def see_trees_of(spans: list[Span]) -> None:
     ids = Counter(one.trace_id for one in found.remote.values())
     of_requests = {one.trace_id for row, one in found.remote.items() if row in joined.rows}
     assert all(ids[trace_id] == 1 for trace_id in of_requests)
-    again = join(found)
+    again = join_requests(found)
     assert (again.of.tolist(), again.rows.tolist()) == (joined.of.tolist(), joined.rows.tolist())
     assert sums(found) == sums(trace)
     twice = build_request_trees(found, again, "run")
@@ -368,13 +372,13 @@ def test_otlp_has_one_trace_for_each_request_over_all_processes_with_links_from_
     assert {link["traceId"]: link["spanId"] for link in linked} == requests
     origin = file.load(next(run.iterdir())).trace.origin
     assert {int(trace_id, 16) for trace_id in requests} == {
-        trace_id_of(origin.run, key) for key in ("r1", "r2", "r3")
+        make_trace_id_of_key(origin.run, key) for key in ("r1", "r2", "r3")
     }  # fmt: skip
 
 
 def test_links_of_a_batch_are_what_a_collector_reads() -> None:
     trace = columns_of_spans(engine())
-    joined = join(trace)
+    joined = join_requests(trace)
     spans, ids = spans_of(build_request_trees(trace, joined)), Ids()
     for row, its in linked_requests(trace, joined, ids).items():
         spans[row].links = its
@@ -396,9 +400,9 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
         while top.parent_id:
             top = by_id[top.parent_id]
         parts[ENGINE if top.thread_id in (ENGINE, 4) else API].append(span)
-    merged = merge([saved(its, pid, "one") for pid, its in parts.items() if its])
+    merged = merge_recordings([saved(its, pid, "one") for pid, its in parts.items() if its])
     columns = merged.saved.trace.columns
-    joined = join(columns)
+    joined = join_requests(columns)
     below = make_stage_spans(columns, joined)
     found = [
         span
@@ -423,8 +427,8 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
 def test_a_request_within_another_one_is_linked_to_where_it_began() -> None:
     spans = [made(1, CHAT, 0, 100), made(2, TOKENISE, 10, 90, 1), made(3, WORKER, 20, 60, 2, key="b")]
     spans[2].root_id = 3
-    merged = merge([saved(spans, 1, "one")])
-    joined = join(merged.saved.trace.columns)
+    merged = merge_recordings([saved(spans, 1, "one")])
+    joined = join_requests(merged.saved.trace.columns)
     columns = build_request_trees(merged.saved.trace.columns, joined, "run")
     [(_, its)] = spans_by_process(merged, columns, joined)
     found = {span.site.name: span for span in its}

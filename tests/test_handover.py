@@ -25,7 +25,7 @@ from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import ExportCheckpoint, Progress
-from instrument.recording.memory_layout import generation_of
+from instrument.recording.memory_layout import read_generation
 from instrument.runtime import agent_socket
 from instrument.sessions import handover, leaving
 from instrument.sessions import session as sessions
@@ -78,24 +78,24 @@ def serve(count: int) -> None:
 def taken() -> ExportCheckpoint:
     """The recording, whose export the agent has taken."""
     place = ExportCheckpoint(RECORDER.memory_fd)
-    assert place.take()
-    place.read()  # what is written goes on from there
+    assert place.acquire()
+    place.read_progress()  # what is written goes on from there
     return place
 
 
 def write(place: ExportCheckpoint, generation: int = 0, **fates: int) -> None:
     """Have the agent say how far it has come."""
-    progress = Progress(generation or generation_of(place.fileno()))
+    progress = Progress(generation or read_generation(place.fileno()))
     progress.fates.update(fates)
     progress.settled_ns = time.monotonic_ns() + 60 * 10**9
-    place.write(progress)
+    place.write_progress(progress)
 
 
 def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Collector, agent: socket.socket) -> None:
     session = begin(collector)
     place = taken()
     serve(3)
-    write(place, generation_of(place.fileno()) + 1, seen=9, kept=9, exported=9)
+    write(place, read_generation(place.fileno()) + 1, seen=9, kept=9, exported=9)
     found = session.flush(0)
     assert found is not None
     assert (found.settled, found.exported) == (False, 0)
@@ -145,7 +145,7 @@ def test_the_end_waits_for_an_agent_whose_exporter_has_yet_to_begin(collector: C
     assert not found
     place = ExportCheckpoint(RECORDER.memory_fd)
     write(place, seen=3, kept=3, exported=3)  # first, for it waits for one that has begun no longer than that
-    assert place.take()
+    assert place.acquire()
     waiting.join(120)
     assert [(delivery.settled, unsettled) for delivery, unsettled in found] == [(True, 0)]
     place.close()
@@ -191,7 +191,7 @@ def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
         have_begun.set()
 
     monkeypatch.setattr(SessionThreads, "_start_threads", begin_late)
-    monkeypatch.setattr(SessionThreads, "start", lambda _: may_begin.wait(60))
+    monkeypatch.setattr(SessionThreads, "start_reader_thread", lambda _: may_begin.wait(60))
     monkeypatch.setattr(sessions, "START_WAIT_S", 0.0)
     monkeypatch.setattr(sessions, "START_DELAY_S", 0.0)
     monkeypatch.setenv("INSTRUMENT_RUN_PID", "1")  # as in a process that begins them with its first span

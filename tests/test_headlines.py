@@ -24,7 +24,7 @@ from instrument.recording.spans import (
     Span,
 )
 from instrument.report.brief_view import Brief, brief
-from instrument.report.headlines import ENOUGH, in_flight_headline
+from instrument.report.headlines import ENOUGH, describe_requests_in_flight
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -195,6 +195,6 @@ def test_the_first_sentence_names_the_cause_of_the_slowest_request_where_it_is_c
 
 def test_live_has_a_sentence_on_most_requests_in_flight() -> None:
     waiting = [("queue", 2_000_000_000), ("queue", 1), ("", 5)]
-    assert in_flight_headline(waiting) == "2 of 3 requests in flight are in queue, the longest for 2 s."
-    assert in_flight_headline(waiting[:2]) == ""
-    assert in_flight_headline([("a", 1), ("b", 1), ("c", 1)]) == ""
+    assert describe_requests_in_flight(waiting) == "2 of 3 requests in flight are in queue, the longest for 2 s."
+    assert describe_requests_in_flight(waiting[:2]) == ""
+    assert describe_requests_in_flight([("a", 1), ("b", 1), ("c", 1)]) == ""

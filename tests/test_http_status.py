@@ -152,7 +152,7 @@ def test_every_kind_of_function_and_scope_distinguishes_an_answer_from_an_error(
                     pass
             with contextlib.suppress(type(error)):
                 list(wrap(recorder, generator, Site("generator", kind))())
-            with contextlib.suppress(type(error)), recorder.span_of(Site("scope", kind))():
+            with contextlib.suppress(type(error)), recorder.make_span_factory(Site("scope", kind))():
                 raise error
 
     asyncio.run(main())
@@ -165,7 +165,7 @@ def test_every_kind_of_function_and_scope_distinguishes_an_answer_from_an_error(
 def test_attributes_of_a_span_stay_next_to_its_status(recorder: Any) -> None:
     error = made_up("aiohttp.web_exceptions", "HTTPException", "status_code", 302)
     given = {"route": "/a"}
-    with contextlib.suppress(type(error)), recorder.span_of(REQUEST, given)():
+    with contextlib.suppress(type(error)), recorder.make_span_factory(REQUEST, given)():
         raise error
     (request,) = spans_in(recorder)
     assert (request.attributes, given) == ({"route": "/a", STATUS: 302}, {"route": "/a"})

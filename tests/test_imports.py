@@ -43,7 +43,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 def heard() -> Iterator[list[str]]:
     """Yield the names of the modules that the hook reports, of all whose names begin with `made`."""
     names: list[str] = []
-    undo = imports.install(lambda name: name.startswith("made"), lambda module: names.append(module.__name__))
+    undo = imports.install_import_hook(
+        lambda name: name.startswith("made"), lambda module: names.append(module.__name__)
+    )
     yield names
     undo()
 
@@ -56,7 +58,7 @@ def test_the_importer_sees_what_the_hook_has_replaced(write: Callable[[str, str]
         if module.__name__ == "made_one":
             module.f = lambda: "replaced"  # type: ignore[attr-defined]
 
-    undo = imports.install(lambda name: name == "made_one", replace)
+    undo = imports.install_import_hook(lambda name: name == "made_one", replace)
     try:
         assert importlib.import_module("made_two").f() == "replaced"
     finally:
@@ -125,7 +127,7 @@ def test_a_module_that_puts_another_in_its_place_is_heard_as_that_one(write: Cal
     write("made_other.py", "import sys, types\nsys.modules[__name__] = types.ModuleType('made_instead')")
     write("made_object.py", "import sys\nsys.modules[__name__] = object()")
     modules: list[ModuleType] = []
-    undo = imports.install(lambda name: name.startswith("made"), modules.append)
+    undo = imports.install_import_hook(lambda name: name.startswith("made"), modules.append)
     try:
         assert importlib.import_module("made_other") is modules[0]
         importlib.import_module("made_object")
@@ -181,8 +183,10 @@ def test_a_lazy_module_that_sleeps_when_the_hook_comes_is_heard_when_it_wakes(
 
     heard: list[str] = []
     wakes, wakes_after = asleep("made_wakes"), asleep("made_wakes_after")
-    undo = imports.install(lambda name: name.startswith("made"), lambda module: heard.append(module.__name__))
-    assert imports.is_lazy(wakes)
+    undo = imports.install_import_hook(
+        lambda name: name.startswith("made"), lambda module: heard.append(module.__name__)
+    )
+    assert imports.is_unloaded_lazy_module(wakes)
     assert (wakes.x, heard) == (2, ["made_wakes"])
     undo()
     assert (wakes_after.x, heard) == (2, ["made_wakes"])
@@ -201,13 +205,16 @@ def test_a_fault_of_ours_does_not_reach_the_import(
         raise RuntimeError("ours")
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    undos = [imports.install(fail_to_choose, fail), imports.install(lambda name: name == "made_module", fail)]
+    undos = [
+        imports.install_import_hook(fail_to_choose, fail),
+        imports.install_import_hook(lambda name: name == "made_module", fail),
+    ]
     try:
         assert importlib.import_module("made_module").x == 1
     finally:
         for undo in undos:
             undo()
-    assert FAULTS.counts() == {"import hook": 2}
+    assert FAULTS.count_by_place() == {"import hook": 2}
     FAULTS.clear()
 
 
@@ -284,7 +291,7 @@ def test_imports_in_several_threads_are_heard_once_each(write: Callable[[str, st
 
 def test_undo_removes_the_finder() -> None:
     before = list(sys.meta_path)
-    undo = imports.install(lambda name: True, lambda module: None)
+    undo = imports.install_import_hook(lambda name: True, lambda module: None)
     assert len(sys.meta_path) == len(before) + 1
     undo()
     undo()

@@ -31,13 +31,13 @@ from instrument.profile.presets import PRESETS
 from instrument.proposal.first_profile import (
     choose_keys,
     choose_layers,
+    format_rules,
     propose_first_profile,
     remove_secret_words,
-    rules_yaml,
     wrap_comment,
 )
 from instrument.proposal.function_choice import RuleProposal, choose_functions
-from instrument.proposal.observation import Callee, Observation, ObservedNode, find_own_modules
+from instrument.proposal.observation import Callee, Observation, ObservedNode, find_service_modules
 
 MS = 10**6
 
@@ -269,9 +269,11 @@ def test_own_modules_are_those_next_to_the_service_and_those_that_its_command_na
     write("venv/pyvenv.cfg", "")
     write("venv/x.py", "")
     write("data/readme.txt", "")
-    assert find_own_modules(["tool.py"], folder) == ["lib", "shop", "src", "tool"]
-    assert find_own_modules(["-m", "uvicorn", "wsgiref.types:app"], folder) == ["lib", "shop", "src", "tool"]
-    assert "yaml" in find_own_modules(["-m", "uvicorn", "yaml.loader:app"], folder)  # installed, and named as the app
+    assert find_service_modules(["tool.py"], folder) == ["lib", "shop", "src", "tool"]
+    assert find_service_modules(["-m", "uvicorn", "wsgiref.types:app"], folder) == ["lib", "shop", "src", "tool"]
+    assert "yaml" in find_service_modules(
+        ["-m", "uvicorn", "yaml.loader:app"], folder
+    )  # installed, and named as the app
 
 
 # ---------------------------------------------------------------- what is chosen of what was observed
@@ -537,7 +539,7 @@ def test_a_preset_that_is_made_for_a_package_is_named_where_that_is_imported() -
 
 def test_names_of_the_service_are_data_in_the_profile_that_is_written() -> None:
     rule = RuleProposal("app:f\u00fc.true", key="on", reasons=["a\nreason: ${HOME} # 'x'"])
-    text = "\n".join([*wrap_comment("line\n- functions: [x]"), *rules_yaml("functions", [rule])])
+    text = "\n".join([*wrap_comment("line\n- functions: [x]"), *format_rules("functions", [rule])])
     [read] = loads(text).functions
     assert read.match == ("app:f\u00fc.true",)
     assert read.key is not None
@@ -595,13 +597,13 @@ def test_looking_at_arguments_runs_no_code_of_theirs_and_is_bounded() -> None:
     assert look is not None
     for i in range(2 * LOOKS):
         look((Hostile(), f"r{i}", [Hostile(), Hostile()]), {})
-    seen = watch.facts()["app:handled"]
+    seen = watch.make_summaries()["app:handled"]
     assert seen["request_id"]["looks"] == LOOKS
     assert len(seen["request_id"]["digests"]) == LOOKS <= DIGESTS
     assert not any("r1" in digest for digest in seen["request_id"]["digests"])
     assert set(seen) == {"items", "request", "request_id"}
     watch.clear()
-    assert watch.facts() == {}
+    assert watch.make_summaries() == {}
 
 
 def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
@@ -620,7 +622,7 @@ def test_ids_are_found_in_attributes_slots_and_mappings() -> None:
     assert look is not None
     look((Slotted("r1"), "r1", [Slotted("r1"), Slotted("r2")]), {})
     look(({"request_id": "r1"}, "r1", Output()), {})
-    seen = watch.facts()["f"]
+    seen = watch.make_summaries()["f"]
     assert {path: (facts["many"], facts["weights"]) for path, facts in seen.items() if not facts["of_class"]} == {
         "items.weights": (True, ""),
         "items[].request_id": (True, "items[].num_tokens"),
@@ -636,7 +638,7 @@ def test_ids_are_found_in_the_mappings_of_a_batch() -> None:
     look, _ = watch.make_examiners(handled, "f")
     assert look is not None
     look((None, "r1", [{"request_id": "r1", "n": 1}, {"request_id": "r2", "n": 2}, {"n": 3}]), {})
-    seen = watch.facts()["f"]
+    seen = watch.make_summaries()["f"]
     assert {path: (facts["many"], facts["items"]) for path, facts in seen.items()} == {
         "items[].request_id": (True, 3),
         "request_id": (False, 1),
@@ -651,7 +653,7 @@ def test_keys_of_mappings_that_are_data_never_become_paths() -> None:
     for secret in secrets:
         look(({secret: "r1", "n": 1.5}, "r1"), {secret: "r1"})
     look(({"user_request_id": "r1", "n": 1.5}, "r1"), {})
-    assert set(watch.facts()["f"]) == {"request", "request_id", "request.user_request_id"}
+    assert set(watch.make_summaries()["f"]) == {"request", "request_id", "request.user_request_id"}
 
 
 def test_objects_without_ids_are_distinguished_even_at_a_reused_address() -> None:
@@ -663,7 +665,7 @@ def test_objects_without_ids_are_distinguished_even_at_a_reused_address() -> Non
     assert look is not None
     for _ in range(50):
         look((Job(), "r"), {})
-    assert len(watch.facts()["f"]["request"]["digests"]) == 50
+    assert len(watch.make_summaries()["f"]["request"]["digests"]) == 50
 
 
 # ---------------------------------------------------------------- real servers

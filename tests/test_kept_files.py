@@ -105,7 +105,7 @@ def test_files_keep_within_the_limit_and_the_newest_one_reports_how_many_went(
     files = KeptFiles(home, "20261123T160205-2", 25_000)
     for number in range(1, 11):
         files.add_spans(tree(number), source)
-        files.write()
+        files.write_spans()
     left = sorted(home.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     assert sum(path.stat().st_size for path in left) <= 25_000
     traces = [file.load(path) for path in left]
@@ -120,7 +120,7 @@ def test_a_failed_write_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptu
     files = KeptFiles(tmp_path / "captures", "20261123T160205-2", 1 << 20)
     for number in (1, 2):
         files.add_spans(tree(number), Source(Ids(), ORIGIN, dict, dict))
-        files.write()
+        files.write_spans()
     (message,) = caplog.messages
     assert message.startswith("capture.to: 1 spans that are kept are lost")
 
@@ -131,6 +131,6 @@ def test_much_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for number in (1, 2):
         files.add_spans(tree(number), Source(Ids(), ORIGIN, dict, dict))
         if files.is_due:
-            files.write()
+            files.write_spans()
     (path,) = (tmp_path / "captures").iterdir()
     assert len(file.load(path).trace.spans) == 2

@@ -340,11 +340,11 @@ def test_an_unreadable_recording_is_not_exported_and_the_service_goes_on(
     collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = begin(collector)
-    monkeypatch.setattr(RecordingExport, "read", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(RecordingExport, "read_new_rows", lambda *_, **__: 1 // 0)
     shop.serve_all()
     with suppress(ZeroDivisionError):  # raised on the session's thread, where that has looked first
         session.flush(100)
-    assert FAULTS.counts()
+    assert FAULTS.count_by_place()
     FAULTS.clear()
     shop.serve_all()
     instrument.stop()

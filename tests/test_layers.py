@@ -245,7 +245,7 @@ def test_a_fault_of_ours_does_not_reach_the_definition_of_a_class(
     class Odd(nn.Module):
         pass
 
-    assert FAULTS.counts() == {"definition of a layer class": 1}
+    assert FAULTS.count_by_place() == {"definition of a layer class": 1}
     FAULTS.clear()
 
 

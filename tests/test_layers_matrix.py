@@ -459,7 +459,7 @@ import torch
 assert "torch._dynamo.eval_frame" not in sys.modules
 model = torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2)), backend="eager")
 model(torch.ones(1, 2))
-RECORDER.begin(1 << 24, {})
+RECORDER.begin_recording(1 << 24, {})
 RECORDER.on = True
 model(torch.ones(1, 2))
 print([(site.name, site.instance, dict(site.attributes)) for site in calls_by_site(RECORDER)])

@@ -18,7 +18,7 @@ from trees import queue_times
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Site, Span
 from instrument.trace.columns import Columns
-from instrument.trace.joined import Joined, join
+from instrument.trace.joined import Joined, join_requests
 from instrument.trace.ledger import compute_device_ledger, compute_ledger, list_moments
 from instrument.trace.stages import find_stages
 from instrument.trace.trace import columns_of_spans
@@ -77,9 +77,9 @@ def engine() -> list[Span]:
 def times_of(spans: list[Span]) -> dict[int, dict[str, int]]:
     """By the id of each request its ledger."""
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     found, ids = compute_ledger(trace, joined), trace.span_id[joined.rows].tolist()
-    return {span_id: found.parts_of(place) for place, span_id in enumerate(ids)}
+    return {span_id: found.times_of_request(place) for place, span_id in enumerate(ids)}
 
 
 def test_the_ledger_of_two_requests_that_an_engine_serves_in_batches() -> None:
@@ -118,7 +118,7 @@ def test_the_queue_runs_from_where_the_request_was_handed_over_whatever_else_goe
     its = {"unknown": 10 + 50, "compute": 160, "accept": 10, "queue": 150, "share of batches": 20}
     assert times_of(spans)[1] == its
     trace = columns_of_spans(spans)
-    assert queue_times(trace, join(trace)) == {0: 300}
+    assert queue_times(trace, join_requests(trace)) == {0: 300}
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["submitted", "awaited"])
@@ -137,7 +137,7 @@ def test_a_request_that_is_given_up_in_the_queue_was_in_the_queue_until_then(is_
     assert times_of(spans)[2] == {"queue": queue_ns, "unknown": 260 - queue_ns}
     assert times_of(spans)[4] == {"unknown": 260}
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     assert queue_times(trace, joined) == {0: 20, 1: queue_ns}
     assert [list(one.list_named_intervals()) for one in find_stages(trace, joined) if one.place == 1] == [
         [("queue", 260 - queue_ns, 260)]
@@ -238,11 +238,13 @@ def test_a_span_with_a_key_in_another_requests_tree_belongs_to_the_keys_request(
 
 def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
     trace = columns_of_spans(engine())
-    joined = join(trace)
+    joined = join_requests(trace)
     given_out = Counter[int]()
     for row, time_ns in zip(joined.served.batch.tolist(), compute_ledger(trace, joined).given_ns.tolist(), strict=True):
         given_out[row] += time_ns
-    assert given_out == {row: int(trace.total_ns[row]) for row in trace.attributes.having(BATCH_KEYS).tolist()}
+    assert given_out == {
+        row: int(trace.total_ns[row]) for row in trace.attributes.rows_with_attribute(BATCH_KEYS).tolist()
+    }
 
 
 @pytest.mark.parametrize("parent", [4, 0], ids=["below", "in a pool"])
@@ -261,7 +263,7 @@ def test_a_batch_within_another_one_gives_out_its_time_and_the_outer_one_the_res
     assert times[1] == times[2] == served
     assert times[3] == {"queue": 10, "waiting in batches": 104, "unknown": 16}
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     assert [(one.row, one.end_ns - one.start_ns) for one in list_moments(trace, joined, 0) if one.row != -1] == [
         (3, 25),
         (4, 50),
@@ -294,7 +296,7 @@ def test_a_request_that_is_in_a_batch_several_times_has_the_weight_of_all() -> N
         made(4, STEP, 10, 20, thread=ENGINE, batch=["a", "b", "a", "nobody", "a2", "nobody"]),
         made(5, STEP, 30, 40, thread=ENGINE, batch=["b", "a2", "b"], weights=[2, 1, 3]),
     ]
-    served = join(columns_of_spans(spans)).served
+    served = join_requests(columns_of_spans(spans)).served
     found = list(zip(served.batch.tolist(), served.request.tolist(), served.weight.tolist(), served.key, strict=True))
     assert found == [
         (3, 0, 3000, "a"),
@@ -318,7 +320,7 @@ def test_a_repeated_key_is_another_request() -> None:
         made(8, STEP, 206, 207, 7, thread=ENGINE),
         made(9, ACCEPT, 10, 11, thread=ENGINE, key="nobody"),
     ]
-    joined = join(columns_of_spans(spans))
+    joined = join_requests(columns_of_spans(spans))
     assert joined.served.request.tolist() == [0, 0, 1]  # the second step came when the first request had gone
     assert joined.of.tolist() == [0, 1, -1, -1, -1, 0, 1, 1, -1]
     assert (joined.keys, joined.unbound) == ({0: ("a",), 1: ("a",)}, 1)
@@ -331,7 +333,7 @@ def test_a_request_of_another_process_within_that_of_its_key_is_a_part_of_it() -
         made(3, TOKENISE, 30, 40, 2, thread=ENGINE),
         made(4, WORKER, 90, 120, thread=ENGINE, key="a"),
     ]
-    joined = join(columns_of_spans(spans))
+    joined = join_requests(columns_of_spans(spans))
     assert joined.rows.tolist() == [0, 3]
     assert joined.of.tolist() == [0, 0, 0, 1]
 
@@ -353,9 +355,9 @@ def test_values_that_are_no_keys_and_no_batch_do_no_harm(attributes: dict[str, o
     spans = [made(1, CHAT, 0, 100, key="a"), made(2, STEP, 10, 50)]
     spans[1].attributes = attributes  # type: ignore[assignment]
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     found = compute_ledger(trace, joined)
-    assert sum(found.parts_of(0).values()) == 100
+    assert sum(found.times_of_request(0).values()) == 100
     assert int(found.given_ns.sum()) in (0, 40)
 
 
@@ -560,24 +562,24 @@ def shares(trace: Columns, joined: Joined) -> list[int]:
 @given(st.integers(0, 2**32))
 def test_the_parts_of_each_request_are_those_of_a_look_at_every_nanosecond(seed: int) -> None:
     trace = columns_of_spans(schedule(seed))
-    joined = join(trace)
+    joined = join_requests(trace)
     found = compute_ledger(trace, joined)
     assert found.given_ns.tolist() == shares(trace, joined)
     for place, row in enumerate(joined.rows.tolist()):
-        assert found.parts_of(place) == reference(trace, joined, place)
-        assert sum(found.parts_of(place).values()) == int(trace.total_ns[row])
+        assert found.times_of_request(place) == reference(trace, joined, place)
+        assert sum(found.times_of_request(place).values()) == int(trace.total_ns[row])
         moments = list_moments(trace, joined, place)
         edges = [int(trace.start_ns[row]), *(edge for one in moments for edge in one[1:3]), int(trace.end_ns[row])]
         assert edges[::2] == edges[1::2]  # from its begin to its end, without a gap
         spent = Counter[str]()
         for one in moments:
             spent[one.part] += one.end_ns - one.start_ns
-        in_batches = found.parts_of(place).get("share of batches", 0) + found.parts_of(place).get(
+        in_batches = found.times_of_request(place).get("share of batches", 0) + found.times_of_request(place).get(
             "waiting in batches", 0
         )
-        assert spent == Counter({**found.parts_of(place), "share of batches": in_batches, "waiting in batches": 0}), (
-            "but for zeros"
-        )
+        assert spent == Counter(
+            {**found.times_of_request(place), "share of batches": in_batches, "waiting in batches": 0}
+        ), "but for zeros"
 
 
 def with_devices(spans: list[Span], seed: int) -> list[Span]:
@@ -599,7 +601,7 @@ def test_device_time_is_given_out_exactly_once(seed: int) -> None:
     for at, span in enumerate(batches):  # a layer below each batch has device time, too
         spans += with_devices([made(1000 + at, TOKENISE, span.start_ns, span.end_ns, span.span_id, ENGINE)], at)
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     found = compute_device_ledger(trace, joined)
     batch_of = {span.span_id: row for row, span in enumerate(spans) if span.site in (STEP, COMPUTE)}
     instants: dict[tuple[str, int], set[tuple[int, int]]] = {}
@@ -637,9 +639,9 @@ def test_a_hundred_thousand_batches_are_given_out_exactly_once() -> None:
         spans.append(made(10_000 + number, STEP, at, at + length, thread=ENGINE, batch=batch, weights=weights))
         at += length
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     found = compute_ledger(trace, joined)
     sums = np.bincount(joined.served.batch, found.given_ns.astype(np.float64), len(trace)).astype(np.int64)
     assert (sums[len(keys) :] == trace.total_ns[len(keys) :]).all()
     for place, row in enumerate(joined.rows.tolist()):
-        assert sum(found.parts_of(place).values()) == int(trace.total_ns[row])
+        assert sum(found.times_of_request(place).values()) == int(trace.total_ns[row])

@@ -102,7 +102,7 @@ def test_lines_of_all_threads_have_the_sums_of_the_tally(tally: Tally) -> None:
 def extend(tree: CallTree, site: Site, parent: int) -> None:
     if site not in tree.sites:
         tree.sites.append(site)
-    tree.extend(len(tree), array("i", [tree.sites.index(site)]).tobytes(), array("i", [parent]).tobytes())
+    tree.add_nodes(len(tree), array("i", [tree.sites.index(site)]).tobytes(), array("i", [parent]).tobytes())
 
 
 def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None:

@@ -14,7 +14,7 @@ def test_a_signal_to_its_holder_is_sent_again_when_the_outermost_lets_go() -> No
     lock, seen = SessionLock(), []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        seen.append(lock.postpone(number))
+        seen.append(lock.postpone_signal(number))
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
@@ -38,7 +38,7 @@ def test_a_signal_to_a_thread_that_does_not_hold_it_is_not_put_off() -> None:
     holder = threading.Thread(target=hold)
     holder.start()
     assert busy.wait(60)
-    assert not lock.postpone(signal.SIGUSR1)
+    assert not lock.postpone_signal(signal.SIGUSR1)
     with lock.acquire_within(0.01) as held:
         assert not held
     done.set()

@@ -40,13 +40,13 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import INTERVALS, ROWS, Mapped
-from instrument.recording.mapped_facts import detail_of, facts_in
+from instrument.recording.mapped_facts import parse_detail, parse_facts
 from instrument.recording.memory import LABELS, IntervalRing, add_samples
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.recording.trace_context import REMOTE
 from instrument.trace.file import dump, load
-from instrument.trace.of_recording import OPEN, read_saved
+from instrument.trace.of_recording import OPEN, read_spans_and_tally
 
 C_NAMES = {
     "HEADER": "recording_t", "PART": "part_t", "RING": "Ring", "NODE": "node_t", "TOTALS": "totals_t",
@@ -91,8 +91,8 @@ def lines(tally: Tally) -> list[Any]:
 
 
 def details_of(mapped: Mapped) -> dict[int, tuple[int, str | None, dict[str, Any]]]:
-    found, _ = mapped.details_since(0)
-    return {span_id: detail_of(active_ns, facts_in(text)) for span_id, (active_ns, text) in found.items()}
+    found, _ = mapped.read_details_since(0)
+    return {span_id: parse_detail(active_ns, parse_facts(text)) for span_id, (active_ns, text) in found.items()}
 
 
 def read(recorder: Any) -> Mapped:
@@ -170,7 +170,7 @@ def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows
     assert mapped.threads() == recorder.threads()
     rows = {row[1]: row for row in rows_in(recorder)}
     assert ids_of(mapped) == sorted(rows)
-    tree = mapped.tree()
+    tree = mapped.read_tree()
     for ring in mapped.rows():
         for row in ring.rows:
             known = rows[int(row["span_id"])]
@@ -187,13 +187,13 @@ def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows
 def test_call_paths_are_read_anew_only_where_there_are_more(recorder: Any) -> None:
     mapped = read(recorder)
     recorder.wrap(lambda: None, Site("one"))()
-    first = mapped.tree()
+    first = mapped.read_tree()
     with recorder.scope("two"):
-        assert [site.name for site in path_upwards(mapped.tree(), len(mapped.tree()) - 1)] == ["two"]
-        assert mapped.tree() is mapped.tree()
-        assert mapped.tree() is not first
+        assert [site.name for site in path_upwards(mapped.read_tree(), len(mapped.read_tree()) - 1)] == ["two"]
+        assert mapped.read_tree() is mapped.read_tree()
+        assert mapped.read_tree() is not first
         recorder.wrap(lambda: None, Site("three"))()
-    assert [site.name for site in path_upwards(mapped.tree(), len(mapped.tree()) - 1)] == ["three", "two"]
+    assert [site.name for site in path_upwards(mapped.read_tree(), len(mapped.read_tree()) - 1)] == ["three", "two"]
     recorder.reset()
     recorder.wrap(lambda: None, Site("four"))()
     assert sorted(site.name for site in mapped.sites()) == ["(more call paths than the tally keeps)", "four"]
@@ -221,7 +221,10 @@ def test_a_site_that_is_first_recorded_during_a_read_is_read_with_its_name(
 
 
 def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
-    intervals, mapped = IntervalRing(64 * INTERVALS.itemsize, partial(recorder.room_for, "intervals")), read(recorder)
+    intervals, mapped = (
+        IntervalRing(64 * INTERVALS.itemsize, partial(recorder.find_part_memory, "intervals")),
+        read(recorder),
+    )
     assert len(mapped.intervals()) == 0
     for number in range(1, 300):
         intervals.add_all([(number, 1, 1 << 40, 1000 * number, 1000 * number + 5, "overlapped", 7)])
@@ -234,16 +237,19 @@ def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any
 
 
 def test_it_is_said_up_to_when_device_times_are_known(recorder: Any) -> None:
-    intervals, mapped = IntervalRing(64 * INTERVALS.itemsize, partial(recorder.room_for, "intervals")), read(recorder)
+    intervals, mapped = (
+        IntervalRing(64 * INTERVALS.itemsize, partial(recorder.find_part_memory, "intervals")),
+        read(recorder),
+    )
     assert mapped.settled_ns() == 0
-    intervals.publish_settled(1 << 40)
+    intervals.publish_settled_ns(1 << 40)
     assert mapped.settled_ns() == 1 << 40
     recorder.reset()
     assert mapped.settled_ns() == 0
 
 
 def test_a_look_at_a_run_reports_what_devices_have_worked_since_the_one_before(recorder: Any) -> None:
-    recorder.begin(1 << 22, {})
+    recorder.begin_recording(1 << 22, {})
     function, looker = recorder.wrap(lambda: None, Site("decode", device=True)), LiveSampler("run")
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
     member = Member(facts, recorder.memory_fd)
@@ -261,7 +267,7 @@ def test_a_look_at_a_run_reports_what_devices_have_worked_since_the_one_before(r
 
 
 def test_a_look_at_a_run_counts_no_time_twice_that_is_of_whatever_ran_meanwhile(recorder: Any) -> None:
-    recorder.begin(1 << 22, {})
+    recorder.begin_recording(1 << 22, {})
     for site in (Site("decode"), COLLECTION, BLOCKED_LOOP):
         recorder.wrap(lambda: None, site)()
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
@@ -270,7 +276,7 @@ def test_a_look_at_a_run_counts_no_time_twice_that_is_of_whatever_ran_meanwhile(
 
 
 def test_a_look_at_a_run_takes_a_request_to_cost_what_one_costs(recorder: Any) -> None:
-    recorder.begin(1 << 22, {})
+    recorder.begin_recording(1 << 22, {})
     for site in (Site("decode"), Site("GET /", kind="request")):
         recorder.wrap(lambda: None, site)()
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
@@ -280,7 +286,7 @@ def test_a_look_at_a_run_takes_a_request_to_cost_what_one_costs(recorder: Any) -
 
 
 def test_a_look_at_a_run_reports_the_age_also_of_a_request_that_began_as_others_were_looked_at(recorder: Any) -> None:
-    recorder.begin(1 << 22, {})
+    recorder.begin_recording(1 << 22, {})
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
 
     class Members(list[Member]):
@@ -296,7 +302,7 @@ def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: A
     mapped = read(recorder)
     told = [Sample("power", 0, at_ns, at_ns / 8) for at_ns in range(1, memory_layout.MOST_SAMPLES + 10)]
     told.append(Sample("temperature", 3, 1 << 40, None))
-    add_samples(recorder.room_for("samples"), told)
+    add_samples(recorder.find_part_memory("samples"), told)
     assert mapped.samples() == told[-memory_layout.MOST_SAMPLES + 1 :]
 
 
@@ -329,7 +335,7 @@ def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: An
 def test_open_spans_are_in_the_memory_of_a_recorder_that_begins_again_next_to_another_one(make_recorder: Any) -> None:
     first, other = make_recorder(), make_recorder()
     with other.scope("before"):
-        first.begin(1 << 22, {})
+        first.begin_recording(1 << 22, {})
         with first.scope("outer"), first.scope("inner"):
             assert [span.site.name for span in read(first).open_spans()] == ["outer", "inner"]
 
@@ -355,9 +361,9 @@ def test_open_spans_bear_what_they_were_given_and_annotated_with(make_recorder: 
                 pass
         mapped = read(recorder)
         assert {span.site.name: dict(span.attributes) for span in mapped.open_spans()} == after
-        lost = read_saved(mapped).trace.losses["errors and attributes of spans overwritten by newer ones"]
+        lost = read_spans_and_tally(mapped).trace.losses["errors and attributes of spans overwritten by newer ones"]
         assert 0 < lost < 8_000
-        told = read_saved(mapped).trace.columns
+        told = read_spans_and_tally(mapped).trace.columns
     assert before == {
         "request": {"id": 'an "id"', "tokens": [1, 2]}, "plain": {}, "long": dict([*long.items()][:4]),
         "long request": dict([*long.items()][:4]),
@@ -426,7 +432,7 @@ def test_rows_and_open_spans_bear_the_tasks_that_the_process_itself_reports(reco
             await event.wait()
         own = {row[1]: row[4] for row in rows_in(recorder)}
         own.update({row[1]: row[4] for _, row in recorder.open_rows()})
-        columns = read_saved(read(recorder)).trace.columns
+        columns = read_spans_and_tally(read(recorder)).trace.columns
         go.set()
         await asyncio.gather(*tasks)
         return own, dict(zip(columns.span_id.tolist(), columns.task_id.tolist(), strict=True))
@@ -517,12 +523,12 @@ def test_totals_that_change_hands_while_they_are_read_are_read_again(
 
 def metered(mapped: Mapped) -> list[str]:
     facts = ExportFacts(Ids((1, 2, 3)), {}, Capture(), 100, MeteredFacts(0))
-    return [row.path[-1].name for row in RecordingReader(mapped, Progress(), facts).totals(merged=True).rows()]
+    return [row.path[-1].name for row in RecordingReader(mapped, Progress(), facts).read_totals(merged=True).rows()]
 
 
 READS = {
     "open spans": lambda mapped: [span.site.name for span in mapped.open_spans()],
-    "a trace": lambda mapped: [span.site.name for span in read_saved(mapped).trace.spans if span.clipped],
+    "a trace": lambda mapped: [span.site.name for span in read_spans_and_tally(mapped).trace.spans if span.clipped],
     "totals": metered,
 }
 """The readers of a recording, which return names of sites."""
@@ -592,23 +598,27 @@ def test_frames_in_private_memory_for_want_of_room_are_counted(recorder: Any) ->
 
 
 def test_a_recording_says_whose_it_is_and_whether_its_session_ended_in_order(recorder: Any) -> None:
-    recorder.begin(1 << 22, {"origin": {"service": "chat", "digest": "abc"}})
+    recorder.begin_recording(1 << 22, {"origin": {"service": "chat", "digest": "abc"}})
     header = read(recorder).header
-    assert (header.pid, header.started, header.state) == (os.getpid(), clock.start_ticks(clock.STAT), "running")
+    assert (header.pid, header.started, header.state) == (
+        os.getpid(),
+        clock.read_process_start_ticks(clock.STAT),
+        "running",
+    )
     assert (header.service, header.origin["digest"]) == ("chat", "abc")
     recorder.write_goodbye()
     assert read(recorder).header.state == "goodbye"
 
 
 def test_a_recording_begins_with_its_session_also_after_that_has_said_more_of_itself(recorder: Any) -> None:
-    recorder.begin(1 << 22, {})
+    recorder.begin_recording(1 << 22, {})
     begun_ns = read(recorder).header.begun_ns
     with recorder.scope("request", kind="request"):
         pass
     recorder.write_facts({"gpus": []})
     assert read(recorder).header.begun_ns == begun_ns
-    assert read_saved(read(recorder)).trace.start_ns == begun_ns <= spans_in(recorder)[0].start_ns
-    recorder.begin(1 << 22, {})
+    assert read_spans_and_tally(read(recorder)).trace.start_ns == begun_ns <= spans_in(recorder)[0].start_ns
+    recorder.begin_recording(1 << 22, {})
     assert read(recorder).header.begun_ns > begun_ns
 
 
@@ -626,7 +636,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
         recorder.scope("outer", kind="request", attributes={"route": "/b"}),
         recorder.scope("inner", attributes={"told": "before it ends"}),
     ):
-        saved = read_saved(read(recorder))
+        saved = read_spans_and_tally(read(recorder))
         file = dump(tmp_path / "a.npz", saved.trace, saved.tally)
     loaded = load(file).trace
     by_name = {span.site.name: span for span in loaded.spans}
@@ -652,7 +662,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
 def test_notes_do_not_grow_with_each_merged_process(recorder: Any, tmp_path: Path) -> None:
     with recorder.scope("request", kind="request"):
         pass
-    saved, before = read_saved(read(recorder)), ""
+    saved, before = read_spans_and_tally(read(recorder)), ""
     for pid in range(1, 5):
         origin = replace(saved.trace.origin, pid=pid, service="chat")
         facts = replace(saved.trace, origin=origin, notes=[f"unseen: {pid % 2}"])
@@ -663,7 +673,7 @@ def test_notes_do_not_grow_with_each_merged_process(recorder: Any, tmp_path: Pat
 
 def test_a_recorder_that_goes_closes_its_memory(make_recorder: Any) -> None:
     one = type(make_recorder())(1 << 20)
-    one.begin(1 << 20, {})
+    one.begin_recording(1 << 20, {})
     fd = one.memory_fd
     os.fstat(fd)
     del one
@@ -783,7 +793,7 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
     recorder, folder, held = make_recorder(), tmp_path / "rings", list[Any]()
 
     def child() -> Any:
-        recorder.begin(1 << 16, {"origin": {"service": "in a file"}}, str(folder))
+        recorder.begin_recording(1 << 16, {"origin": {"service": "in a file"}}, str(folder))
         for _ in range(10):
             recorder.wrap(lambda: None, Site("f"))()
         held.append(recorder.scope("open at the end"))
@@ -793,7 +803,7 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
             recorder.no_memory,
             str(path),
             path.stat().st_mode & 0o777,
-            memory.abandoned_recordings(folder),
+            memory.find_abandoned_recordings(folder),
             path == Path(recorder.memory_path),
         )
 
@@ -801,7 +811,7 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
     if no_memory:
         pytest.skip(no_memory)
     assert (mode, left, is_its) == (0o600, [], True)
-    assert memory.abandoned_recordings(folder) == [Path(path)]
+    assert memory.find_abandoned_recordings(folder) == [Path(path)]
     with Path(path).open("rb") as file:
         mapped = Mapped(file.fileno())
     assert (mapped.header.state, mapped.header.service) == ("running", "in a file")
@@ -810,10 +820,10 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
     mapped.close()
 
     def orderly() -> Any:
-        recorder.begin(1 << 16, {}, str(folder))
+        recorder.begin_recording(1 << 16, {}, str(folder))
         recorder.wrap(lambda: None, Site("f"))()
         recorder.write_goodbye()
-        recorder.begin(1 << 16, {}, "")  # as another session would
+        recorder.begin_recording(1 << 16, {}, "")  # as another session would
         recorder.wrap(lambda: None, Site("g"))()
         return [str(one) for one in folder.iterdir()], [row.path[-1].name for row in read(recorder).tally().rows()]
 
@@ -830,7 +840,7 @@ def test_files_that_were_left_go_the_oldest_first_where_there_is_no_room_for_all
         else:
             os.close(made.fd)
     (tmp_path / "a file of the service's.recording").write_text("")
-    assert [path.name for path in memory.abandoned_recordings(tmp_path)] == [
+    assert [path.name for path in memory.find_abandoned_recordings(tmp_path)] == [
         f"99999{number}-1.recording" for number in (0, 2, 3)
     ]
     made = memory.make_memory(1 << 16, str(tmp_path), disk_bytes=2 * made.size_bytes)
@@ -845,7 +855,7 @@ def test_a_forked_child_has_a_file_of_its_own(make_recorder: Any, tmp_path: Path
     recorder = make_recorder()
 
     def parent() -> Any:
-        recorder.begin(1 << 16, {}, str(tmp_path))
+        recorder.begin_recording(1 << 16, {}, str(tmp_path))
         if recorder.no_memory:
             return [recorder.no_memory]
 
@@ -868,7 +878,7 @@ VICTIM = """
     from instrument.recorder.recorder import RECORDER
     from instrument.recording.spans import Site
 
-    RECORDER.begin(1 << 20, {"origin": {"service": "victim"}})
+    RECORDER.begin_recording(1 << 20, {"origin": {"service": "victim"}})
     RECORDER.on = True
     with socket.socket(fileno=int(sys.argv[1])) as other:
         socket.send_fds(other, [b"x"], [RECORDER.memory_fd])
@@ -951,7 +961,7 @@ def _is_whole(mapped: Mapped, unfinished: int) -> None:
     assert 0 <= heads - calls <= unfinished
     assert held >= 0.999 * (heads - losses.get("spans overwritten by newer ones", 0)) - len(rings)
     rows = np.concatenate([ring.rows for ring in rings]) if rings else np.zeros(0, ROWS)
-    tree, open_spans = mapped.tree(), mapped.open_spans()
+    tree, open_spans = mapped.read_tree(), mapped.open_spans()
     names = {int(row["span_id"]): tree.site(int(row["node"])).name for row in rows}
     assert len(names) == len(rows)
     assert set(names.values()) <= {"inner", "item", "items", "request"}
@@ -1018,7 +1028,7 @@ if ctypes.CDLL(None).mlockall(2):  # MCL_FUTURE
     raise SystemExit("may not lock")
 from instrument.recorder.recorder import Recorder
 recorder = Recorder(1 << 26)
-recorder.begin(1 << 26, {})
+recorder.begin_recording(1 << 26, {})
 recorder.on = True
 for _ in range(100):
     with recorder.scope("x"):
@@ -1036,7 +1046,7 @@ def test_a_service_that_locks_its_memory_fills_no_more_of_a_recording_than_it_us
 
 def test_pages_ahead_of_a_thread_are_there_before_it_comes_to_them() -> None:
     recorder = Recorder(1 << 26)
-    recorder.begin(1 << 26, {})
+    recorder.begin_recording(1 << 26, {})
     if recorder.memory_fd < 0:
         pytest.skip(recorder.no_memory)
     recorder.on = True
@@ -1077,11 +1087,11 @@ def test_a_recorder_that_has_had_a_memory_takes_a_larger_one(recorder: Any) -> N
     function = recorder.wrap(lambda: None, Site("f"))
     function()
     before = os.fstat(recorder.memory_fd).st_size
-    recorder.begin(100 << 20, {})
+    recorder.begin_recording(100 << 20, {})
     function()
     assert os.fstat(recorder.memory_fd).st_size > before
     assert lines(read(recorder).tally()) == lines(recorder.tally())
-    recorder.begin(1 << 20, {})
+    recorder.begin_recording(1 << 20, {})
     function()
     assert os.fstat(recorder.memory_fd).st_size > before
     assert lines(read(recorder).tally()) == lines(recorder.tally())

@@ -33,7 +33,7 @@ from instrument.recording.spans import (
     OwnNotes,
     Site,
     Span,
-    describe_uncalled,
+    describe_uncalled_targets,
 )
 from instrument.recording.trace_context import LINK
 from instrument.report.kernels_view import UNKNOWN, kernels
@@ -41,7 +41,7 @@ from instrument.report.memory_view import memory
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.file import Saved
-from instrument.trace.merge import merge
+from instrument.trace.merge import merge_recordings
 from instrument.trace.trace import Allocation, Trace
 
 
@@ -65,7 +65,7 @@ def told(spans: list[Span]) -> Counter[Any]:
 
 @given(one=traces(), other=traces())
 def test_merged_spans_of_two_processes_keep_their_parents(one: Trace, other: Trace) -> None:
-    found = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved
+    found = merge_recordings([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved
     spans = found.trace.spans
     without_devices = [
         [replace_device(span) for span in its] for its in (spans, one.spans, other.spans)
@@ -80,7 +80,9 @@ def test_merged_spans_of_two_processes_keep_their_parents(one: Trace, other: Tra
 
 @given(one=traces(), other=traces())
 def test_merged_attributes_stay_with_their_rows(one: Trace, other: Trace) -> None:
-    columns = merge([saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]).saved.trace.columns
+    columns = merge_recordings(
+        [saved(replace(one, gpus=()), pid=1), saved(replace(other, gpus=()), pid=2)]
+    ).saved.trace.columns
     rows = np.arange(len(columns.start_ns))
     for name in {name for its in (one, other) for span in its.spans for name in span.attributes}:
         wanted = [columns.attributes[row].get(name) for row in rows.tolist()]
@@ -99,7 +101,7 @@ def replace_device(span: Span) -> Span:
 def test_spans_in_two_files_of_a_process_are_merged_once(trace: Trace, cut: int) -> None:
     part = saved(replace(trace, spans=trace.spans[:cut]))
     for files in ([saved(trace), part], [part, saved(trace)]):
-        assert told(list(map(replace_device, merge(files).saved.trace.spans))) == told(
+        assert told(list(map(replace_device, merge_recordings(files).saved.trace.spans))) == told(
             list(map(replace_device, trace.spans))
         )
 
@@ -119,7 +121,7 @@ def trace_with(*spans: Span, **more: Any) -> Trace:
 def test_a_span_that_was_open_at_a_dump_is_taken_from_the_file_that_saw_its_end() -> None:
     begun, ended = span(3, 10, 50, clipped=True), span(3, 10, 90)
     child = span(4, 20, 30, parent_id=3, root_id=3)
-    found = merge([saved(trace_with(begun, child)), saved(trace_with(ended))]).saved.trace.spans
+    found = merge_recordings([saved(trace_with(begun, child)), saved(trace_with(ended))]).saved.trace.spans
     assert [(one.start_ns, one.end_ns, one.parent_id == 0, one.clipped) for one in found] == [
         (10, 90, True, False), (20, 30, False, False),
     ]  # fmt: skip
@@ -127,7 +129,7 @@ def test_a_span_that_was_open_at_a_dump_is_taken_from_the_file_that_saw_its_end(
 
 
 def test_threads_of_one_number_stay_apart_by_process_and_bear_its_name() -> None:
-    found = merge([saved(trace_with(span(1, 0, 5)), pid=pid) for pid in (1, 2)]).saved
+    found = merge_recordings([saved(trace_with(span(1, 0, 5)), pid=pid) for pid in (1, 2)]).saved
     assert len(set(found.trace.columns.thread_id.tolist())) == 2
     assert set(found.trace.threads.values()) == {"shop 1 MainThread", "shop 2 MainThread"}
     assert {row.thread_id for row in found.tally_or_count().rows()} == set(found.trace.columns.thread_id.tolist())
@@ -135,7 +137,9 @@ def test_threads_of_one_number_stay_apart_by_process_and_bear_its_name() -> None
 
 def test_sites_that_mean_one_place_are_one_with_the_attributes_that_they_share() -> None:
     sites = [Site("all_reduce", "comm", attributes=(("rank", rank), ("op", "sum"))) for rank in (0, 1)]
-    found = merge([saved(trace_with(span(1, 0, 5, site=site)), pid=1 + at) for at, site in enumerate(sites)]).saved
+    found = merge_recordings(
+        [saved(trace_with(span(1, 0, 5, site=site)), pid=1 + at) for at, site in enumerate(sites)]
+    ).saved
     assert [(site.name, site.attributes) for site in found.trace.columns.sites] == [("all_reduce", (("op", "sum"),))]
     assert {row.path for row in found.tally_or_count().rows()} == {(found.trace.columns.sites[0],)}
 
@@ -147,14 +151,16 @@ def test_one_gpu_is_one_where_its_uuid_says_so(uuids: tuple[str | None, ...], de
         device = (DeviceInterval(0, 7, 1, 4),)
         gpus = () if uuid is None else (Gpu(0, "H200", uuid),)
         files.append(saved(trace_with(span(1, 0, 5, device=device), gpus=gpus), pid=pid))
-    found = merge(files).saved
+    found = merge_recordings(files).saved
     assert len(set(found.trace.columns.device.device.tolist())) == devices
     assert len(set(found.trace.columns.device.stream.tolist())) == 2
 
 
 def test_a_link_to_a_span_follows_its_number_and_a_link_to_nothing_goes_nowhere() -> None:
     spans = [span(1, 0, 5), span(2, 6, 9, attributes={LINK: (1, 1)}), span(3, 10, 12, attributes={LINK: (99, 99)})]
-    found = merge([saved(trace_with(span(1, 0, 5)), pid=1), saved(trace_with(*spans), pid=2)]).saved.trace.spans
+    found = merge_recordings(
+        [saved(trace_with(span(1, 0, 5)), pid=1), saved(trace_with(*spans), pid=2)]
+    ).saved.trace.spans
     linked = [one for one in found if LINK in one.attributes]
     target = next(one for one in found if one.span_id == linked[0].attributes[LINK][0])
     assert found.index(target) in (0, 1)
@@ -165,19 +171,19 @@ def test_a_link_to_a_span_follows_its_number_and_a_link_to_nothing_goes_nowhere(
 def test_totals_of_overlapping_files_of_a_process_count_a_call_once() -> None:
     early, late = trace_with(span(1, 0, 5), span(2, 6, 9)), trace_with(span(2, 6, 9), span(3, 10, 12))
     files = [saved(replace(early, end_ns=9)), saved(replace(late, start_ns=6))]
-    assert merge(files).saved.tally_or_count().calls == 3
+    assert merge_recordings(files).saved.tally_or_count().calls == 3
 
 
 def test_machines_are_refused_unless_their_wall_clocks_are_asked_for() -> None:
     near, far = trace_with(span(1, 0, 5)), trace_with(span(1, 1_000, 1_005))
     files = [saved(near, pid=1, boot="b"), saved(far, pid=2, boot="c", monotonic_ns=1_000)]
     with pytest.raises(TraceError, match="--clock wall"):
-        merge(files)
-    merged = merge(files, by_wall_clock=True)
+        merge_recordings(files)
+    merged = merge_recordings(files, by_wall_clock=True)
     assert merged.saved.trace.columns.start_ns.tolist() == [0, 0]
     assert "of which nobody knows how far they are apart" in merged.header
     with pytest.raises(TraceError, match="time of day"):
-        merge([files[0], saved(far, pid=2, boot="c", realtime_ns=0)], by_wall_clock=True)
+        merge_recordings([files[0], saved(far, pid=2, boot="c", realtime_ns=0)], by_wall_clock=True)
 
 
 def test_machines_whose_clocks_are_kept_are_one_with_the_bound_stated() -> None:
@@ -186,7 +192,7 @@ def test_machines_whose_clocks_are_kept_are_one_with_the_bound_stated() -> None:
         saved(replace(near, end_ns=10**9), pid=1, boot="b", wall_error_ns=2_000_000),
         saved(far, pid=2, boot="c", wall_error_ns=1_500_000),
     ]
-    merged = merge(files)
+    merged = merge_recordings(files)
     assert merged.apart_ns == 2_000_000 + 500_000 + 1_500_000, "and what a clock that is being set gains in a second"
     assert merged.header == "2 files of 2 processes, by their wall clocks, which are at most 4 ms apart"
 
@@ -203,14 +209,14 @@ def test_the_wall_clocks_error_is_what_the_system_says_of_one_that_is_kept(
         return state
 
     monkeypatch.setattr(_ctypes, "call_cdeclfunction", adjtimex)
-    assert clock.wall_error_ns() == expected
+    assert clock.read_wall_clock_error_ns() == expected
 
 
 def test_parents_that_two_files_put_in_a_circle_are_refused() -> None:
     one = trace_with(span(1, 0, 9, parent_id=2), span(2, 1, 5, parent_id=0))
     other = trace_with(span(1, 0, 8, parent_id=0), span(2, 1, 9, parent_id=1))
     with pytest.raises(TraceError, match="its own ancestor"):
-        merge([saved(one), saved(other)])
+        merge_recordings([saved(one), saved(other)])
 
 
 SERVICE = """
@@ -290,7 +296,7 @@ def test_files_that_cannot_be_merged_are_one_line(
 
 def test_a_merged_trace_is_saved_and_read_back_in_both_forms(tmp_path: Path) -> None:
     files = [saved(program(seed, 120), pid=seed) for seed in (1, 2)]
-    merged = merge(files).saved
+    merged = merge_recordings(files).saved
     again = file.load(file.dump(tmp_path / "m.npz", merged.trace, merged.tally))
     assert np.array_equal(again.trace.columns.start_ns, merged.trace.columns.start_ns)
     assert told(again.trace.spans) == told(merged.trace.spans)
@@ -300,7 +306,7 @@ def test_a_merged_trace_is_saved_and_read_back_in_both_forms(tmp_path: Path) -> 
 
 def numbers(files: list[Saved]) -> dict[str, Any]:
     """Return the numbers of files as one."""
-    found = merge(files).saved
+    found = merge_recordings(files).saved
     rows = Counter((tuple(site.key for site in row.path), row.totals.calls) for row in found.tally_or_count().rows())
     return {
         "spans": told(found.trace.spans),
@@ -320,7 +326,7 @@ def test_a_merged_file_next_to_those_that_it_was_made_of_counts_no_span_again(
     one, other = (replace(its, **facts, start_ns=-10, end_ns=300) for its in (one, other))  # fmt: skip
     files = [saved(one, pid=1), saved(other, pid=2)]
     early = [saved(replace(one, spans=one.spans[:cut], end_ns=200), pid=1), files[1]]
-    merged = merge(early).saved
+    merged = merge_recordings(early).saved
     folder = tmp_path_factory.mktemp("m") if way != "as it is" else Path()
     if way == "recording":
         merged = file.load(file.dump(folder / "m.npz", merged.trace, merged.tally))
@@ -337,7 +343,7 @@ def test_windows_of_a_process_that_were_merged_count_no_call_again() -> None:
     first = replace(trace_with(span(1, 0, 100, clipped=True), span(2, 10, 20)), end_ns=100)
     second = replace(trace_with(span(1, 200, 300, clipped=True), span(3, 210, 220)), start_ns=200, end_ns=300)
     windows, other = [saved(first), saved(second)], saved(trace_with(span(1, 0, 5)), pid=2)
-    merged = merge([*windows, other]).saved
+    merged = merge_recordings([*windows, other]).saved
     assert [one.windows for one in merged.trace.processes] == [[(0, 100), (200, 300)], [(0, 1_000)]]
     assert numbers([merged, *windows]) == numbers([merged]) == numbers([*windows, other])
 
@@ -345,17 +351,17 @@ def test_windows_of_a_process_that_were_merged_count_no_call_again() -> None:
 def test_files_that_were_put_on_one_clock_by_their_time_of_day_count_once() -> None:
     near, far = saved(trace_with(span(1, 0, 5))), saved(trace_with(span(1, 1_000, 1_005)), pid=2, boot="c")
     far = replace(far, trace=replace(far.trace, origin=replace(far.trace.origin, monotonic_ns=990, host="far")))
-    merged = merge([near, far], by_wall_clock=True).saved
-    again = merge([merged, near, far], by_wall_clock=True)
+    merged = merge_recordings([near, far], by_wall_clock=True).saved
+    again = merge_recordings([merged, near, far], by_wall_clock=True)
     assert (again.files, again.processes) == (3, 2)
     assert again.saved.trace.columns.start_ns.tolist() == merged.trace.columns.start_ns.tolist() == [0, 10]
 
 
 def test_containers_whose_processes_have_one_number_are_two_processes() -> None:
     files = [saved(trace_with(span(1, 0, 5)), pid=7, start_ticks=ticks) for ticks in (100, 200)]
-    assert merge(files).processes == 2
-    assert len(merge(files).saved.trace.columns) == 2
-    assert merge([files[0], files[0]]).processes == 1
+    assert merge_recordings(files).processes == 2
+    assert len(merge_recordings(files).saved.trace.columns) == 2
+    assert merge_recordings([files[0], files[0]]).processes == 1
 
 
 def names_of(path: Path, what: str) -> dict[tuple[int, int | None], str]:
@@ -371,7 +377,7 @@ def test_each_process_of_a_merged_trace_is_one_to_viewers(tmp_path: Path) -> Non
         saved(trace_with(*requests), pid=pid, service=service, start_ticks=ticks)
         for pid, service, ticks in ((11, "api", 1), (12, "api", 2), (7, "engine", 3), (7, "engine", 4))
     ]
-    merged = merge(files).saved
+    merged = merge_recordings(files).saved
     path = chrome.dump(tmp_path / "m.json", merged.trace, merged.tally)
     processes = names_of(path, "process_name")
     assert [processes[pid, None] for pid in (11, 12, 7)] == ["api", "api", "engine"]
@@ -427,14 +433,14 @@ def test_a_rule_without_a_match_is_no_note_if_another_process_has_one(tmp_path: 
         (1, sites[0], ("a 1",), (("a 2", "engine:*: waiting (engine not imported)"),), ("shop:rest", "shop:idle")),
         (2, sites[1], ("a 2",), (("a 3", "gone:*: waiting (gone not imported)"),), ("shop:idle", "shop:work")),
     ):
-        notes = [*(note for _, note in waiting), describe_uncalled(uncalled), "blind"]
+        notes = [*(note for _, note in waiting), describe_uncalled_targets(uncalled), "blind"]
         trace = trace_with(span(1, 0, 5, site=site), notes=notes, own_notes=OwnNotes(at_work, waiting, uncalled))
         its = saved(trace, pid=pid)
         files.append(file.load(file.dump(tmp_path / f"{pid}.npz", its.trace, its.tally)))
     expected = ["shop 2: gone:*: waiting (gone not imported)", "blind", "1 target was never called: shop:idle"]
-    merged = merge(files).saved
+    merged = merge_recordings(files).saved
     assert sorted(merged.trace.notes) == sorted(expected)
-    assert sorted(merge([merged, files[0]]).saved.trace.notes) == sorted(expected)
+    assert sorted(merge_recordings([merged, files[0]]).saved.trace.notes) == sorted(expected)
 
 
 RULES_OF_TWO = """
@@ -483,7 +489,7 @@ def test_the_record_of_torch_profiler_stays_with_its_process_in_a_merge() -> Non
     parts = [Trace(Origin(1, "shop", 0, 0), 0, 100, [theirs]), Trace(Origin(2, "shop", 0, 0), 0, 100, [ours], **seen)]
     gpus = [[Gpu(0, "H200", f"GPU-{number}")] for number in range(2)]
     files = [saved(replace(one, gpus=its), pid=pid) for pid, (one, its) in enumerate(zip(parts, gpus, strict=True))]
-    recording = Recording.of_saved(merge(files).saved)
+    recording = Recording.of_saved(merge_recordings(files).saved)
     (device,) = (gpu.device for gpu in recording.trace.gpus if gpu.uuid == "GPU-1")
     used, held = kernels(recording, Options()), memory(recording, Options())
     assert [(use.name, use.kernels) for use in used.places] == [(UNKNOWN, 1), ("ours", 1)]

@@ -32,7 +32,7 @@ from instrument.otlp import exporter
 from instrument.otlp.packing import make_exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
-from instrument.recorder.request_meter import queued_tasks
+from instrument.recorder.request_meter import count_queued_tasks
 from instrument.recording.distributions import MOST_EXEMPLARS, Distribution, Exemplar, Exemplars, Histograms, bucket_of
 
 DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
@@ -714,10 +714,10 @@ def test_calls_that_got_their_device_time_later_are_not_reported_twice() -> None
     first = Distribution()
     for value_ns in (1_000, 1_000, 5_000):
         first.add(value_ns)
-    told_so_far.add_growth(first)
+    told_so_far.add_later_calls(first)
     later = Distribution(4, 27_000, 1_000, 20_000, {bucket_of(1_000): 1, bucket_of(5_000): 1, bucket_of(20_000): 2})
     before = told_so_far.copy()
-    told_so_far.add_growth(later)
+    told_so_far.add_later_calls(later)
     assert told_so_far.count == sum(told_so_far.buckets.values()) == 4
     assert all(count >= before.buckets.get(index, 0) for index, count in told_so_far.buckets.items())
     assert told_so_far.subtract_state(before).buckets == {bucket_of(20_000): 1}
@@ -859,7 +859,7 @@ def test_waiting_work_of_executors_is_reported_by_pool() -> None:
                 gate.wait(60)
 
             try:
-                before = queued_tasks().get("ThreadPoolExecutor", 0)
+                before = count_queued_tasks().get("ThreadPoolExecutor", 0)
                 for pool, count in pools.items():
                     for _ in range(count):
                         pool.submit(work)

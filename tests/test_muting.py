@@ -65,7 +65,7 @@ class Machine:
 
     def _prepare(self, kind: str, name: str) -> None:
         if "scope" in kind:
-            self.sites[name] = self.recorder.scope_site(name, "user")
+            self.sites[name] = self.recorder.find_or_make_scope_site(name, "user")
             return
         site = self.sites[name] = Site(name)
         bodies: dict[str, Any] = {

@@ -349,7 +349,7 @@ from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 selection = Selection(loads('functions: [{match: "served_late:f"}, {match: "served:g"}]', environ={}))
 undo = selection.attach()
-RECORDER.begin(1 << 24, {})
+RECORDER.begin_recording(1 << 24, {})
 RECORDER.on = True
 import served_late
 before = served_late.f

@@ -550,7 +550,7 @@ def test_the_oldest_of_too_many_packed_requests_are_dropped_and_counted(monkeypa
 
 def bodies_of(source: Source, spans: Sequence[Span]) -> list[Body]:
     """The spans packed as requests."""
-    return list(source.requests(columns_of_spans(spans), np.arange(len(spans)), REQUEST_BYTES))
+    return list(source.pack_requests(columns_of_spans(spans), np.arange(len(spans)), REQUEST_BYTES))
 
 
 def test_the_headers_of_the_profile_are_sent_on_one_kept_connection() -> None:
@@ -729,7 +729,7 @@ def test_a_span_that_cannot_be_said_fails_alone(monkeypatch: pytest.MonkeyPatch)
         delivery = exporter.flush(60 * SECOND)
         adds_up(exporter)
     assert (delivery.exported, delivery.failed) == (4, 1)
-    assert FAULTS.counts() == {"packing of spans": 1}
+    assert FAULTS.count_by_place() == {"packing of spans": 1}
     FAULTS.clear()
 
 
@@ -743,7 +743,7 @@ def test_a_fault_of_ours_fails_what_is_under_way_and_not_the_thread(monkeypatch:
         offer(exporter, tree(2, 10))
         assert exporter.flush(60 * SECOND).exported == 2
         adds_up(exporter)
-    assert FAULTS.counts() == {"OTLP export": 1}
+    assert FAULTS.count_by_place() == {"OTLP export": 1}
     FAULTS.clear()
 
 
@@ -1062,14 +1062,14 @@ def test_a_fork_in_the_middle_gives_two_exporters(collector: Receiver, protocol:
 def test_spans_that_were_given_up_before_their_answer_came_have_one_fate() -> None:
     queue, source = RequestQueue(), Source(Ids(), ORIGIN, dict, dict)
     for spans in (1, 2):
-        queue.offer(Body(b"any", spans), source)
+        queue.offer_request(Body(b"any", spans), source)
     with queue.lock:
-        answered, pending = queue.take_next(), queue.take_next()
+        answered, pending = queue.take_next_request(), queue.take_next_request()
         assert answered is not None
         assert pending is not None
         queue.settle_request(answered, Response(taken=True))
         queue.is_closed = True
-        queue.give_up("stopped")
+        queue.give_up_requests("stopped")
         queue.settle_request(pending, Response(taken=True, rejected=1))
     counts = queue.counts()
     assert (counts["exported"], counts["failed"], counts["rejected"]) == (1, 2, 0)

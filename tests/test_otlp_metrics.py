@@ -191,9 +191,9 @@ def test_totals_keep_their_start_when_the_wall_clock_is_set(
     for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
         counted = Metric("count", "s", COUNTER, "", {(): float(at_ns)})
         counts.put_snapshot(Snapshot(5_000, at_ns, (counted,)))
-        for request in counts.requests(origin):
+        for request in counts.make_requests(origin):
             found += request.series[0].points
-            counts.settle(request, Response(True))
+            counts.settle_request(request, Response(True))
     first, second = found
     assert first.start_ns == ORIGIN.realtime_of(5_000)
     assert second.start_ns == (first.at_ns if preference == "delta" else first.start_ns)
@@ -329,7 +329,7 @@ def test_samples_that_nobody_fetches_stay_bounded_and_the_newest_remain(monkeypa
         for at in range(25):
             metrics_of(exporter).offer_samples([sample("power", float(at), at=at)], [GPU])
         assert metrics_of(exporter).losses() == {"samples of gauges dropped by the OTLP export": 15}
-        (request,) = metrics_of(exporter).requests(ORIGIN)
+        (request,) = metrics_of(exporter).make_requests(ORIGIN)
         assert [point.value for point in request.series[0].points] == [float(at) for at in range(15, 25)]
 
 
@@ -465,5 +465,5 @@ def test_metrics_of_a_process_that_cannot_be_said_do_not_stop_those_of_another_o
         assert server.taken == ["sound"]
         assert damaged.metrics is not None
         assert damaged.metrics.losses() == {"series of metrics dropped by the OTLP export": 1}
-    assert FAULTS.counts() == {"OTLP export of metrics": 1}
+    assert FAULTS.count_by_place() == {"OTLP export of metrics": 1}
     FAULTS.clear()

@@ -25,10 +25,10 @@ from instrument.otlp.packed_spans import SpanIds, SpanPacker
 from instrument.otlp.packing import EVENT_LIMIT, LinkedSpan
 from instrument.otlp.span_forms import JSON, PROTOBUF, Form, split_into_requests
 from instrument.recording.spans import BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
-from instrument.recording.trace_context import LINK, LINK_TRACE_ID, RemoteParent, link_of
+from instrument.recording.trace_context import LINK, LINK_TRACE_ID, RemoteParent, make_link_attributes
 from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
-from instrument.trace.merge import merge
+from instrument.trace.merge import merge_recordings
 from instrument.trace.trace import Trace, columns_of_spans
 
 
@@ -242,7 +242,7 @@ def test_spans_of_several_processes_have_the_ids_that_each_process_gave() -> Non
         Saved(replace(recorded(replace(ORIGIN, pid=pid, boot="one")), spans=spans), None)
         for pid, spans in enumerate(own, start=1)
     ]
-    merged = merge(saved)
+    merged = merge_recordings(saved)
     trace = merged.saved.trace.columns
     first, second = merged.saved.trace.processes
     process = np.zeros(len(trace), dtype=np.int64)
@@ -281,7 +281,7 @@ def recorded(origin: Origin) -> Trace:
 @pytest.mark.parametrize("trace_id", [None, 0xABC << 64])
 def test_a_root_is_linked_to_the_span_that_its_task_came_from(trace_id: int | None) -> None:
     ids = Ids()
-    link = link_of(5, 3, None if trace_id is None else RemoteParent(trace_id, 9))
+    link = make_link_attributes(5, 3, None if trace_id is None else RemoteParent(trace_id, 9))
     spans = [span(span_id=8, root_id=8, attributes={"user.rows": 4, **link})]
     (message,) = decoded(spans, ids)
     in_trace = ids.trace_id(3) if trace_id is None else trace_id

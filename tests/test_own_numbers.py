@@ -19,13 +19,13 @@ from otlp_collectors import collecting, take
 from otlp_receiver import free_port, read_until
 
 import instrument
-from instrument.instrumentors.request_keys import make_reader
+from instrument.instrumentors.request_keys import make_call_reader
 from instrument.profile.keys import loads
 from instrument.recorder import api as numbers
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import bucket_middle
-from instrument.recording.mapped import read_own_metrics
-from instrument.recording.metrics import LARGEST_MIDDLE, metrics_of, samples_of
+from instrument.recording.mapped import read_service_metrics
+from instrument.recording.metrics import LARGEST_MIDDLE, make_metrics, make_samples
 from instrument.runtime.faults import FAULTS
 
 
@@ -42,7 +42,7 @@ def newest() -> dict[str, float]:
     """The newest values by the names on timelines."""
     return {
         sample.name: sample.value
-        for sample in samples_of(*read_own_metrics(RECORDER.mapped()))
+        for sample in make_samples(*read_service_metrics(RECORDER.make_reader()))
         if sample.value is not None
     }
 
@@ -55,7 +55,7 @@ def test_numbers_have_their_newest_value_and_begin_anew_with_a_session(session: 
         hits.add(2)
         sizes.record(value * 100)
     assert newest() == {"t.usage": 0.75, "t.hits": 6, "t.n.sum": 150}
-    counted, distribution = metrics_of(read_own_metrics(RECORDER.mapped())[1])
+    counted, distribution = make_metrics(read_service_metrics(RECORDER.make_reader())[1])
     assert (counted.name, counted.unit, counted.kind, counted.series) == ("t.hits", "{hit}", "counter", {(): 6})
     (values,) = distribution.series.values()
     assert (values.count, values.sum_ns) == (3, 150 * 10**9)
@@ -99,10 +99,10 @@ def test_a_value_that_is_no_number_is_counted_and_harms_nothing(session: None) -
 @given(st.lists(st.floats(0, 1e300) | st.integers(-5, 10**9), min_size=1, max_size=30))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_histogram_has_each_value_within_an_eighth(session: None, values: list[float]) -> None:
-    RECORDER.begin(1 << 20, {})
+    RECORDER.begin_recording(1 << 20, {})
     for value in values:
         instrument.histogram("t.n").record(value)
-    (metric,) = metrics_of(read_own_metrics(RECORDER.mapped())[1])
+    (metric,) = make_metrics(read_service_metrics(RECORDER.make_reader())[1])
     (distribution,) = metric.series.values()
     middles = sorted(
         bucket_middle(bucket) / 10**9 for bucket, count in distribution.buckets.items() for _ in range(count)
@@ -154,7 +154,7 @@ def test_a_gauge_by_rule_is_read_at_most_once_in_its_interval(session: None) -> 
     rule = "{argument: self.usage, name: r.usage, every: 1h}, {argument: items, record: size, name: r.items}"
     rule += ", {argument: return.hits, name: r.hits, kind: counter}, {argument: return.stats.n, name: r.none}"
     (parsed,) = loads(f'functions: [{{match: "m:f", gauges: [{rule}]}}]').functions
-    reader = make_reader(Cache.step, parsed)
+    reader = make_call_reader(Cache.step, parsed)
     assert reader.missing == []
     assert reader.of_call is not None
     assert reader.of_result is not None

@@ -19,7 +19,7 @@ from instrument.cli import main
 from instrument.recording.spans import DeviceInterval, Gpu, Origin, Sample, Site, Span
 from instrument.trace import file
 from instrument.trace.file import Saved
-from instrument.trace.merge import merge
+from instrument.trace.merge import merge_recordings
 from instrument.trace.trace import Trace
 
 CHAT, STEP = Site("POST /chat", "request"), Site("engine.step", "step", "chat.engine", "Engine.step", "engine.py", 30)
@@ -237,7 +237,7 @@ def test_each_process_of_a_merged_trace_is_a_process_with_its_own_threads(tmp_pa
         Saved(replace(trace, origin=replace(trace.origin, **its)), None)
         for its in ({"boot": "b"}, {"boot": "b", "start_ticks": 9}, {"boot": "b", "pid": 12, "service": "engine"})
     ]
-    merged = merge(files).saved
+    merged = merge_recordings(files).saved
     read = Read(write_perfetto(tmp_path / "m.pftrace", merged.trace).read_bytes())
     processes = [one.process for one in read.tracks.values() if one.HasField("process")]
     assert [one.process_name for one in processes] == ["shop", "shop", "engine"]

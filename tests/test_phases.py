@@ -259,7 +259,7 @@ def test_a_compiled_optimizer_and_a_compiled_step_compute_the_same(phases: Phase
     recording.reset()
     assert torch.equal(trained(True), wanted)
     assert [row.path[-1].name for row in recording.tally().rows()] == ["backward", "optimizer"]
-    assert not FAULTS.counts()
+    assert not FAULTS.count_by_place()
     torch._dynamo.reset()
 
 

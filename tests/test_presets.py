@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 
 import instrument.profile.keys
 from instrument import chrome
-from instrument.cli.interpreter import name_service
+from instrument.cli.interpreter import choose_service_name
 from instrument.errors import ProfileError
 from instrument.profile.keys import load, loads
 from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, Recordings, RequestsRule, Summary
@@ -75,7 +75,7 @@ class TestPresetsOfAnyService:
         chrome = read(f"preset: {preset}").export.chrome
         assert chrome is not None
         lives = ("20261123T160205-2", "20261123T160930-2")
-        paths = {Destination(tmp_path, "shop", run, is_first=True).path(chrome.path) for run in lives}
+        paths = {Destination(tmp_path, "shop", run, is_first=True).make_path(chrome.path) for run in lives}
         assert len(paths) == 2
 
 
@@ -420,6 +420,6 @@ def test_a_command_names_its_service_by_app_module_script_or_folder(
 ) -> None:
     (tmp_path / "acme").mkdir()
     monkeypatch.chdir(tmp_path / "acme")
-    assert name_service(words.split()) == name
+    assert choose_service_name(words.split()) == name
     (tmp_path / "acme" / "pyproject.toml").write_text('[tool.x]\nname = "y"\n[project]\nname = "chat 7"\n')
-    assert name_service(words.split()) == "chat-7"
+    assert choose_service_name(words.split()) == "chat-7"

@@ -142,7 +142,7 @@ def test_a_process_context_of_another_sdk_stays_untouched() -> None:
 
 
 def test_a_reader_never_sees_half_of_an_update() -> None:
-    if process_context._is_published():
+    if process_context._is_context_published():
         pytest.skip("this process has one")
     from instrument.otlp.packing import pack_resource
 
@@ -153,10 +153,10 @@ def test_a_reader_never_sees_half_of_an_update() -> None:
         while not stopping.is_set():
             number += 1
             text = f"{number} " * (number % 50)
-            assert not process_context.publish(pack_resource({"service.name": text, "copy": text}))
+            assert not process_context.publish_context(pack_resource({"service.name": text, "copy": text}))
             time.sleep(0.0002)
 
-    assert not process_context.publish(pack_resource({"service.name": "a", "copy": "a"}))
+    assert not process_context.publish_context(pack_resource({"service.name": "a", "copy": "a"}))
     thread = threading.Thread(target=update)
     thread.start()
     try:
@@ -167,7 +167,7 @@ def test_a_reader_never_sees_half_of_an_update() -> None:
     finally:
         stopping.set()
         thread.join()
-        process_context.withdraw()
+        process_context.withdraw_context()
     assert read(os.getpid()) is None
     assert contexts() == before
-    assert process_context.publish(bytes(process_context.PAYLOAD_LIMIT + 1))
+    assert process_context.publish_context(bytes(process_context.PAYLOAD_LIMIT + 1))

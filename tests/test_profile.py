@@ -981,7 +981,7 @@ class TestSchema:
         Draft202012Validator.check_schema(SCHEMA)
 
     def test_the_file_is_what_the_keys_make(self) -> None:
-        assert json_schema.FILE.read_text("utf-8") == json_schema.schema_text(), (
+        assert json_schema.FILE.read_text("utf-8") == json_schema.format_schema(), (
             "run: python -m instrument.profile.json_schema"
         )
 

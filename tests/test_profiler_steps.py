@@ -103,7 +103,7 @@ def test_any_function_of_steps_gives_windows_that_hold_each_recorded_step_once(s
     found = []
     for end in range(1, len(states) + 2):
         first = windows.first_step
-        window = windows.advance(end * 10)
+        window = windows.end_step(end * 10)
         if window is not None:
             assert window[1] // 10 == first
             found.append(range(first, end))
@@ -921,7 +921,7 @@ def test_an_asynchronous_wait_that_nobody_awaits_any_more_is_closed_in_silence(
     never = loop.create_future()
     with Profiler():
         waiting = instrument.loader(read()).__anext__()
-        contextvars.copy_context().run(waiting.send, None)
+        contextvars.copy_context().run(waiting.send_spans, None)
         del waiting
         gc.collect()
     loop.close()

@@ -161,7 +161,7 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
         trees.take()
         spans = spans_in(recorder)
         assert len(read_rows(cursor)) == len(spans)
-        assert cursor.lost == 0
+        assert cursor.lost_rows == 0
         about = f"program {seed}: {steps}"
         assert recorded_tree(spans) == expected_tree(machine.spans), about
         assert tallied(recorder) == Counter(span.path for span in machine.spans), about

@@ -260,10 +260,10 @@ def test_requests_are_reported_by_route_and_by_what_they_say_of_what_is_generate
     route = ("http.route", "/v1/chat/completions")
     for routes, labels in (((), (route, *common)), (("/v1/*",), (("gen_ai.operation.name", "chat"), route, *common))):
         counted = meter_of(*routes)
-        counted.count_served(own, 40, 2.5, (7, 8))
+        counted.count_queue_and_batches(own, 40, 2.5, (7, 8))
         taken = meter_of(*routes)
         taken.restore(counted.state())
-        taken.count_served(own, 2, 4.0, None)
+        taken.count_queue_and_batches(own, 2, 4.0, None)
         found = {one.name: one for one in metrics_of(taken)}
         for name, total in ((TIME_IN_QUEUE, 42), ("instrument.request.batch.size", 6_500_000_000)):
             ((told, times),) = found[name].series.items()

@@ -904,12 +904,12 @@ def test_a_cursor_reads_every_row_once_and_counts_what_came_too_late(make_record
     cursor = recorder.cursor()
     for _ in range(10):
         function()
-    assert [len(ring.rows) for ring in cursor.read()] == [10]
+    assert [len(ring.rows) for ring in cursor.read_new_rows()] == [10]
     assert read_rows(cursor) == []
     for _ in range(3 * capacity):
         function()
-    assert [len(ring.rows) for ring in cursor.read()] == [capacity]
-    assert cursor.lost == 2 * capacity
+    assert [len(ring.rows) for ring in cursor.read_new_rows()] == [capacity]
+    assert cursor.lost_rows == 2 * capacity
 
 
 def test_rows_that_went_with_the_rings_of_ended_threads_count_as_lost(make_recorder: Any) -> None:
@@ -922,7 +922,7 @@ def test_rows_that_went_with_the_rings_of_ended_threads_count_as_lost(make_recor
         thread.join()
     read = len(read_rows(cursor))
     assert 0 < read < 1_100
-    assert read + cursor.lost == 1_100
+    assert read + cursor.lost_rows == 1_100
 
 
 def test_rows_read_while_other_threads_write_are_whole_and_come_once(make_recorder: Any) -> None:
@@ -945,7 +945,7 @@ def test_rows_read_while_other_threads_write_are_whole_and_come_once(make_record
         recorder.tally()
     read()
     assert len(seen) == len(set(seen))
-    assert len(seen) + cursor.lost == 4 * calls
+    assert len(seen) + cursor.lost_rows == 4 * calls
     assert recorder.tally().calls == recorder.calls == 4 * calls
 
 
@@ -983,7 +983,7 @@ def test_memory_stays_bounded_when_recursion_and_names_do_not(recorder: Any) -> 
 
     recurse(200)
     for index in range(100):
-        recorder.close(recorder.open(recorder.scope_site(f"name {index}", "user")))
+        recorder.close(recorder.open(recorder.find_or_make_scope_site(f"name {index}", "user")))
     assert 50 < recorder.node_count <= 50 + 2 * (100 + 20)
     assert len(recorder._scope_sites) == 20
     tally = recorder.tally()

@@ -47,7 +47,7 @@ PRELUDE = """
 import atexit, contextvars, gc, os, signal, sys, threading, time, warnings, weakref
 from instrument.recorder.recorder import RECORDER as recorder
 from instrument.recording.spans import Site
-recorder.begin(1 << 26, {})
+recorder.begin_recording(1 << 26, {})
 recorder.on = True
 def spans_in(recorder):
     from readback import spans_in
@@ -614,7 +614,7 @@ def test_heads_stay_usable_beyond_their_ends(make_recorder: Any) -> None:
             function()
         assert ring.head == head + 90
         rows = read_rows(cursor)
-        assert (len(rows), cursor.lost) == (ring.capacity, 90 - ring.capacity)
+        assert (len(rows), cursor.lost_rows) == (ring.capacity, 90 - ring.capacity)
         ids = [row["span_id"] for row in rows]
         assert ids == list(range(ids[0], ids[0] + 2 * ring.capacity, 2))
         assert len(spans_in(recorder)) == ring.capacity
@@ -630,14 +630,14 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     full = (1 << 63) - 1
     preset_totals(recorder, ring.thread_id, row[0], (1 << 32) - 1, full - (1 << 31), (1 << 32) - 1)
     recorder.record(site, recorder.now_ns() - (1 << 30), None)
-    _, _, (cell,), *_ = recorder.mapped()._totals(None)
+    _, _, (cell,), *_ = recorder.make_reader()._read_totals(None)
     assert cell["calls"] == 1 << 32
     assert full - (1 << 30) - (1 << 20) < cell["total_ns"] == cell["self_ns"] < full
     assert list(recorder.tally().histogram([row[0]]).values()) == [1 << 32]  # the lower half has carried
     assert recorder.counts() == {}
     for _ in range(3):
         recorder.record(site, recorder.now_ns() - (1 << 30), None)
-    _, _, (cell,), *_ = recorder.mapped()._totals(None)
+    _, _, (cell,), *_ = recorder.make_reader()._read_totals(None)
     assert (cell["calls"], cell["errors"], cell["total_ns"], cell["self_ns"]) == ((1 << 32) + 3, 0, full, full)
     assert list(recorder.tally().histogram([row[0]]).values()) == [(1 << 32) + 3]
     (reason,) = recorder.counts()
@@ -862,7 +862,7 @@ def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_alloc
                 elif chosen == 2 and kept:
                     recorder.end_manual(kept.pop())
                 elif chosen == 3 and len(kept) < 20:
-                    kept.append(recorder.start_manual(recorder.scope_site("kept", "user"), {"a": [0]}))
+                    kept.append(recorder.start_manual(recorder.find_or_make_scope_site("kept", "user"), {"a": [0]}))
                 elif chosen == 4:
                     recorder.end_manual(recorder.innermost_manual(None))
                 elif chosen == 5:
@@ -1210,7 +1210,7 @@ def test_a_request_larger_than_the_ring_keeps_its_newest_rows_and_counts_the_oth
         children_ns = sum(span.total_ns for span in spans if span.parent_id == root.span_id)
         assert root.self_ns < root.total_ns - children_ns
         assert recorder.losses() == {"spans overwritten by newer ones": turn * total - ring.capacity}
-        assert (len(read_rows(cursor)), cursor.lost) == (ring.capacity, total - ring.capacity)
+        assert (len(read_rows(cursor)), cursor.lost_rows) == (ring.capacity, total - ring.capacity)
 
 
 # -------------------------------------------------------------------- what a function can do
@@ -1564,7 +1564,7 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
             check(rows)
             own = [row[1] for row in rows]
             assert len(set(own)) == len(own)
-        recorder.mapped().first_row_after(time.monotonic_ns() - 1_000_000)
+        recorder.make_reader().find_first_rows_after(time.monotonic_ns() - 1_000_000)
 
     def read_spans() -> None:
         check(row for _, row in recorder.open_rows())
@@ -1611,7 +1611,7 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
     total = writers * rounds * 4
     assert recorder.calls == recorder.tally().calls == total
     assert len(seen) == len(set(seen))
-    assert len(seen) + cursor.lost == total
+    assert len(seen) + cursor.lost_rows == total
     kept = sum(min(ring.head, ring.capacity) for ring in recorder.rings())
     assert recorder.losses().get("spans overwritten by newer ones", 0) == total - kept
     assert recorder.counts() == {}

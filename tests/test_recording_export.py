@@ -50,9 +50,9 @@ class Service:
     def begin(self, name: str, metered: MeteredFacts = UNMETERED) -> None:
         """Begin a session."""
         ids, resource = Ids(instance=name), {"service.name": name, "service.instance.id": name}
-        told = export_facts.facts_as_json(ExportFacts(ids, resource, Capture(sample=1.0), 1000, metered))
+        told = export_facts.encode_facts(ExportFacts(ids, resource, Capture(sample=1.0), 1000, metered))
         origin = Origin(os.getpid(), name, time.monotonic_ns(), time.time_ns())
-        self.recorder.begin(1 << 20, {"origin": asdict(origin), "export": told})
+        self.recorder.begin_recording(1 << 20, {"origin": asdict(origin), "export": told})
 
     def serve(self, name: str, count: int) -> None:
         for _ in range(count):
@@ -64,7 +64,7 @@ class Service:
         exporter = Exporter(server.settings, Origin(os.getpid(), "", 0, 0), dict, detects=False)
         exporter.start()
         self.run = ExportLoop(lambda *_: None, lambda _: None)
-        self.exported = self.run.begin(0, self.recorder.memory_fd, exporter)
+        self.exported = self.run.begin_export(0, self.recorder.memory_fd, exporter)
         self.exporter = exporter
         return self.exported
 
@@ -74,7 +74,7 @@ class Service:
 
     def progress(self) -> Progress:
         """Return the progress of the export, as it is written."""
-        return self.exported._place.read()
+        return self.exported._place.read_progress()
 
     def end(self) -> Counter[str]:
         """Have all be sent that there is, as of a process that has ended; the fates of all spans."""
@@ -82,7 +82,7 @@ class Service:
         while self.look() or not (found.has_ended and found.settle_remaining()):
             assert time.monotonic() < end
             time.sleep(0.01)
-        fates = Counter(found.finish())
+        fates = Counter(found.finish_export())
         found.close()
         self.exporter.stop(0)
         return fates
@@ -199,7 +199,7 @@ def test_a_killed_exporters_spans_under_way_are_counted_apart_from_its_unsent_on
         service.exporter.send_soon()
         until(lambda tries=tries: collector.tries == tries)  # type: ignore[misc]
         if tries == 1:
-            until(lambda: first._place.read().fates["exported"] == 3)
+            until(lambda: first._place.read_progress().fates["exported"] == 3)
             service.open.clear()
     service.serve("one", 2)
     service.look()
@@ -227,14 +227,14 @@ class Device(Service):
         """Settle the device times of the last spans that ended by then."""
         for row in [row for row in rows_in(self.recorder) if row[6] <= until_ns][-spans:]:
             self.intervals.add_all([(row[1], 0, 7, row[5], row[5] + MS, "exclusive", 0)])
-        self.intervals.publish_settled(until_ns)
+        self.intervals.publish_settled_ns(until_ns)
 
 
 @pytest.fixture
 def device(service: Service) -> Device:
     made = Device(service.recorder)
-    made.intervals = IntervalRing(1 << 14, partial(service.recorder.room_for, "intervals"))
-    made.intervals.publish_settled(time.monotonic_ns())
+    made.intervals = IntervalRing(1 << 14, partial(service.recorder.find_part_memory, "intervals"))
+    made.intervals.publish_settled_ns(time.monotonic_ns())
     return made
 
 
@@ -281,8 +281,8 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
     device: Device, service: Service
 ) -> None:
     device.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
-    device.intervals = IntervalRing(1 << 14, partial(device.recorder.room_for, "intervals"))
-    device.intervals.publish_settled(time.monotonic_ns())
+    device.intervals = IntervalRing(1 << 14, partial(device.recorder.find_part_memory, "intervals"))
+    device.intervals.publish_settled_ns(time.monotonic_ns())
     with collecting(device.behave) as server:
         found = device.handed_over(server)
         service.exporter = device.exporter
@@ -292,7 +292,7 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
                 pass
         device.look(metered=found)
         assert device.progress().fates["kept"] == 0
-        device.intervals.publish_settled(time.monotonic_ns())
+        device.intervals.publish_settled_ns(time.monotonic_ns())
         device.look(metered=found)
         assert device.progress().fates["kept"] == 3
         found.has_ended = True
@@ -314,7 +314,7 @@ def test_rows_left_in_a_recording_for_want_of_room_are_reported(
         service.look()
     assert found.is_behind
     found.has_ended = True
-    fates = found.finish()
+    fates = found.finish_export()
     assert (fates["seen"], fates["unread"]) == (5, 7)
     found.close()
 
@@ -338,6 +338,6 @@ def test_fates_of_spans_are_written_while_metrics_wait(service: Service, monkeyp
             service.look()
             service.exporter.send_soon()
             until(lambda count=count: service.progress().fates["exported"] > count, service.progress)  # type: ignore[misc]
-        assert metrics.has_waiting()
+        assert metrics.has_waiting_metrics()
         assert len(written) <= before + 1
         found.close()

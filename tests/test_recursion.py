@@ -21,7 +21,7 @@ from instrument import chrome
 from instrument.recorder import wrapping
 from instrument.recording.paths import OVERFLOW
 from instrument.recording.spans import DeviceInterval, Site, Span
-from instrument.report.section import summary
+from instrument.report.section import format_summary
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import DeviceIntervals
 from instrument.trace.trace import Trace
@@ -222,7 +222,7 @@ def test_a_saved_trace_without_a_tally_has_of_a_recursion_the_tally_that_was_liv
     assert by_keys(tally) == by_keys(counted(trace.spans)) == by_keys(live)
     assert tally.threads == live.threads
     of_live, of_saved = (
-        summary(["events", "ops"], Recording.of_trace(loaded, lambda tally=tally: tally), Options())
+        format_summary(["events", "ops"], Recording.of_trace(loaded, lambda tally=tally: tally), Options())
         for tally in (live, tally)
     )
     assert of_live == of_saved
@@ -424,7 +424,7 @@ def test_rows_that_were_taken_before_a_reset_keep_their_sites(recorder: Any) -> 
     taken = snapshot_of(recorder)
     recorder.reset()
     _names_deep(recorder, 5, "after")
-    trace, _ = taken.columns(time.monotonic_ns(), lambda _: DeviceIntervals.make_empty(), start_ns=0)
+    trace, _ = taken.make_columns(time.monotonic_ns(), lambda _: DeviceIntervals.make_empty(), start_ns=0)
     assert sorted(trace.sites[site].name for site in trace.site.tolist()) == ["before", "call"]
 
 

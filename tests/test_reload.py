@@ -575,7 +575,7 @@ def test_nothing_watches_or_listens_unless_it_is_asked_to() -> None:
 
 def test_an_asker_is_answered_with_what_was_attached_undone_and_refused() -> None:
     session = begin('functions: [{match: "reloaded:first"}]')
-    ask = session.generations.answer
+    ask = session.generations.answer_request
     work()
     new = write("new.yaml", 'limits: {ring: 1MiB}\nfunctions: [{match: "reloaded:second"}]')
     answer = ask(Request(str(new.absolute()), switch=True))

@@ -142,7 +142,7 @@ def test_a_generator_moves_with_the_span_that_it_began_in_and_not_with_its_consu
 
 def test_a_span_renamed_to_what_is_around_it_folds_and_counts_its_time_once(recorder: Any) -> None:
     with recorder.make_scope("a") as outer, recorder.make_scope("b") as inner:
-        recorder.rename(inner._frame, recorder.scope_site("a", "user"))
+        recorder.rename(inner._frame, recorder.find_or_make_scope_site("a", "user"))
         with recorder.make_scope("c"):
             pass
     assert paths(recorder) == {("a",): 2, ("a", "c"): 1}

@@ -9,7 +9,7 @@ from test_ledger import ENGINE, STEP, engine, made
 from instrument.errors import TraceError
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report.batches_view import batches
-from instrument.report.request_life import RequestLife, request_life
+from instrument.report.request_life import RequestLife, make_request_life
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
@@ -76,7 +76,7 @@ def test_without_batches_it_says_how_to_get_some() -> None:
 
 
 def life_of(asked: str, spans: list[Span] | None = None) -> RequestLife:
-    return request_life(recording_of(spans or engine()), asked, US)
+    return make_request_life(recording_of(spans or engine()), asked, US)
 
 
 def test_the_layout_of_a_requests_life() -> None:
@@ -149,7 +149,7 @@ def test_a_long_stall_or_batch_among_a_thousand_has_a_line_of_its_own(stalled: b
         lasts = 6000 if number == 600 and not stalled else 18
         spans.append(made(number + 2, STEP, at, at + lasts, thread=ENGINE, batch=["a"]))
         at += lasts + (6000 if number == 600 and stalled else 2)
-    told = [(one.part, one.times, one.length_ns) for one in request_life(recording_of(spans), "a", US).turns]
+    told = [(one.part, one.times, one.length_ns) for one in make_request_life(recording_of(spans), "a", US).turns]
     before, long, after = [one for one in told if one[2] > 1000]
     assert (before[:2], after[:2]) == (("share of batches", 601 - (not stalled)), ("share of batches", 399))
     assert long == (("stall", 1, 6000) if stalled else ("share of batches", 1, 6000))
@@ -175,5 +175,5 @@ def test_the_request_that_made_another_one_slow_is_named() -> None:
     spans = [made(number, chat, 300 * number, 300 * number + 20, key=f"r{number}") for number in range(1, 5)]
     spans += [made(5, chat, 3000, 3200, key="r5"), made(6, Site("tokenise", "phase"), 3000, 3150, parent=5)]
     spans.append(made(7, compile_regex, 3000, 3150, parent=6))
-    told = text_of(request_life(recording_of(spans), "r5", US))
+    told = text_of(make_request_life(recording_of(spans), "r5", US))
     assert "Slower by tokenise: 0.15 us, typical 0; 0.15 us of it were Grammar.compileRegex" in told

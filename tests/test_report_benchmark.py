@@ -21,7 +21,7 @@ from instrument.report.benchmark_view import (
     LoopTimes,
     Spread,
     benchmark,
-    benchmark_line,
+    format_benchmark_line,
     show_benchmark,
 )
 from instrument.report.section import summary_document
@@ -106,11 +106,11 @@ def test_our_timer_equals_paddles_own_where_that_is_right() -> None:
 
 def test_one_line_says_the_averages_in_seconds() -> None:
     found = Benchmark()
-    assert benchmark_line(found) == "batch_cost: - s ips: - steps/s"
+    assert format_benchmark_line(found) == "batch_cost: - s ips: - steps/s"
     for batch_ms, reader_ms, samples in CASES["20 iters, batch i ms (1..20), reader 0.1*i ms, 4 samples"]:
         found.add(round(batch_ms * MS), round(reader_ms * MS), samples)
-    assert benchmark_line(found) == "reader_cost: 0.00155 s batch_cost: 0.01550 s ips: 258.065 samples/s"
-    assert benchmark_line(found, "images").endswith(" images/s")
+    assert format_benchmark_line(found) == "reader_cost: 0.00155 s batch_cost: 0.01550 s ips: 258.065 samples/s"
+    assert format_benchmark_line(found, "images").endswith(" images/s")
 
 
 def test_one_step_without_samples_makes_it_steps_a_second() -> None:

@@ -25,7 +25,7 @@ from instrument.report.brief_view import MOST_LINES, Brief, brief
 from instrument.report.device_view import device
 from instrument.report.phases_view import phases
 from instrument.report.requests_view import requests
-from instrument.report.section import summary
+from instrument.report.section import format_summary
 from instrument.report.self_times_view import ops
 from instrument.report.table import LINE, column_width
 from instrument.report.view import Options, Recording
@@ -117,14 +117,14 @@ def test_the_busy_time_of_a_device_that_may_be_waiting_for_the_host_is_a_line_be
 @pytest.mark.parametrize("make", [service, hostile, crowded, job])
 def test_a_screen_is_a_screen_whatever_was_recorded(make: Callable[[], Trace], unit: str) -> None:
     for recording in (Recording.of_trace(make()), running(make())):
-        lines = summary(["brief"], recording, Options(unit=unit)).splitlines()
+        lines = format_summary(["brief"], recording, Options(unit=unit)).splitlines()
         assert len(lines) <= MOST_LINES
         assert max(map(column_width, lines)) <= LINE
 
 
 @given(traces(), CHOICES)
 def test_any_spans_and_options_make_one_screen(trace: Trace, options: Options) -> None:
-    assert len(summary(["brief"], Recording.of_trace(trace), options).splitlines()) <= MOST_LINES
+    assert len(format_summary(["brief"], Recording.of_trace(trace), options).splitlines()) <= MOST_LINES
 
 
 def test_rows_without_room_on_the_screen_are_counted() -> None:
@@ -226,7 +226,7 @@ def test_it_is_what_a_process_prints_while_it_runs_at_its_end_and_later_from_its
     assert "Profiling Report" in deep
     assert "Summary of shop" not in deep
     saved = chrome.load("t.json")[0]
-    assert summary(["brief"], Recording.of_trace(saved), Options()) == later
+    assert format_summary(["brief"], Recording.of_trace(saved), Options()) == later
 
 
 def test_the_help_of_report_says_what_each_view_shows() -> None:

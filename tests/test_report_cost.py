@@ -24,7 +24,7 @@ from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import UNTIMED, Cost, DeviceInterval, Origin, Site, Span
 from instrument.report.cost_view import InstrumentationCost, SiteCost, cost
-from instrument.report.section import summary
+from instrument.report.section import format_summary
 from instrument.report.utilisation import NO_EVENTS
 from instrument.report.view import InstrumentationStats, Options, Recording
 from instrument.trace.trace import Trace
@@ -158,10 +158,10 @@ def test_a_muted_site_is_named_once() -> None:
 
 def test_a_summary_says_the_cost_once() -> None:
     recording = running(trace_of_a_service())
-    with_view = summary(["events", "cost"], recording, Options())
+    with_view = format_summary(["events", "cost"], recording, Options())
     assert "Cost of the instrumentation" not in with_view
     assert with_view.count("Instrumentation Report") == 1
-    assert summary(["events"], recording, Options()).count("Cost of the instrumentation") == 1
+    assert format_summary(["events"], recording, Options()).count("Cost of the instrumentation") == 1
 
 
 def test_a_trace_of_another_profiler_does_not_say_what_it_cost() -> None:

@@ -24,15 +24,15 @@ from instrument.recording.distributions import bucket_of
 from instrument.recording.spans import Cost, DeviceInterval, Site, Span
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
-from instrument.report.section import summary
+from instrument.report.section import format_summary
 from instrument.report.table import (
     LINE,
     column_width,
     compact_number,
+    make_table_lines,
     printable,
     shorten,
     shorten_distinctly,
-    table,
 )
 from instrument.report.view import THREADS, Options, Recording, make_json_values
 from instrument.trace.trace import Trace
@@ -384,7 +384,7 @@ def test_the_layout_of_a_whole_report() -> None:
         window_ns=1_000_000,
         recorder="native",
     )
-    assert is_golden("events", summary(["events"], recording, Options(tracer_option="AllOpDetail")))
+    assert is_golden("events", format_summary(["events"], recording, Options(tracer_option="AllOpDetail")))
     (one,) = reports(report_of(tally_of_two_slices(), tracer_option="OpDetail"))
     assert is_golden("events_one_thread", one)
 
@@ -806,7 +806,7 @@ def test_a_part_that_ran_on_another_thread_is_counted_there_under_its_path() -> 
 
 def test_a_report_of_nothing_says_so_and_still_reports_what_was_missed() -> None:
     recording = Recording(Tally().made, lambda: of_tally(Tally()).trace, losses={"old": 3}, notes=["no module `chat`"])
-    report = summary(["events"], recording, Options())
+    report = format_summary(["events"], recording, Options())
     assert "No calls were recorded.\n" in report
     assert "Not kept: 3 (old)\n" in report
     assert "Not observed: no module `chat`\n" in report
@@ -842,7 +842,7 @@ def test_a_base_of_zero_prints_a_dash_in_place_of_each_ratio() -> None:
     tally = Tally()
     count(tally, (layer("a", ""),), 0)
     recording = Recording(lambda: made(tally), lambda: of_tally(tally).trace, make_cost=lambda: Cost(1, 50, 0))
-    report = summary(["events"], recording, Options())
+    report = format_summary(["events"], recording, Options())
     (row,) = table_rows(report)
     assert (row["Ratio."], row["Total"]) == ("-", "0")
     assert "  Computation time       Total: 0           Ratio: -\n" in report
@@ -930,7 +930,7 @@ def test_no_tally_and_no_name_breaks_a_line_or_runs_into_the_next_column(
     recording = Recording(
         lambda: made(tally), lambda: trace, losses=dict.fromkeys(words, 1), notes=words, recorder="native"
     )
-    text = summary(["events"], recording, Options(**options))
+    text = format_summary(["events"], recording, Options(**options))
     assert all(line.isprintable() and column_width(line) <= LINE for line in text.split("\n"))
     for report in reports(text) if made(tally).calls else []:
         header, *lines = (screen(line) for line in table_lines(report))
@@ -1099,7 +1099,7 @@ def test_unprintable_characters_are_shown_as_escapes(text: str, shown: str) -> N
 
 
 def test_columns_are_as_wide_as_their_longest_cell_and_a_gap_or_wider() -> None:
-    lines = table(["Name", "Calls", "x"], [["漢字", "123456", "1"], ["longer name", "1", "2"]], [4, 8, 4])
+    lines = make_table_lines(["Name", "Calls", "x"], [["漢字", "123456", "1"], ["longer name", "1", "2"]], [4, 8, 4])
     assert lines == ["Name         Calls   x", "漢字         123456  1", "longer name  1       2"]
 
 

@@ -17,7 +17,7 @@ from instrument.chrome import slices
 from instrument.profile.keys import loads
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import Origin
-from instrument.report.section import summary
+from instrument.report.section import format_summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.trace import Trace
@@ -133,7 +133,7 @@ def test_no_text_of_a_file_makes_a_line_of_a_report_longer_than_a_screen(tmp_pat
     for known in ("request of it", "lost things", "nowhere.x:y", "unknown_service", "MainThread"):
         path.write_text(document.replace(known, known + "xy" * 30_000))
         assert path.read_text() != document
-        text = summary(VIEWS, Recording.of_saved(chrome.read(path)), Options(tracer_option="AllOpDetail"))
+        text = format_summary(VIEWS, Recording.of_saved(chrome.read(path)), Options(tracer_option="AllOpDetail"))
         assert max(map(len, text.splitlines())) < 400
     facts = json.loads(document)
     facts["instrument"]["sites"][0]["kind"] = "x" * 60_000

@@ -28,7 +28,7 @@ from instrument import chrome, cli
 from instrument.profile.keys import loads
 from instrument.profile.model import STATES
 from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span
-from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places
+from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places_of_events
 from instrument.report.memory_view import (
     BEFORE,
     CountedAllocations,
@@ -326,7 +326,7 @@ def counted_one_by_one(recording: Recording, state: str, apart: bool) -> Counted
     trace = recording.trace
     its = [one for one in trace.allocations if 0 <= one.at_ns <= 62]
     points = (np.array([getattr(one, name) for one in its], dtype=np.int64) for name in ("thread_id", "at_ns"))
-    where = find_places(recording, *points)
+    where = find_places_of_events(recording, *points)
     uses: dict[tuple[int, str, str, str], list[int]] = {}
     sums: dict[int, list[int]] = {}
     levels: dict[tuple[int, str], list[Any]] = {}

@@ -13,7 +13,7 @@ from readback import spans_in
 from tallies import Tally, Totals, made
 
 from instrument import chrome
-from instrument.instrumentors.targets import site_of
+from instrument.instrumentors.targets import make_site
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import Origin, Site
 from instrument.report.events_view import Overhead, events, split_overhead
@@ -116,7 +116,7 @@ def test_sites_of_coroutines_and_async_generators_suspend(functions: bool) -> No
         yield
 
     suspending, others = (coroutine, async_generator), (function, generator, print, object())
-    assert all(site_of(one).suspends == functions for one in (suspending if functions else others))
+    assert all(make_site(one).suspends == functions for one in (suspending if functions else others))
 
 
 def served(recorder: Any) -> Recording:
@@ -134,7 +134,7 @@ def served(recorder: Any) -> Recording:
         await asyncio.sleep(0.02)
         compute()
 
-    wrapped = wrap(recorder, handle, site_of(handle, name="http.request", kind="request"))
+    wrapped = wrap(recorder, handle, make_site(handle, name="http.request", kind="request"))
 
     async def main() -> None:
         for _ in range(3):

@@ -231,7 +231,7 @@ def test_parts_and_turns_of_each_request_add_up_to_its_wall_as_in_the_ledger() -
     assert walls == recording.columns.total_ns[joined.rows].tolist()
     for place, (count, of_turns) in enumerate(zip(its["part_count"], turns["count"], strict=True)):
         shown = {names[part]: time_ns for part, time_ns in (next(parts) for _ in range(count))}
-        assert shown == recording.ledger.parts_of(place)
+        assert shown == recording.ledger.times_of_request(place)
         assert sum(shown.values()) == walls[place]
         sums, gaps = Counter[str](), 0
         for part, after, length in (next(told) for _ in range(of_turns)):

@@ -492,7 +492,7 @@ def served(recorder: Any, *, in_own_task: bool) -> PhasesView:
 
         async def steps() -> None:
             for number in range(21):
-                with recorder.span_of(ENGINE_STEP)():
+                with recorder.make_span_factory(ENGINE_STEP)():
                     forward()
                     await asyncio.sleep(0)
                     post()
@@ -533,7 +533,7 @@ def test_a_coroutine_of_another_task_takes_nothing_of_the_steps(recorder: Any) -
 
         async def steps() -> None:
             for _ in range(3):
-                with recorder.span_of(ENGINE_STEP)():
+                with recorder.make_span_factory(ENGINE_STEP)():
                     wrap(recorder, lambda: None, POST)()
                     await asyncio.sleep(0)
             done.set()

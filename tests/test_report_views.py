@@ -35,8 +35,15 @@ from instrument.recording.spans import (
     Startup,
 )
 from instrument.recording.trace_context import RemoteParent
-from instrument.report.section import VIEW_OF, make_views, summary, summary_document
-from instrument.report.table import LINE, column_width, format_time, named_table, printable, section_title
+from instrument.report.section import VIEW_OF, format_summary, make_views, summary_document
+from instrument.report.table import (
+    LINE,
+    column_width,
+    format_time,
+    make_named_table_lines,
+    make_section_title_lines,
+    printable,
+)
 from instrument.report.view import UNITS, InstrumentationStats, Options, Recording
 from instrument.trace.trace import Allocation, Trace
 
@@ -222,7 +229,7 @@ def check(text: str) -> None:
 @pytest.mark.parametrize("view", VIEWS)
 def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str, options: str) -> None:
     for recording in (Recording.of_trace(TRACES[trace]), running(TRACES[trace])):
-        text = summary([view], recording, OPTIONS[options])
+        text = format_summary([view], recording, OPTIONS[options])
         check(text)
         assert len([line for line in text.split("\n") if line]) >= 2
         assert json.dumps(summary_document([view], recording, OPTIONS[options]), allow_nan=False)
@@ -230,21 +237,23 @@ def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str,
 
 @pytest.mark.parametrize("text", ["", "a", "steps", "日本日本", "e\u0301" * 25, "x" * 25])
 def test_titles_of_sections_are_of_one_width_whatever_the_name(text: str) -> None:
-    line = section_title(text)[0]
+    line = make_section_title_lines(text)[0]
     assert column_width(line) == 77
     assert len(line) - len(line.lstrip("-")) == len(line) - len(line.rstrip("-")) == 25
 
 
 def test_a_long_text_next_to_a_name_is_shortened_before_the_name() -> None:
     name, place = "a_function_of_the_service", "selector_events.py:1057 _SelectorSocketTransport.write"
-    lines = named_table(["Name", "Count", "At"], [[name, "1", place], [name + "_too", "23", place + "_soon"]], 0)
+    lines = make_named_table_lines(
+        ["Name", "Count", "At"], [[name, "1", place], [name + "_too", "23", place + "_soon"]], 0
+    )
     assert all(column_width(line) <= LINE for line in lines)
     assert [line.split() for line in lines[1:]] == [
         [name, "1", "selector_events.py:1057", "_SelectorSocketTransport.write"],
         [name + "_too", "23", "selector_events.py:1057", "_SelectorSocketTransport.write_soon"],
     ]
     long = 3 * name
-    (_, line) = named_table(["Name", "Count", "At"], [[long, "1", place]], 0)
+    (_, line) = make_named_table_lines(["Name", "Count", "At"], [[long, "1", place]], 0)
     assert (column_width(line), line.split()[-1][-6:], len(line.split()[0])) == (LINE - 2, ".write", 59)
 
 
@@ -434,7 +443,7 @@ CHOICES = st.builds(
 @given(traces(), CHOICES)
 def test_any_spans_and_options_make_every_view(trace: Trace, options: Options) -> None:
     recording = Recording.of_trace(trace)
-    check(summary(VIEWS, recording, options))
+    check(format_summary(VIEWS, recording, options))
     document = summary_document(VIEWS, recording, options)
     json.dumps(document, allow_nan=False)
     assert all(math.isfinite(number) for number in numbers_of(document))

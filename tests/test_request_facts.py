@@ -20,10 +20,10 @@ from readback import spans_in
 from simulated_engine import Service
 
 from instrument.errors import ProfileError
-from instrument.instrumentors.request_keys import make_reader
+from instrument.instrumentors.request_keys import make_call_reader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
-from instrument.recording.distributions import percentiles_of
+from instrument.recording.distributions import percentiles_of_times
 from instrument.recording.spans import BATCH_KEYS, FACT_KEYS, FACTS, KEY, Site, Span
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
@@ -49,10 +49,10 @@ def of(**values: object) -> SimpleNamespace:
 def read(rule: str, function: Any, *args: object, **kwargs: object) -> dict[str, object]:
     """The attributes of a call that a rule with facts selects."""
     (parsed,) = loads(f'functions: [{{match: "m:f", {rule}}}]').functions
-    facts = make_reader(function, parsed)
+    facts = make_call_reader(function, parsed)
     assert facts.missing == []
     recorder = Recorder()
-    recorder.begin(1 << 20, {})
+    recorder.begin_recording(1 << 20, {})
     recorder.on = True
     try:
         recorder.wrap(function, Site("f"), facts.of_call, results=facts.of_result)(*args, **kwargs)
@@ -249,7 +249,9 @@ def test_the_view_of_requests_has_times_by_tokens_and_by_the_cached_part_of_prom
     prefills_ns = sorted(at[0].end_ns - at[0].start_ns for at in steps.values() if len(at) > 1)
     by_tokens = rows[OUTPUT_TOKENS, "below 16"]
     assert by_tokens.requests == len(few)
-    assert (by_tokens.token_p50_ns, by_tokens.token_p99_ns) == tuple(percentiles_of(tokens_ns, (0.5, 0.99)))
-    assert (all_of_them.prefill_p50_ns, all_of_them.prefill_p99_ns) == tuple(percentiles_of(prefills_ns, (0.5, 0.99)))
+    assert (by_tokens.token_p50_ns, by_tokens.token_p99_ns) == tuple(percentiles_of_times(tokens_ns, (0.5, 0.99)))
+    assert (all_of_them.prefill_p50_ns, all_of_them.prefill_p99_ns) == tuple(
+        percentiles_of_times(prefills_ns, (0.5, 0.99))
+    )
     text = "\n".join(view.lines())
     assert all(title in text for title in ("By output tokens", "By input tokens", "By cached prompt"))

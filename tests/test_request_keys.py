@@ -30,9 +30,9 @@ from readback import rows_in, unreadable_counts
 
 import instrument
 from instrument.instrumentors import request_keys
-from instrument.instrumentors.request_keys import make_reader
+from instrument.instrumentors.request_keys import make_call_reader
 from instrument.profile.keys import loads
-from instrument.recorder.attribute_checks import key_text
+from instrument.recorder.attribute_checks import encode_key
 from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Site, Span
 from instrument.runtime.faults import FAULTS
@@ -143,9 +143,9 @@ def of(**values: object) -> types.SimpleNamespace:
         ("match: 'keyed_engine:submit', key: return.id", ("submit", ("r5",)), "r5"),
         ("match: 'keyed_engine:generate', key: {argument: request_id, cut: '^cmpl-|-[0-9]+$'}",
          ("generate", ("cmpl-r6-0",)), "r6"),
-        ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), key_text("k" * 500)),
+        ("match: 'keyed_engine:generate', key: request_id", ("generate", ("k" * 500,)), encode_key("k" * 500)),
         ("match: 'keyed_engine:generate', key: {argument: request_id, cut: '-[0-9]$'}",
-         ("generate", ("k" * 500 + "-0",)), key_text("k" * 500)),
+         ("generate", ("k" * 500 + "-0",)), encode_key("k" * 500)),
         ("match: 'keyed_engine:spread', key: request_id", ("spread", ("a", "b", "c")), "left out"),
         ("match: 'keyed_engine:add', key: request", ("add", (ASKED,)), "of ASKED"),
         ("match: 'keyed_engine:add', key: request", ("add", (UUID(int=7),)), str(UUID(int=7))),
@@ -258,7 +258,7 @@ def test_weights_that_a_call_has_not_are_missing(rule: str) -> None:
         return ids
 
     (parsed,) = loads(f'functions: [{{match: "m:f", batch: {{{rule}}}}}]').functions
-    [missing] = make_reader(serve, parsed).missing
+    [missing] = make_call_reader(serve, parsed).missing
     assert missing.startswith("weights: ")
 
 
@@ -393,10 +393,10 @@ def test_a_large_batch_is_whole_wherever_it_is_read(path: str, recorded: Callabl
 
 @pytest.mark.parametrize("other", ["k" * 299 + "l", "k" * 301, "l" + "k" * 299, b"k" * 300 + b"l"])
 def test_long_keys_that_begin_alike_are_of_several_requests(other: str | bytes) -> None:
-    keys = key_text("k" * 300), key_text(other)
+    keys = encode_key("k" * 300), encode_key(other)
     assert keys[0] != keys[1]
     assert [len(key) for key in keys] == [128, 128]
-    assert key_text(b"k" * 300) == keys[0]
+    assert encode_key(b"k" * 300) == keys[0]
 
 
 def test_scopes_and_bind_name_requests_in_code() -> None:
@@ -630,7 +630,7 @@ def read_by(rule: str, values: Sequence[Any]) -> list[Any]:
     readers = []
     for text in (rule, rule.replace("self.", "return.")):
         (parsed,) = loads(f'functions: [{{match: "m:Holder.step", {text}}}]').functions
-        readers.append(make_reader(Holder.step, parsed))
+        readers.append(make_call_reader(Holder.step, parsed))
     found: list[Any] = []
     for value in values:
         FAULTS.clear()
@@ -662,7 +662,7 @@ def test_keys_that_code_gives_are_the_same_in_c_and_past_it() -> None:
 
     def told(scope: str, bind: str) -> list[Any]:
         recorder = Recorder()
-        recorder.begin(1 << 20, {})
+        recorder.begin_recording(1 << 20, {})
         recorder.on = True
         with recorder.scope("given"):
             pass
@@ -707,11 +707,11 @@ def test_reading_may_run_code_of_the_service(what: str, path: str, whence: str) 
         return held
 
     recorder = Recorder()
-    recorder.begin(1 << 20, {})
+    recorder.begin_recording(1 << 20, {})
     recorder.on = True
     path = path if whence == "argument" else path.replace("held", "return", 1)
     (rule,) = loads(f'functions: [{{match: "m:work", {what}: "{path}"}}]').functions
-    keys = make_reader(work, rule)
+    keys = make_call_reader(work, rule)
     keyed = recorder.wrap(work, Site("work"), keys.of_call, results=keys.of_result)
     held: list[Any] = []
     for holder in (held, [Interrupted()]):

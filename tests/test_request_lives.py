@@ -24,7 +24,7 @@ from trees import queue_times
 
 from instrument.recorder.recorder import MOST_DEVIATION_NS
 from instrument.trace.columns import Columns
-from instrument.trace.joined import Joined, join
+from instrument.trace.joined import Joined, join_requests
 from instrument.trace.ledger import compute_ledger
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -110,10 +110,10 @@ def differing(trace: Columns, log: Mapping[str, LoggedRequest]) -> dict[str, str
     milliseconds where the machine takes the processor away just there. Between these every time of the recording must
     lie; and with such times, all within what the log knows, the parts must be those that the log gives.
     """
-    joined = join(trace)
+    joined = join_requests(trace)
     found, differ = compute_ledger(trace, joined), {}
     for place, (name,) in joined.keys.items():
-        logged, ours = log[name], found.parts_of(place)
+        logged, ours = log[name], found.times_of_request(place)
         its = [logged.whole, *logged.work, *logged.batches]
         spans = spans_of(trace, joined, place)
         if {what: len(rows) for what, rows in spans.items() if rows} != Counter(one.what for one in its):

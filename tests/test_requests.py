@@ -259,5 +259,5 @@ def test_the_verdict_still_reports_after_the_end_which_server_was_met() -> None:
         family.undo()
     assert task.WSGITask.execute is original
     assert [(one.state, one.why) for one in family.verdicts()] == [("uncalled", "at waitress.task")]
-    family.change((RequestsRule(ignore=("/up",)),), ())
+    family.change_rules((RequestsRule(ignore=("/up",)),), ())
     assert family.verdicts()[0].state == "waiting"

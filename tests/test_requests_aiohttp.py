@@ -28,7 +28,7 @@ def session() -> Iterator[None]:
     instrument.start(Profile(requests=(rule,), capture=Capture(sample=1.0)))
     yield
     instrument.stop()
-    assert FAULTS.counts() == {}
+    assert FAULTS.count_by_place() == {}
 
 
 def requests() -> dict[str, Span]:

@@ -26,7 +26,7 @@ from instrument.profile.model import Capture, FunctionRule, Limits, Profile, Req
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, Origin, Site, Span, is_blocked_loop
 from instrument.report.requests_view import requests
-from instrument.report.section import summary
+from instrument.report.section import format_summary
 from instrument.report.self_times_view import ops
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
@@ -363,8 +363,8 @@ def test_a_stretch_is_in_files_views_and_the_summary_and_takes_no_time_from_othe
     assert found is not None
     assert found.longest_ns >= BLOCK_NS
     assert "crunch" in {one.name for one in found.by}
-    assert "  crunch" in summary(["requests"], recording, Options())
-    (line,) = (one for one in summary(["brief"], recording, Options()).splitlines() if "Loop blocked" in one)
+    assert "  crunch" in format_summary(["requests"], recording, Options())
+    (line,) = (one for one in format_summary(["brief"], recording, Options()).splitlines() if "Loop blocked" in one)
     assert "at most" in line
     names = {row.names[-1] for function in ops(recording, Options()).functions for row in function.rows}
     assert "crunch" in names
@@ -532,7 +532,7 @@ def test_reports_say_at_which_place_most_of_the_time_was_spent() -> None:
         times = begun_ns, begun_ns + took_ns, took_ns, took_ns
         spans.append(Span(BLOCKED_LOOP, number + 2, 0, number + 2, 1, 0, *times, attributes=facts))
     recording = Recording.of_trace(Trace(Origin(7, "shop", 0, 0, "native"), 0, 100_000_000, spans))
-    text = " ".join(summary(["brief", "requests"], recording, Options()).split())
+    text = " ".join(format_summary(["brief", "requests"], recording, Options()).split())
     assert "Loop blocked: 2 times" in text
     assert "mostly by GET /x, at app.py:44 audit" in text
     assert "Longest Mostly at" in text

@@ -106,7 +106,7 @@ def test_a_wrong_message_of_an_app_gets_the_servers_own_error(
     bare = outcome_of(lambda app: app, send, messages, kind)
     assert outcome_of(lambda app: served_apps.AsgiApp(app, exchanges), send, messages, kind) == bare
     assert isinstance(ended(recorder).attributes.get("http.response.status_code", 0), int)
-    assert FAULTS.counts() == {}, "it is no fault of ours"
+    assert FAULTS.count_by_place() == {}, "it is no fault of ours"
 
 
 def test_a_message_that_cannot_be_read_is_counted(exchanges: Exchanges, recorder: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_part_that_is_no_bytes_is_what_the_wsgi_server_says_of_it(
 
     assert served(served_apps.WsgiApp(app, exchanges), lenient_start) == served(app, lenient_start)
     ended(recorder)
-    assert FAULTS.counts() == {}
+    assert FAULTS.count_by_place() == {}
 
 
 @pytest.mark.parametrize("call", [lambda start: start(), lambda start: start("200 OK"), lambda start: start(state=1)])
@@ -225,7 +225,7 @@ def test_a_request_whose_facts_cannot_be_reported_ends_all_the_same(
         raise RuntimeError("a fault of ours")
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    exchange = served_apps.get_arrivals(exchanges)["http"].begin(
+    exchange = served_apps.get_arrivals(exchanges)["http"].begin_exchange(
         {"type": "http", "method": "GET", "path": "/", "headers": []}
     )
     assert exchange is not None
@@ -233,11 +233,11 @@ def test_a_request_whose_facts_cannot_be_reported_ends_all_the_same(
         exchange.status = "200"  # type: ignore[assignment]
     else:
         exchange.add_prefix("/api")
-        monkeypatch.setattr(Method, "site_of", fault)
+        monkeypatch.setattr(Method, "site_of_route", fault)
     exchange.end()
     ended(recorder)
     assert not exchange.is_open
-    assert FAULTS.counts() == {"end of a request": 1}
+    assert FAULTS.count_by_place() == {"end of a request": 1}
     FAULTS.clear()
 
 
@@ -259,5 +259,5 @@ def test_a_fault_of_ours_at_the_begin_is_counted_and_the_app_is_called(
         assert seen == ([], "sent", "sent")
     else:
         assert served(served_apps.WsgiApp(app, exchanges), checked_start) == [b"it"]
-    assert FAULTS.counts() == {"begin of a request": 1}
+    assert FAULTS.count_by_place() == {"begin of a request": 1}
     FAULTS.clear()

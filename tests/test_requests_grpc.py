@@ -130,7 +130,7 @@ def served(request: pytest.FixtureRequest, recorder: Any) -> Iterator[Served]:
     made = Served(recorder, request.param)
     yield made
     made.stop()
-    assert not FAULTS.counts()
+    assert not FAULTS.count_by_place()
 
 
 def of_kind(kind: str, function: Any) -> Any:
@@ -531,7 +531,7 @@ def test_faults_of_ours_are_counted_and_callers_have_their_answers(
     else:
         status = code_of(lambda: channel.unary_unary(method(name))(b"", timeout=LIMIT_S))
         assert status == ("OK" if name == "Echo" else "UNIMPLEMENTED")
-    assert list(FAULTS.counts().values()) == [1]
+    assert list(FAULTS.count_by_place().values()) == [1]
     FAULTS.clear()
 
 
@@ -540,9 +540,9 @@ def test_a_server_passes_its_calls_through_once_the_rule_is_gone(served: Served)
     channel = served.start()
     echo = channel.unary_unary(method("Echo"))
     echo(b"", timeout=LIMIT_S)
-    served.requests.change([], [grpc._server, grpc.aio._server])
+    served.requests.change_rules([], [grpc._server, grpc.aio._server])
     echo(b"", timeout=LIMIT_S)
-    served.requests.change([RULE], [grpc._server, grpc.aio._server])
+    served.requests.change_rules([RULE], [grpc._server, grpc.aio._server])
     echo(b"", timeout=LIMIT_S)
     served.spans(2)
 

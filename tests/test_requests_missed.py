@@ -22,7 +22,7 @@ from server_programs import serving
 from instrument.agent.processes import Process, Run
 from instrument.agent.unseen import ConnectionWatch
 from instrument.instrumentors.requests.server_hooks import SEAMS, Requests
-from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, merge_processes
+from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, merge_verdicts
 from instrument.profile.model import RequestsRule
 from instrument.recording import board
 from instrument.runtime import environment
@@ -111,8 +111,8 @@ def test_requests_recorded_in_another_process_are_not_reported_as_missed() -> No
     """The parent of workers has such a verdict, and an engine's process behind the server."""
     unmet = Verdict("requests", "unmet", "connections", "they came to port 80")
     served = Verdict("requests", "attached", "requests", calls=3)
-    assert merge_processes([unmet, served]) == [served]
-    assert merge_processes([unmet]) == [unmet]
+    assert merge_verdicts([unmet, served]) == [served]
+    assert merge_verdicts([unmet]) == [unmet]
     assert drop_recorded_elsewhere([unmet], {board.called_mark("requests")}) == []
     assert drop_recorded_elsewhere([unmet], {board.attached_mark("requests")}) == [unmet]
 
@@ -181,7 +181,7 @@ def test_the_agent_sees_a_connection_to_a_process_that_was_killed() -> None:
     process = Process(run=Run("run"), pid=child.pid, started=0, facts={}, joined_ns=0)
     loop: Any = SimpleNamespace(call_later=lambda _, look: later.append(look))
     watch = ConnectionWatch(loop, lambda _, message: told.append(message), lambda: [process])
-    watch.begin(process)
+    watch.watch_process(process)
     later.pop()()
     assert (told, process.listened) == ([], {port})
     with socket.create_connection(("127.0.0.1", port)):
@@ -191,7 +191,7 @@ def test_the_agent_sees_a_connection_to_a_process_that_was_killed() -> None:
         process.ports = frozenset()
         child.kill()
         child.communicate()
-    watch.note_ports(process)
+    watch.update_ports(process)
     assert process.ports in ({port}, set()), "an end by a reset leaves nothing that waits"
     process.has_requests = True
     later.pop()()

@@ -254,7 +254,7 @@ def test_begins_of_requests_are_shared_in_memory_with_room_on_the_disk(
     monkeypatch.setenv(agent_socket.VARIABLE, str(tmp_path / "socket"))
     monkeypatch.setenv("INSTRUMENT_RUN", tmp_path.name)
     first, second = model_servers._MosecBegins("/mosec"), model_servers._MosecBegins("/mosec")
-    first.note(5, 100)
+    first.note_begin(5, 100)
     assert (second.begin_ns(5, 200), second.begin_ns(6, 200)) == (100, 200)
     (path,) = tmp_path.iterdir()
     assert path.stat().st_blocks * 512 >= path.stat().st_size > 0
@@ -265,5 +265,5 @@ def test_begins_of_requests_are_shared_in_memory_with_room_on_the_disk(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     alone = model_servers._MosecBegins("/mosec")
     assert alone.begin_ns(5, 200) == 200
-    alone.note(5, 150)
+    alone.note_begin(5, 150)
     assert alone.begin_ns(5, 200) == 150

@@ -446,7 +446,7 @@ def recorded(**options: Any) -> Iterator[None]:
         yield
     finally:
         instrument.stop()
-    assert FAULTS.counts() == {}
+    assert FAULTS.count_by_place() == {}
 
 
 class Slotted:

@@ -134,13 +134,13 @@ def test_faults_of_ours_are_counted_and_ray_serves_callers_have_their_answers(
         monkeypatch.setattr(type(recorder), "open_request", fault, raising=False)
     # This replica knows nothing of its methods, as another version of Ray may.
     assert asyncio.run(asked(replica())) == [2, (1, 2), [1, 2]]
-    assert sum(FAULTS.counts().values()) == (3 if broken else 1)
+    assert sum(FAULTS.count_by_place().values()) == (3 if broken else 1)
     FAULTS.clear()
     recorder.on = False
     assert asyncio.run(asked(replica())) == [2, (1, 2), [1, 2]]
     recorder.on = True
     assert len(spans_in(recorder)) == (0 if broken else 3)
-    assert (recorder.open_rows(), FAULTS.counts()) == ([], {})
+    assert (recorder.open_rows(), FAULTS.count_by_place()) == ([], {})
     for undo in undos:
         undo()
 
@@ -157,7 +157,7 @@ def test_a_server_that_keeps_its_app_elsewhere_serves_on_without_us(monkeypatch:
     (undo,) = server_hooks.SEAMS["wsgi"]["gevent.pywsgi"](module, Exchanges(RequestsRule()))
     assert WSGIHandler().run_application() == "served"
     undo()
-    assert list(FAULTS.counts().values()) == [1]
+    assert list(FAULTS.count_by_place().values()) == [1]
     FAULTS.clear()
 
 
@@ -221,9 +221,9 @@ def test_an_app_that_a_server_was_given_once_goes_over_to_the_rule_of_a_reload(r
     family.attach_to(module)
     served = module._callback_wrapper(app_of_wsgi, {})
     served(ENVIRON, lambda *_: None)
-    family.change((RequestsRule(name="{method} again"),), [module])
+    family.change_rules((RequestsRule(name="{method} again"),), [module])
     served(ENVIRON, lambda *_: None)
-    family.change((), [module])
+    family.change_rules((), [module])
     served(ENVIRON, lambda *_: None)
     assert [span.site.name for span in spans_in(recorder)] == ["GET", "GET again"]
 

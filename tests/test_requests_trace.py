@@ -19,7 +19,7 @@ from instrument.otlp.export_facts import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Span
-from instrument.recording.trace_context import encode_remote, remote_of
+from instrument.recording.trace_context import encode_remote, parse_remote
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -116,11 +116,11 @@ def test_headers_sent_by_hand_continue_the_trace_of_the_caller(session: instrume
 
     serve(calls, {"traceparent": CALLER})
     (call,) = [span for span in spans_in(RECORDER) if span.site.name == "call"]
-    told = remote_of(sent["traceparent"].encode())
+    told = parse_remote(sent["traceparent"].encode())
     assert told is not None
     assert (told.trace_id, told.span_id, told.flags) == (
         int(TRACE, 16),
-        session.recorded.ids().span_id(call.span_id),
+        session.recorded.id_generator().span_id(call.span_id),
         1,
     )
     instrument.inject(sent := {})
@@ -143,8 +143,8 @@ def test_clients_and_spans_of_opentelemetry_continue_the_request(session: instru
 
     serve(calls, {})
     span = request_of(session)
-    trace_id, own = session.recorded.ids().ids_of_root(span)
-    told = remote_of(sent["traceparent"].encode())
+    trace_id, own = session.recorded.id_generator().ids_of_root(span)
+    told = parse_remote(sent["traceparent"].encode())
     assert told is not None
     assert (told.trace_id, told.span_id, told.flags) == (trace_id, own, 3)
     assert (made[0].parent.trace_id, made[0].parent.span_id) == (trace_id, own)
@@ -345,7 +345,7 @@ def test_a_request_below_a_span_of_opentelemetry_has_its_state(session: instrume
 def test_a_state_is_bounded_and_one_that_is_not_sound_is_none(
     session: instrument.Session, header: bytes, state: str
 ) -> None:
-    remote = remote_of(read_w3c({b"traceparent": CALLER.encode(), b"tracestate": header}))
+    remote = parse_remote(read_w3c({b"traceparent": CALLER.encode(), b"tracestate": header}))
     assert remote is not None
     assert (f"{remote.trace_id:032x}", remote.state) == (TRACE, state)
     sent: dict[str, str] = {}

@@ -344,7 +344,7 @@ def test_a_fault_of_ours_in_the_midst_of_a_batch_leaves_nothing_open(
     model = load(MODEL)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     assert len(model.execute([InferenceRequest("one"), Broken("two")])) == 2
-    assert FAULTS.counts() == {"begin of a request": 1}
+    assert FAULTS.count_by_place() == {"begin of a request": 1}
     FAULTS.clear()
     assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
 

@@ -337,6 +337,6 @@ def test_a_session_in_code_has_its_threads_at_once(text: str) -> None:
 
 
 def test_a_run_within_another_of_the_same_process_is_called_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    outer = environment.new_run()
+    outer = environment.make_run_name()
     monkeypatch.setenv(environment.RUN_VARIABLE, outer)
     assert run_verb._name_run() != outer

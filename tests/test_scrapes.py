@@ -258,7 +258,9 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
     )
     ended = EndedMetrics(None)
     ended.add("0-0", [("run", "r")], Metered(origin(3), of_one(100, 8 * 10**9)))
-    text = format_metrics(metrics_of_run([one, other], ended.totals_of(("run", "r"), ["1-0", "2-0"])), openmetrics=True)
+    text = format_metrics(
+        metrics_of_run([one, other], ended.sum_by_service(("run", "r"), ["1-0", "2-0"])), openmetrics=True
+    )
     assert values(text, "lost_total") == {'reason="full"': 105}
     assert values(text, "open") == {"": 2}  # nothing is open in what has ended
     assert values(text, "taken_seconds_count") == {'a="x"': 4}
@@ -281,13 +283,13 @@ def test_counts_of_ended_processes_are_in_a_bounded_file(tmp_path: Path) -> None
         EndedMetrics(home).add(f"{at}-0", scopes, Metered(origin(at), of_one(1, 10**9)))
     ended = EndedMetrics(home)
     for scope in (("run", "r"), ("listen", "here")):
-        (lost, taken) = ended.totals_of(scope, [f"{MOST_SEPARATE + 4}-0"])["shop"]  # one is read anew
+        (lost, taken) = ended.sum_by_service(scope, [f"{MOST_SEPARATE + 4}-0"])["shop"]  # one is read anew
         assert list(lost.series.values()) == [MOST_SEPARATE + 4]
         assert [one.count for one in taken.series.values() if isinstance(one, Distribution)] == [MOST_SEPARATE + 4]
-    assert ended.totals_of(("run", "another"), []) == {}
+    assert ended.sum_by_service(("run", "another"), []) == {}
     (path,) = home.iterdir()
     path.write_text("[1, 2]")
-    assert EndedMetrics(home).totals_of(("run", "r"), []) == {}
+    assert EndedMetrics(home).sum_by_service(("run", "r"), []) == {}
 
 
 # -------------------------------------------------------------------- native histograms

@@ -27,7 +27,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording.memory_layout import REQUEST_BIT, ROOT_ID
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, Site
 from instrument.runtime.faults import FAULTS
-from instrument.trace.joined import join
+from instrument.trace.joined import join_requests
 from instrument.trace.ledger import compute_ledger
 from instrument.trace.stages import find_stages
 
@@ -81,7 +81,7 @@ def session(server_timing: str = "true") -> Iterator[None]:
         yield
     finally:
         instrument.stop()
-    assert FAULTS.counts() == {}
+    assert FAULTS.count_by_place() == {}
 
 
 def durations(text: str) -> dict[str, int]:
@@ -94,11 +94,11 @@ def are_of_ledger(text: str, *, is_end: bool = True) -> None:
         time.sleep(0.001)  # a client has an answer before the server has ended it
     times = durations(text)
     trace = columns_in(RECORDER)
-    joined = join(trace)
+    joined = join_requests(trace)
     place = len(joined.rows) - 1
     parts = {
         re.sub(r"\W+", "-", name).strip("-"): time_ns
-        for name, time_ns in compute_ledger(trace, joined).parts_of(place).items()
+        for name, time_ns in compute_ledger(trace, joined).times_of_request(place).items()
     }
     total_ns, unknown_ns = times.pop("total"), times.pop("unknown", 0)
     stage = {name: times.pop(name) for name in ("prefill", "decode") if name in times}
@@ -420,7 +420,7 @@ def test_the_answer_to_a_request_among_very_many_spans_has_its_total_alone_and_i
                     pass
             method = SimpleNamespace(recorder=RECORDER)
             exchange = SimpleNamespace(frame=frame, method=method, stream=None)
-            text = server_timing.AnswerTimings(RECORDER).header_text(exchange)
+            text = server_timing.AnswerTimings(RECORDER).make_header_value(exchange)
         finally:
             RECORDER.close(frame)
         assert list(durations(text)) == ["total"]

@@ -668,7 +668,7 @@ def test_spans_that_nobody_wants_are_not_read_while_the_service_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     looks: list[None] = []
-    monkeypatch.setattr(Cursor, "read", lambda _: looks.append(None) or [])
+    monkeypatch.setattr(Cursor, "read_new_rows", lambda _: looks.append(None) or [])
     session = begin(profile)
     request(3)
     session.exporting.read_recorded()
@@ -681,7 +681,7 @@ def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_
     reason = Ticks(RECORDER).start(0)
     text = instrument.summary()
     assert ("clock: tsc is not used" in text) == bool(reason)
-    session.recorded.ticks.check(time.monotonic_ns() + CHECK_NS)
+    session.recorded.ticks.check_counter(time.monotonic_ns() + CHECK_NS)
     instrument.stop()
     before_ns = time.monotonic_ns()
     now_ns = RECORDER.now_ns()

@@ -31,8 +31,8 @@ from instrument.recording.trace_context import LINK, is_sampled
 from instrument.trace import decisions, unsettled
 from instrument.trace.columns import Columns
 from instrument.trace.indices import NONE
-from instrument.trace.joined import Joined, join
-from instrument.trace.merge import merge
+from instrument.trace.joined import Joined, join_requests
+from instrument.trace.merge import merge_recordings
 from instrument.trace.request_trees import build_request_trees
 from instrument.trace.sent_rows import Settling
 from instrument.trace.stages import make_stage_spans
@@ -284,8 +284,8 @@ def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, i
     """As `convert` finds them in recordings: the stages of all requests, by the span of each batch its links, and the
     parent of each span, but for the roots of traces."""
     parts = [saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))]
-    merged = merge(parts)
-    joined = join(merged.saved.trace.columns)
+    merged = merge_recordings(parts)
+    joined = join_requests(merged.saved.trace.columns)
     columns = build_request_trees(merged.saved.trace.columns, joined, "run")
     below = make_stage_spans(columns, joined)
     numbers = columns.attributes.values("number", np.arange(len(columns)))
@@ -379,7 +379,7 @@ def test_hundreds_of_random_engines_are_exported_as_in_their_files_but_for_names
 def has_late_names(run: Run, margin_ns: int = S) -> bool:
     """Return True if work for a request has a name that becomes known as the request's only later."""
     columns, joined = of_files(run)
-    keyed = columns.attributes.having(KEY).tolist()
+    keyed = columns.attributes.rows_with_attribute(KEY).tolist()
     key_of = dict(zip(keyed, columns.attributes.values(KEY, np.array(keyed)), strict=True))
     parent, of = columns.parent.tolist(), joined.of.tolist()
     roots = columns.span_id[joined.rows]
@@ -526,7 +526,7 @@ def test_a_batch_is_given_to_each_of_its_requests_once_whatever_engines_do_and_m
 def strays_in(run: Run) -> set[int]:
     """The spans that are done for one request in the tree of another one."""
     columns, joined = of_files(run)
-    in_requests = columns.topmost_wanted_rows(columns.are_of_kind("request")) != NONE
+    in_requests = columns.find_topmost_wanted_rows(columns.are_of_kind("request")) != NONE
     is_stray = np.flatnonzero(in_requests & (joined.owner == NONE))
     return {int(str(number)) for number in columns.attributes.values("number", is_stray)}
 
@@ -542,8 +542,8 @@ def roots_in(run: Run) -> dict[int, int]:
 
 def of_files(run: Run) -> tuple[Columns, Joined]:
     """Return the columns of both processes, as files."""
-    merged = merge([saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))])
-    return merged.saved.trace.columns, join(merged.saved.trace.columns)
+    merged = merge_recordings([saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))])
+    return merged.saved.trace.columns, join_requests(merged.saved.trace.columns)
 
 
 def queued(run: Run) -> dict[int, int]:

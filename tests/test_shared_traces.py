@@ -14,7 +14,7 @@ from otlp_collectors import Collector, collecting, take
 from test_agent import INSTRUMENT, folder, until
 
 from instrument.runtime import agent_socket, environment
-from instrument.trace.request_trees import trace_id_of
+from instrument.trace.request_trees import make_trace_id_of_key
 
 __all__ = ["folder"]
 
@@ -164,22 +164,22 @@ def check(collector: Collector, run: str) -> None:
     found = traces(collector)
     sent, accepted = (int(Path(name).read_text().split("-")[1], 16) for name in ("sent", "accepted"))
     for key in ("plain", "open", "sent", "told"):
-        assert found[key]["accept"] == found[key]["compute"] == {trace_id_of(run, key)}
+        assert found[key]["accept"] == found[key]["compute"] == {make_trace_id_of_key(run, key)}
     for key in ("plain", "open", "handed on"):
-        assert found[key]["serve"] == found[key]["submit"] == {trace_id_of(run, key)}
+        assert found[key]["serve"] == found[key]["submit"] == {make_trace_id_of_key(run, key)}
     assert found["plain"]["follow"] == found["plain"]["serve"]
     assert found["sent"]["serve"] == found["sent"]["submit"] == {sent}
     assert found["told"]["serve"] == found["told"]["submit"] == {0xABC}
     assert found["handed on"]["accept"] == found["handed on"]["compute"] == {accepted}
-    assert accepted != trace_id_of(run, "handed on")
+    assert accepted != make_trace_id_of_key(run, "handed on")
     assert len(found["twice"]["serve"]) == 2
-    assert trace_id_of(run, "twice") in found["twice"]["serve"]
-    assert f"trace {trace_id_of(run, 'open'):032x}" in " ".join(Path("summary").read_text().split())
+    assert make_trace_id_of_key(run, "twice") in found["twice"]["serve"]
+    assert f"trace {make_trace_id_of_key(run, 'open'):032x}" in " ".join(Path("summary").read_text().split())
     every = [one for spans in collector.spans.values() for one in spans]
     ids = {(one.trace_id, one.span_id): one.name for one in every}
     for name, key in (("step", "open"), ("begin", "plain")):
         ((link,),) = (one.links for one in every if one.name == name)
-        assert int.from_bytes(link.trace_id) == trace_id_of(run, key)
+        assert int.from_bytes(link.trace_id) == make_trace_id_of_key(run, key)
         assert ids[link.trace_id, link.span_id] == "serve"
 
 

@@ -17,7 +17,7 @@ from instrument.cli import main
 from instrument.profile.keys import load
 from instrument.recording.spans import FIRST_ITEM, ITEMS, AttributeValue, Origin, Site, Span
 from instrument.trace import file
-from instrument.trace.joined import join
+from instrument.trace.joined import join_requests
 from instrument.trace.stages import find_stages, make_stage_spans
 from instrument.trace.trace import Trace, columns_of_spans
 
@@ -27,7 +27,7 @@ PREFILL, DECODE = Site("engine.prefill", "step"), Site("engine.decode", "step")
 def told(spans: list[Span]) -> dict[int, list[tuple[str, int, int]]]:
     """By the id of each request its stages."""
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     return {
         int(trace.span_id[joined.rows[one.place]]): list(one.list_named_intervals())
         for one in find_stages(trace, joined)
@@ -48,7 +48,7 @@ def test_every_request_that_a_batch_serves_has_a_queue_time_also_who_did_not_wai
     spans = [made(1, CHAT, 0, 90, key="a"), made(3, CHAT, 10, 90, key="b"), made(5, CHAT, 20, 90, key="never")]
     spans += [made(7, STEP, 10, 20, batch=["b"], thread=2), made(9, STEP, 25, 40, batch=["a", "b"], thread=2)]
     trace = columns_of_spans(spans)
-    joined = join(trace)
+    joined = join_requests(trace)
     found = {int(trace.span_id[joined.rows[place]]): ns for place, ns in queue_times(trace, joined).items()}
     assert found == {1: 25, 3: 0}
 
@@ -82,7 +82,7 @@ def test_the_prefill_is_what_makes_the_first_token(
             made(2 + at, site, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"], weights=weights)
         )  # fmt: skip
     trace = columns_of_spans(spans)
-    [found] = find_stages(trace, join(trace))
+    [found] = find_stages(trace, join_requests(trace))
     assert (found.prefill, found.steps) == (prefill, steps)
     assert found.queue == (0, 10)
 
@@ -107,7 +107,7 @@ def test_prefill_ends_before_the_first_part_of_the_answer_if_batches_look_alike(
         its = None if weights is None else weights[at : at + 1]
         spans.append(made(2 + at, STEP, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"], weights=its))
     trace = columns_of_spans(spans)
-    [found] = find_stages(trace, join(trace))
+    [found] = find_stages(trace, join_requests(trace))
     assert (found.prefill, found.steps) == ((10, until_ns), steps)
 
 
@@ -118,7 +118,7 @@ def test_the_prefill_is_all_of_a_prompt_of_which_one_token_was_made() -> None:
         start = 10 + 10 * at
         spans.append(made(10 + at, STEP, start, start + 10, thread=ENGINE, batch=[key], weights=[tokens]))
     trace = columns_of_spans(spans)
-    found = {one.place: (one.prefill, one.steps) for one in find_stages(trace, join(trace))}
+    found = {one.place: (one.prefill, one.steps) for one in find_stages(trace, join_requests(trace))}
     assert found == {0: ((10, 30), 0), 1: ((30, 50), 0), 2: ((50, 60), 1)}
 
 
@@ -151,7 +151,7 @@ def test_the_words_of_generations_are_for_what_a_model_generates(
     for at, of in enumerate(batches):
         spans.append(made(10 + at, of, 10 + 10 * at, 20 + 10 * at, thread=ENGINE, batch=["a"]))
     trace = columns_of_spans(spans)
-    [found] = make_stage_spans(trace, join(trace)).values()
+    [found] = make_stage_spans(trace, join_requests(trace)).values()
     words = ("queue", "prefill", "decode") if is_generation else ("queue", "first batch", "later batches")
     assert tuple(span.site.name for span in found) == words
     names = {name for span in found for name in span.attributes if not name.startswith("gen_ai.request.")}
@@ -197,7 +197,7 @@ def test_an_engine_of_several_batches_a_step_and_several_workers_makes_one_token
     asked = {"a": [12, 1, 1], "b": [512, 512, 100, 1, 1, 1], "c": [30], "d": [100, 4, 4, 4, 1]}
     spans, ends = served_by_vllm(asked, workers, ahead_ns)
     trace = columns_of_spans(spans)
-    found = {one.place: one for one in find_stages(trace, join(trace))}
+    found = {one.place: one for one in find_stages(trace, join_requests(trace))}
     assert [found[place].steps for place in range(4)] == [2, 3, 0, 4]
     assert [found[place].prefill for place in range(4)] == [(100, ends[0]), (100, ends[2]), None, (100, ends[0])]
     assert [found[place].decode for place in range(4)] == [
@@ -211,7 +211,9 @@ def test_an_engine_of_several_batches_a_step_and_several_workers_makes_one_token
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_step_of_several_batches_is_no_generation(workers: int) -> None:
     trace = columns_of_spans(served_by_vllm({"a": [12], "b": [30]}, workers)[0])
-    assert {(one.prefill, one.decode, one.steps) for one in find_stages(trace, join(trace))} == {(None, None, 0)}
+    assert {(one.prefill, one.decode, one.steps) for one in find_stages(trace, join_requests(trace))} == {
+        (None, None, 0)
+    }
 
 
 def test_steps_that_take_turns_on_several_threads_are_all_counted() -> None:
@@ -220,7 +222,7 @@ def test_steps_that_take_turns_on_several_threads_are_all_counted() -> None:
         start_ns, weights = 100 * at, [9.0 if at == 0 else 1.0]
         spans.append(made(2 + at, STEP, start_ns, start_ns + 90, thread=thread, batch=["a"], weights=weights))
     trace = columns_of_spans(spans)
-    [found] = find_stages(trace, join(trace))
+    [found] = find_stages(trace, join_requests(trace))
     assert (found.prefill, found.steps) == ((0, 90), 6)
 
 
@@ -233,7 +235,7 @@ def test_a_request_that_is_not_there_from_begin_to_end_has_none() -> None:
 @given(st.integers(0, 2**32))
 def test_stages_lie_within_their_request_and_do_not_overlap(seed: int) -> None:
     trace = columns_of_spans(schedule(seed))
-    joined = join(trace)
+    joined = join_requests(trace)
     for row, spans in make_stage_spans(trace, joined).items():
         assert all(trace.start_ns[row] <= one.start_ns < one.end_ns <= trace.end_ns[row] for one in spans)
         once = sorted((one.start_ns, one.end_ns) for one in spans if one.site.name != "stall")

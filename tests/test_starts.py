@@ -83,13 +83,13 @@ def test_a_namespace_package_is_loaded_once_a_module_of_it_is(tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     try:
         importlib.import_module("space")
-        assert not autostart.is_loaded("space")
+        assert not autostart.is_package_loaded("space")
         importlib.import_module("space.part")
-        assert autostart.is_loaded("space")
+        assert autostart.is_package_loaded("space")
     finally:
         for name in ("space", "space.part"):
             sys.modules.pop(name, None)
-    assert [autostart.is_loaded(name) for name in ("json", "time", "nowhere")] == [True, True, False]
+    assert [autostart.is_package_loaded(name) for name in ("json", "time", "nowhere")] == [True, True, False]
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_the_first_python_of_a_run_records_whatever_begins_it() -> None:
     folder = Path("20261128T100000-7").absolute()
     folder.mkdir()
     environ["INSTRUMENT_AGENT"] = str(folder / "agent.sock")
-    code = "from instrument.sessions import autostart; print(autostart._is_first())"
+    code = "from instrument.sessions import autostart; print(autostart._is_first_python_process())"
     told = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, **environ, "INSTRUMENT_RUN": name},
                        capture_output=True, text=True, check=True).stdout

@@ -192,7 +192,7 @@ def test_a_thread_that_ended_leaves_its_first_call(make_recorder: Any) -> None:
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    ((node, (start_ns, total_ns)),) = recorder.mapped().first_calls().items()
+    ((node, (start_ns, total_ns)),) = recorder.make_reader().first_calls().items()
     site = recorder.paths().site(node)
     rows = list(recorder.tally().rows())
     assert site.name == "only here"
@@ -205,7 +205,7 @@ def test_the_first_call_is_the_one_that_began_first(recorder: Any) -> None:
         with recorder.make_scope("call"):
             sum(range(nap))
     spans = sorted(spans_in(recorder), key=lambda one: one.start_ns)
-    assert list(recorder.mapped().first_calls().values()) == [(spans[0].start_ns, spans[0].total_ns)]
+    assert list(recorder.make_reader().first_calls().values()) == [(spans[0].start_ns, spans[0].total_ns)]
 
 
 PROGRAM = """

@@ -26,14 +26,14 @@ ORIGIN = Origin(1, "shop", 0, 0)
 
 
 def taken(recorder: Any, start_ns: int = 0, end_ns: int | None = None) -> Stretch:
-    threads = recorder.mapped().threads()
+    threads = recorder.make_reader().threads()
     writing = frozenset(thread_id for thread_id, name in threads.items() if name == WINDOWS_THREAD)
-    snapshot = RowSnapshot.copy_from(recorder.mapped(), start_ns, writing)
+    snapshot = RowSnapshot.copy_from(recorder.make_reader(), start_ns, writing)
     return Stretch(snapshot, threads, start_ns, end_ns or time.monotonic_ns(), 3, ORIGIN)
 
 
 def columns(stretch: Stretch) -> Columns:
-    found, _ = stretch.snapshot.columns(
+    found, _ = stretch.snapshot.make_columns(
         stretch.end_ns, lambda _: DeviceIntervals.make_empty(), start_ns=stretch.start_ns
     )
     return found

@@ -25,7 +25,7 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Origin, Site, Span
 from instrument.recording.tally import Tally
 from instrument.trace import file
-from instrument.trace.of_recording import read_saved
+from instrument.trace.of_recording import read_spans_and_tally
 from instrument.trace.self_times import waiting_times, were_suspended
 from instrument.trace.trace import Trace, columns_of_spans
 
@@ -347,7 +347,7 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
     assert all(active_ns < end_ns - start_ns for _, start_ns, end_ns, active_ns, _ in expected)
     assert numbers_of(columns_in(recorder, 0, end_ns)) == expected
     if recorder.memory_fd >= 0:
-        saved = read_saved(Mapped(recorder.memory_fd))
+        saved = read_spans_and_tally(Mapped(recorder.memory_fd))
         assert numbers_of(saved.trace.columns) == expected
         assert lines_of(saved.tally_or_count()) == waiting(recorder)
     trace = Trace(Origin(1, "shop", 0, 0), 0, end_ns, spans_in(recorder), {1: "main"})
@@ -407,7 +407,7 @@ def test_results_of_a_coroutine_are_read_before_its_span_ends_and_attributes_at_
 def begun(recorder: Any) -> Exchange:
     """A request that has just arrived."""
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    exchange = served_apps.get_arrivals(Exchanges(RequestsRule(), recorder))["http"].begin(scope)
+    exchange = served_apps.get_arrivals(Exchanges(RequestsRule(), recorder))["http"].begin_exchange(scope)
     assert exchange is not None
     return exchange
 

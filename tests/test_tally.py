@@ -16,7 +16,7 @@ from readback import spans_in
 from tallies import Tally, Totals, by_keys
 
 from instrument.recording import tally as product
-from instrument.recording.distributions import Distribution, bucket_middle, bucket_of, percentiles, percentiles_of
+from instrument.recording.distributions import Distribution, bucket_middle, bucket_of, percentiles, percentiles_of_times
 from instrument.recording.spans import Site, Span
 from instrument.recording.tally import SUMS
 
@@ -132,7 +132,7 @@ def test_a_corrected_tally_takes_the_cost_of_the_probes_out_of_the_self_time_aro
     tally.totals((parent, child), 2).merge(Totals(calls=10, total_ns=300, self_ns=300))
     tally.totals((parent, child, other), 1).merge(Totals(calls=100, total_ns=200, self_ns=200))
     charged = tally.made()
-    charged.charge_probes(lambda site: 20.0 if site is child else 5.0)
+    charged.set_probe_costs(lambda site: 20.0 if site is child else 5.0)
     assert {path[-1][0]: totals.probe_ns for (path, thread), totals in by_keys(charged).items() if thread == 1} == {
         "parent": 5,
         "child": 200,
@@ -155,7 +155,7 @@ def test_a_corrected_tally_takes_the_cost_of_the_probes_out_of_the_self_time_aro
 def test_correction_does_not_depend_on_when_tallies_are_merged(left: list[Span], right: list[Span]) -> None:
     def charged(spans: list[Span]) -> product.Tally:
         tally = counted(spans)
-        tally.charge_probes(lambda site: len(site.name) * 7.0)
+        tally.set_probe_costs(lambda site: len(site.name) * 7.0)
         return tally
 
     merged = product.Tally.sum_tallies([charged(left), charged(right)])
@@ -182,8 +182,8 @@ def test_there_is_one_definition_of_percentiles_whether_times_or_a_histogram_are
     times.sort()
     fractions = (0.5, 0.9, 0.99)
     of_histogram = percentiles(Counter(map(bucket_of, times)), fractions, len(times), times[0], times[-1])
-    assert of_histogram == percentiles_of(times, fractions)
-    for fraction, found in zip(fractions, percentiles_of(times, fractions), strict=True):
+    assert of_histogram == percentiles_of_times(times, fractions)
+    for fraction, found in zip(fractions, percentiles_of_times(times, fractions), strict=True):
         exact = times[math.ceil(Fraction(str(fraction)) * len(times)) - 1]
         assert abs(found - exact) <= exact / 128
 

@@ -636,7 +636,7 @@ def test_an_argument_that_cannot_be_read_is_named_with_the_place_of_its_rule_and
     for _ in range(2):
         assert shapes.served(hostile, {"secret": 1}) == (hostile, 0.5)
     place = "<profile>:1:13: attribute"
-    assert FAULTS.counts() == {}
+    assert FAULTS.count_by_place() == {}
     assert unreadable_counts() == {f"{place} prompt": 2, f"{place} request.user": 2}
     FAULTS.clear()
     first, second = caplog.records

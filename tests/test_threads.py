@@ -112,7 +112,7 @@ def test_a_thread_that_ends_while_it_is_needed_is_said_once_and_begun_anew(
     assert own_thread_name() is None
     (record,) = caplog.records
     assert "a fault of instrument itself in the thread instrument-test" in record.getMessage()
-    assert FAULTS.counts()["thread instrument-test"] >= 2
+    assert FAULTS.count_by_place()["thread instrument-test"] >= 2
     assert "instrument-test" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -126,7 +126,7 @@ def test_spans_arrive_though_the_service_throws_system_exit_into_every_thread(
         exporter.start()
         for number in range(2):
             throw_into("instrument-otlp", SystemExit)
-            wait_until(lambda: sum(FAULTS.counts().values()) > number)  # noqa: B023 - called at once
+            wait_until(lambda: sum(FAULTS.count_by_place().values()) > number)  # noqa: B023 - called at once
             offer(exporter, tree(10, 100 * number))
             wait_until(lambda: exporter.counts()["pending"] == 0)
         assert exporter.flush(60 * SECOND).complete

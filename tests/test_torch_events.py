@@ -23,7 +23,7 @@ from readback import intervals_in, make_intervals
 
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
-from instrument.device.torch_events import TorchDriver, find_error
+from instrument.device.torch_events import TorchDriver, find_error_number
 from instrument.recording.memory_layout import STREAM
 from instrument.recording.spans import Site, Span
 
@@ -69,7 +69,7 @@ class Service:
         pair.end(None, 1, span.span_id, span.start_ns, self.fake.now_ns())
 
     def told(self, span: Span) -> tuple[str, int]:
-        self.thread.submit(self.timer.resolver.resolve_ended).result()
+        self.thread.submit(self.timer.resolver.resolve_ended_pairs).result()
         span.device = intervals_in(self.intervals, {span.span_id}).get(span.span_id, ())
         (found,) = span.device
         return found.label, found.end_ns - found.start_ns
@@ -182,7 +182,7 @@ def test_events_that_are_given_back_are_destroyed(service: Service, torch: Any, 
     fake_driver.advance(MS)
     del pair
     service.told(span)
-    service.thread.submit(service.timer.resolver._release_all).result()
+    service.thread.submit(service.timer.resolver._release_all_events).result()
     assert fake_driver.counts().live_events == 0
 
 
@@ -199,13 +199,13 @@ def test_events_that_are_given_back_are_destroyed(service: Service, torch: Any, 
     ],
 )
 def test_exceptions_of_torch_become_errors_of_the_driver(error: Exception, code: int) -> None:
-    assert find_error(error) == code
+    assert find_error_number(error) == code
 
 
 def test_an_error_that_reports_its_code_needs_no_text() -> None:
     error = AcceleratorError("CUDA error: something new")
     error.error_code = 719
-    assert find_error(error) == 719
+    assert find_error_number(error) == 719
 
 
 def test_a_torch_that_is_too_old_is_named(torch: Any) -> None:

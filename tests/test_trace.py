@@ -20,7 +20,7 @@ from instrument.recording.spans import DeviceInterval, Site, Span
 from instrument.report.operator_rows import CallTable
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
-from instrument.trace.call_tree import call_tree
+from instrument.trace.call_tree import build_call_tree
 from instrument.trace.columns import Columns
 from instrument.trace.indices import (
     NONE,
@@ -243,7 +243,7 @@ def test_owners_are_those_of_the_spans(trace: Trace, kind: str) -> None:
         return found
 
     columns = trace.columns
-    rows = columns.topmost_wanted_rows(columns.are_of_kind(kind)).tolist()
+    rows = columns.find_topmost_wanted_rows(columns.are_of_kind(kind)).tolist()
     assert [trace.spans[row].span_id if row != NONE else 0 for row in rows] == list(map(owner, trace.spans))
 
 
@@ -277,7 +277,7 @@ def facts_of_nodes(trace: Columns, calls: CallTable) -> list[str]:
     for node, (site, thread_id, first_ns, inside, again, around, *times) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        streams = {(row.device, row.stream): tuple(row[3:]) for row in calls.streams.get(node, ())}
+        streams = {(row.device, row.stream): tuple(row[3:]) for row in calls.stream_times_by_node.get(node, ())}
         above = None if around == NONE else sites[paths.site[around]].key
         found.append([sites[site].key, above, sorted(streams.items()), thread_id, first_ns, inside, again, *times])
     return sorted(repr(facts) for facts in found if facts[7])
@@ -298,7 +298,7 @@ def facts_of_places(places: Iterable[Any]) -> list[str]:
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
     window = trace.coverage if is_bounded else None
-    ours = CallTable.of(trace.columns, kinds, window)
+    ours = CallTable.of_spans(trace.columns, kinds, window)
     theirs = call_trees_by_hand.every_place(call_trees_by_hand.call_tree(trace.spans, kinds, window))
     assert facts_of_nodes(trace.columns, ours) == facts_of_places(theirs)
 
@@ -308,14 +308,14 @@ def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace:
     columns = trace.columns
     some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
     alone = columns.select(some)
-    ours, theirs = CallTable.of(columns, OPERATORS, among=some), CallTable.of(alone, OPERATORS)
+    ours, theirs = CallTable.of_spans(columns, OPERATORS, among=some), CallTable.of_spans(alone, OPERATORS)
     assert facts_of_nodes(columns, ours) == facts_of_nodes(alone, theirs)
 
 
 @pytest.mark.parametrize("levels_of_it", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_deep_chain_is_a_call_tree_of_as_many_levels(levels_of_it: int) -> None:
     trace = deep(levels_of_it)
-    tree = call_tree(trace.columns, OPERATORS)
+    tree = build_call_tree(trace.columns, OPERATORS)
     assert len(tree) == levels_of_it
     assert tree.parent.tolist() == list(range(-1, levels_of_it - 1))
 
@@ -327,5 +327,5 @@ def test_deep_and_wide_unions_are_kept_once() -> None:
     for at in range(depth + 1, depth + 1 + leaves):
         device = (DeviceInterval(0, 7, 10 * at, 10 * at + 4),)
         spans.append(Span(site, at, depth, 1, 7, 0, at, 10**6, 10**6, 0, device=device))
-    tree = call_tree(columns_of_spans(spans), OPERATORS)
+    tree = build_call_tree(columns_of_spans(spans), OPERATORS)
     assert tree.device.total_ns.tolist() == [4 * leaves] * (depth + 1)

@@ -26,10 +26,10 @@ from instrument import chrome
 from instrument.errors import TraceError
 from instrument.recording.spans import HOST, Kernel, Origin, Site, Span
 from instrument.recording.tally import Tally
-from instrument.report.section import summary
+from instrument.report.section import format_summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.text import GatheredAttributes, decode_texts
+from instrument.trace.text import GatheredAttributes, decode_json_texts
 from instrument.trace.trace import Allocation, Trace, columns_of_spans
 
 
@@ -184,7 +184,7 @@ def test_a_recording_with_an_infinite_cost_is_refused(tmp_path: Path) -> None:
 def test_attributes_that_are_damaged_are_refused_as_they_are_read() -> None:
     for text in (b'{"a": "\xb8"}', b'{"a": "\x01"}', b"[1]", b'{"a": '):
         with pytest.raises(TraceError, match="attributes"):
-            decode_texts([text])
+            decode_json_texts([text])
 
 
 def test_the_values_of_an_attribute_are_those_of_the_rows() -> None:
@@ -192,7 +192,7 @@ def test_the_values_of_an_attribute_are_those_of_the_rows() -> None:
     gathered = GatheredAttributes()
     for row, text in enumerate(texts):
         gathered.add(row, text)
-    packed = gathered.packed(np.arange(len(texts), dtype=np.int32))
+    packed = gathered.pack_attributes(np.arange(len(texts), dtype=np.int32))
     for name in ("a", "c", 'a"b', "none"):
         assert packed.values(name, np.arange(4)) == [packed[row].get(name) for row in range(4)]
     assert packed.values("a", np.array([3, 0])) == [math.inf, (1, ("b",))]
@@ -222,7 +222,7 @@ def test_arrays_that_say_anything_are_a_sound_trace_or_refused(
     except TraceError:
         return
     assert len(saved.trace.spans) == len(saved.trace.columns)
-    summary(["kernels", "memory"], Recording.of_saved(saved), Options())
+    format_summary(["kernels", "memory"], Recording.of_saved(saved), Options())
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\x93NUMPY"])

@@ -40,12 +40,12 @@ class Questions:
     def forget_asker(self, asker: Connection) -> None:
         self._questions = {number: pair for number, pair in self._questions.items() if pair[0] is not asker}
 
-    def answer_question(self, connection: Connection, message: Message) -> None:
+    def handle_command(self, connection: Connection, message: Message) -> None:
         subject = message["ask"]
         if subject == "processes":
             for run in self._runs:
                 for process in run.processes:
-                    process.check_recorded()
+                    process.update_has_recorded()
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
                     self._loop.send(connection, {"process": end_reports.collect_process_facts(process)}, memory)
             lost, unseen = self._runs.exports.lost_by_reason, self._runs.unseen.describe_unseen()
@@ -56,13 +56,13 @@ class Questions:
             facts = {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults, "unseen": unseen}
             self._loop.send(connection, {"end": facts})
         elif subject == "scrape":
-            self._scrape(connection, str(message.get("run")))
+            self._start_scrape(connection, str(message.get("run")))
         elif subject == "do":
             self._ask_processes(connection, dict(message["do"]), [int(pid) for pid in message.get("pids") or ()])
         else:
             connection.is_broken = True
 
-    def _scrape(self, connection: Connection, run: str) -> None:
+    def _start_scrape(self, connection: Connection, run: str) -> None:
         """Give one end of a socket pair to the command, and the other end to the exporter, which writes the metrics."""
         asked_run = next((member for member in self._runs if member.name == run), None)
         ours, theirs = socket.socketpair()
@@ -94,7 +94,7 @@ class Questions:
         self._loop.call_later(REQUEST_TIMEOUT_S, lambda: self._questions.pop(number, None))
         self._end_if_answered(number)
 
-    def inherit_switch(self, process: Process) -> None:
+    def apply_switch_of_parent(self, process: Process) -> None:
         parent = next((member for member in process.run.processes if member.pid == process.facts.get("parent")), None)
         if parent is not None and process.switch is None and process.connection is not None:
             process.switch = parent.switch
@@ -148,7 +148,7 @@ class Agent:
         captures: Path | None = None,
         says: Callable[[str], object] | None = None,
     ) -> None:
-        self._loop = EventLoop(listener, self._handle_packet, self._note_closed, says)
+        self._loop = EventLoop(listener, self._handle_packet, self._handle_disconnect, says)
         self._runs = Runs(self._loop, folder, run, captures, says, self._end_if_done)
         self._questions = Questions(self._loop, self._runs)
         self._ends_at = math.inf
@@ -184,11 +184,11 @@ class Agent:
         if connection is self._runs.exports.connection:
             self._runs.exports.handle_message(message)
             return []
-        process = self._runs.member(connection)
+        process = self._runs.find_process(connection)
         if "join" in message:
             return self._runs.add_process(connection, dict(message["join"]), descriptors)
         if "ask" in message:
-            self._questions.answer_question(connection, message)
+            self._questions.handle_command(connection, message)
         elif process is None or not self._handle_process_message(process, message):
             if "ended" in message and connection.pid == os.getppid():
                 self._runs.note_exit_status(int(message["ended"]), int(message["status"]))
@@ -212,10 +212,10 @@ class Agent:
         elif "flush" in message:
             self._runs.exports.flush(process)
         elif "gauges" in message or "readings" in message:
-            self._runs.exports.handle_gauges(process, message)
+            self._runs.exports.forward_gauge_message(process, message)
         elif "hears" in message:
             process.hears = True
-            self._questions.inherit_switch(process)
+            self._questions.apply_switch_of_parent(process)
         elif "goodbye" in message:
             self._runs.handle_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
         elif "answer" in message:
@@ -224,9 +224,9 @@ class Agent:
             return False
         return True
 
-    def _note_closed(self, connection: Connection) -> None:
+    def _handle_disconnect(self, connection: Connection) -> None:
         self._questions.forget_asker(connection)
-        self._runs.note_closed(connection)
+        self._runs.handle_disconnect(connection)
 
     # ---------------------------------------------------------------- the end
 
@@ -234,15 +234,15 @@ class Agent:
         os.read(descriptor, 64)
         if self._ends_at == math.inf:
             self._ends_at = time.monotonic() + STOP_LIMIT_S
-            self._loop.call_later(STOP_WAIT_S, self._stop_waiting)
+            self._loop.call_later(STOP_WAIT_S, self._stop_waiting_for_processes)
             self._loop.call_later(STOP_LIMIT_S, self._stop)
         self._end_if_done()
 
-    def _stop_waiting(self) -> None:
+    def _stop_waiting_for_processes(self) -> None:
         self._has_waited = True
         self._end_exports()
         self._end_if_done()
-        self._loop.call_later(STOP_POLL_S, self._stop_waiting)
+        self._loop.call_later(STOP_POLL_S, self._stop_waiting_for_processes)
 
     def _end_if_done(self) -> None:
         is_asked, runs = self._ends_at < math.inf, self._runs

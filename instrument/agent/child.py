@@ -70,7 +70,7 @@ class Jobs:
                 done_callback({"error": f"no process could be made: {error.strerror}"})
                 continue
             self._running[child.read_fd] = child
-            self._selector.register(child.read_fd, selectors.EVENT_READ, self._read)
+            self._selector.register(child.read_fd, selectors.EVENT_READ, self._read_answer)
 
     def _start_child(self, job: Job, on_answer: Callable[[Answer], object]) -> _Child:
         read_fd, write_fd = os.pipe()
@@ -96,7 +96,7 @@ class Jobs:
         while data:
             data = data[os.write(write_fd, data) :]
 
-    def _read(self, descriptor: int) -> None:
+    def _read_answer(self, descriptor: int) -> None:
         child = self._running[descriptor]
         data = os.read(descriptor, 1 << 16)
         child.received += data
@@ -155,13 +155,13 @@ class Saves:
 
     def add(self, process: Process) -> None:
         self._waiting.append(process)
-        self._start_waiting()
+        self._start_next_batch()
 
-    def _start_waiting(self) -> None:
+    def _start_next_batch(self) -> None:
         if not self._running and self._waiting:
-            self._start([self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_SAVES_PER_CHILD))])
+            self._save_batch([self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_SAVES_PER_CHILD))])
 
-    def _start(self, batch: Sequence[Process]) -> None:
+    def _save_batch(self, batch: Sequence[Process]) -> None:
         self._running += 1
         self._jobs.start(end_reports.make_batch_save_job(batch, self._folder), partial(self._end, batch))
 
@@ -169,12 +169,12 @@ class Saves:
         self._running -= 1
         if "each" not in answer and len(batch) > 1:  # the recording of one has ended the child
             for process in batch:
-                self._start([process])
+                self._save_batch([process])
             return
         for process, result in zip(batch, answer.get("each", [answer]), strict=True):
             process.saved, process.files = str(result.get("path", "")), tuple(map(str, result.get("copies", ())))
             self._on_saved(process)
-        self._start_waiting()
+        self._start_next_batch()
 
 
 PIPE_BYTES = 1 << 16

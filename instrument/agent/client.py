@@ -69,7 +69,7 @@ class Asked:
         return f"{self.name} ({services}: {count}, for {(time.monotonic_ns() - begun_ns) / 1e9:.3g} s)"
 
     @property
-    def none_joined(self) -> str:
+    def none_joined_text(self) -> str:
         if self.problem or self.members:
             return ""
         if self.name != str(self.socket):
@@ -96,7 +96,11 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
         sockets.append(Path(own_agent).resolve())
     runs = [run for socket in dict.fromkeys(sockets) for run in _query_agent(socket, memory=memory)]
     try:
-        matches = runs if is_socket or not asked_name else [match for run in runs for match in _select(run, asked_name)]
+        matches = (
+            runs
+            if is_socket or not asked_name
+            else [match for run in runs for match in _filter_by_name(run, asked_name)]
+        )
         if not matches:
             known_runs = "; ".join(run.description for run in runs) or "none"
             wish = f"a run, a service or a process named {asked_name}" if asked_name else "a run"
@@ -121,7 +125,7 @@ def single_run(verb: str, runs: Sequence[Asked]) -> Asked:
     raise InstrumentError(f"{verb}: {runs[0].name}: {runs[0].problem}")
 
 
-def _select(run: Asked, name: str) -> list[Asked]:
+def _filter_by_name(run: Asked, name: str) -> list[Asked]:
     if run.name.startswith(name) and not name.isdecimal():
         return [run]
     members = [member for member in run.members if name in (str(member.pid), member.facts["service"])]
@@ -167,17 +171,17 @@ def _why_silent(socket: Path, error: Exception) -> str:
     folder = socket.parent
     if folder not in agent_socket.list_runs():
         return f"no agent listens; `instrument agent --socket {socket.absolute()}` begins one"
-    living, ended, folders = processes.noted_processes(folder)
-    if living or Path(f"/proc/{agent_socket.first_process(folder.name) or '-'}").exists():
+    living, ended, folders = processes.count_noted_processes(folder)
+    if living or Path(f"/proc/{agent_socket.parse_first_pid(folder.name) or '-'}").exists():
         return f"no agent listens; `instrument agent --run {folder.name}` takes over"
     saved = f"; `instrument recover {shlex.join(folders)}` saves what it recorded" if folders else ""
     losses = f"; {ended} ended without a goodbye{saved or ', and what they recorded is lost'}" if ended else ""
-    if unsent := agent_socket.read_unsent(folder):
+    if unsent := agent_socket.read_unsent_count(folder):
         losses += f"; up to {unsent} spans of others are perhaps not exported"
     return f"its agent and its processes have gone{losses}; the next `instrument run` removes its folder"
 
 
-def request_of(
+def send_request(
     run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Send a request to processes of a run. Yield the process id and the answer of each process, for up to `wait_s`

@@ -55,14 +55,14 @@ def save_recording(
 
     from instrument.recording.mapped import Mapped
     from instrument.trace import file
-    from instrument.trace.of_recording import read_saved
+    from instrument.trace.of_recording import read_spans_and_tally
 
     with closing(Mapped(fd)) as mapped:
-        saved = read_saved(mapped, end_ns=end_ns)
+        saved = read_spans_and_tally(mapped, end_ns=end_ns)
         facts, died, least = saved.trace, "", "at least " if end_ns is None else ""
         if end_kind:
             died = describe_death(mapped.open_spans(), saved.trace.end_ns, end_kind, least)
-            gauges = last_gauges(facts.samples, facts.end_ns)
+            gauges = describe_last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
         facts = _with_goodbye(facts, goodbye or {})
         file.dump(path, facts, saved.tally)
@@ -115,7 +115,7 @@ def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
         raise TraceError(f"a process ended with a message of another version: {problem}") from problem
 
 
-def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
+def describe_last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
     newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
     texts: dict[int, list[str]] = {}
     for (device, name), sample in newest.items():

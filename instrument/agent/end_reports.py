@@ -175,12 +175,12 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
     return lambda: combined_report([*left_before, *parts], settings["views"], settings["options"])
 
 
-def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
+def list_processes_of_earlier_agent(folder: Path, run: Run) -> list[ReportedProcess]:
     """Return the processes of a run that ended under an earlier agent, from the files that it has left."""
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
-        if of["run"] != _safe_name(run) or saved in known_paths:
+        if of["run"] != _make_safe_run_name(run) or saved in known_paths:
             continue
         if path.is_symlink():
             name = f"{of['pid']} (without a goodbye; {ENDED_BEFORE}), {saved:.200}"
@@ -192,11 +192,11 @@ def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
 
 
 def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
-    paths = agent_socket.paths_in(folder, f"*{REPORT_SUFFIX}")
+    paths = agent_socket.list_matching_paths(folder, f"*{REPORT_SUFFIX}")
     return [(path, of) for path in paths if (of := _REPORT_FILE.fullmatch(path.name)) is not None]
 
 
-def _safe_name(run: Run) -> str:
+def _make_safe_run_name(run: Run) -> str:
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
 
@@ -238,11 +238,13 @@ def save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
 
 
 def path_for_report(folder: Path, process: Process) -> str:
-    return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_safe_name(process.run)}{REPORT_SUFFIX}")
+    return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_make_safe_run_name(process.run)}{REPORT_SUFFIX}")
 
 
 def path_for_merged(folder: Path, run: Run) -> str:
-    return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_safe_name(run)}{REPORT_SUFFIX}")
+    return str(
+        folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_make_safe_run_name(run)}{REPORT_SUFFIX}"
+    )
 
 
 def link_to_capture(folder: Path, process: Process) -> str:
@@ -258,23 +260,25 @@ def captures_for_reports(folder: Path) -> set[str]:
     return {str(path.readlink()) for path, _ in _report_files(folder) if path.is_symlink()}
 
 
-def remove_for_report(folder: Path, run: Run) -> None:
-    remove_saved(folder, [str(path) for path, of in _report_files(folder) if of["run"] == _safe_name(run)])
+def remove_report_files(folder: Path, run: Run) -> None:
+    remove_listed_report_files(
+        folder, [str(path) for path, of in _report_files(folder) if of["run"] == _make_safe_run_name(run)]
+    )
 
 
-def remove_saved(folder: Path, paths: Iterable[str]) -> None:
+def remove_listed_report_files(folder: Path, paths: Iterable[str]) -> None:
     for path in paths:
         if path.endswith(REPORT_SUFFIX) and Path(path).parent == folder:
             with suppress(OSError):
                 Path(path).unlink(missing_ok=True)
 
 
-def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
-    living_runs, counts = {_safe_name(run) for run in runs}, Counter[str]()
+def remove_abandoned_report_files(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
+    living_runs, counts = {_make_safe_run_name(run) for run in runs}, Counter[str]()
     for path, of in _report_files(folder):
         if of["run"] not in living_runs:
             counts[of["run"]] += int(of["count"] or 1)
-            remove_saved(folder, [str(path)])
+            remove_listed_report_files(folder, [str(path)])
     for run, count in counts.items():
         says(
             f"instrument: no report covers {count} of the processes of the run {run}, which {ENDED_BEFORE}: none of "
@@ -295,20 +299,20 @@ def path_of_capture(process: Process, folder: Path | None) -> str:
     return str(path.with_name(f"{path.stem}{number}{CAPTURE}"))
 
 
-def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
+def remove_oldest_files(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
     """Remove the oldest files of a service until the others fit into `disk_bytes`. Return the number of removed files.
 
     The file `saved` and the files in `kept_paths` remain.
     """
     service_part, files = _mask_numbers(saved.name, service), []
-    for path in agent_socket.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
+    for path in agent_socket.list_matching_paths(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
         if _mask_numbers(path.name, service) != service_part:
             continue
         with suppress(OSError):  # another agent has just removed it
             facts = path.stat()
             files.append((path == saved or str(path) in kept_paths, facts.st_mtime_ns, facts.st_size, path))
     over_bytes = sum(size for _, _, size, _ in files) - disk_bytes
-    removed = file_writing.remove_until_freed(
+    removed = file_writing.remove_files_until_freed(
         ((path, size) for stays, _, size, path in sorted(files) if not stays), over_bytes
     )
     for path in removed:
@@ -325,7 +329,7 @@ def _mask_numbers(name: str, service: str) -> str:
     return f"{name[:at]}*{_NUMBER_IN_NAME.sub('', name[at:])}"
 
 
-def end_line(process: Process, answer: Answer) -> str:
+def format_vanished_message(process: Process, answer: Answer) -> str:
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
     saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
     return f"instrument: process {process.pid}{service} {answer.get('died') or _describe_vanishing(process)}; {saved}"
@@ -360,13 +364,13 @@ def export_loss_line(lost: Mapping[str, int]) -> str:
 
 def none_joined_text(pid: int, after_s: float) -> str:
     return (
-        f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unrecorded(pid)}. "
-        "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
-        "service"
+        f"instrument: {after_s:g} s after its start no process of this run records anything"
+        f"{_explain_missing_sitecustomize(pid)}. Give `instrument run ...` to that program as the command that it "
+        "is to run, or call instrument.start() in the service"
     )
 
 
-def _why_unrecorded(pid: int) -> str:
+def _explain_missing_sitecustomize(pid: int) -> str:
     try:
         environ = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
     except OSError:
@@ -409,10 +413,10 @@ def combined_report(
     parts: Sequence[ReportedProcess], views: Sequence[str], options: Mapping[str, Any]
 ) -> dict[str, str]:
     from instrument.errors import TraceError
-    from instrument.report.section import summary
+    from instrument.report.section import format_summary
     from instrument.report.view import Options, Recording
     from instrument.trace import file
-    from instrument.trace.merge import merge
+    from instrument.trace.merge import merge_recordings
 
     read, lines = [], []
     for part in parts:
@@ -427,7 +431,7 @@ def combined_report(
         lines.append(line)
     if not read:
         raise TraceError("no process of the run has a recording")
-    text = summary(views, Recording.of_saved(merge(read).saved), Options.of(options))
+    text = format_summary(views, Recording.of_saved(merge_recordings(read).saved), Options.from_mapping(options))
     if len(text.encode()) > MOST_REPORT_BYTES:
         text = text.encode()[:MOST_REPORT_BYTES].decode(errors="ignore").rpartition("\n")[0] + CUT_NOTE
     places = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:MOST_NAMED_PROCESSES])

@@ -81,7 +81,7 @@ class _WatchedProcess:
         wait_ns = self._sources.wait_ns()
         return math.inf if wait_ns is None else wait_ns / 1e9
 
-    def read_due(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
+    def read_due_gauges(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
         """Read the gauges that are due. Return the GPUs and notes on unreadable gauges, or None before the first
         reading.
 
@@ -94,21 +94,23 @@ class _WatchedProcess:
         if sources is None:
             return None
         if is_last or sources.wait_ns() == 0:
-            sources.read(is_last=is_last)
+            sources.read_due_gauges(is_last=is_last)
         return {"gpus": [asdict(gpu) for gpu in sources.gpus()], "notes": sources.notes()}
 
     def store_readings(self, rows: Sequence[Any]) -> None:
         if self._sources is not None:
             now_ns = time.monotonic_ns()
-            self._store([Sample(str(name), int(device), now_ns, _parse_reading(value)) for device, name, value in rows])
+            self._store_samples(
+                [Sample(str(name), int(device), now_ns, _parse_reading(value)) for device, name, value in rows]
+            )
 
     def _begin(self) -> None:
-        if not self._place.take():
+        if not self._place.acquire():
             self._begin_at = time.monotonic() + CLAIM_RETRY_S
             return
         if problem := explain_unreliable_gauges(self._pid):
             raise _UnreadableHereError(problem)
-        sources = GaugeSources(self._wanted, self._store, self._pid, self._environ)
+        sources = GaugeSources(self._wanted, self._store_samples, self._pid, self._environ)
         sources.prepare()
         is_open = sources.open()
         if self._wanted.nvml_ns is not None and not is_open:
@@ -118,7 +120,7 @@ class _WatchedProcess:
             )
         self._sources = sources
 
-    def _store(self, samples: Sequence[Sample]) -> None:
+    def _store_samples(self, samples: Sequence[Sample]) -> None:
         if not self._place.add(
             sample for sample in samples if sample.name in GAUGES and -1 <= sample.device < MOST_DEVICES
         ):
@@ -148,7 +150,7 @@ class GaugeThread:
         self._silent: set[int] = set()
         """The processes that were sent a note about the current hang of a driver."""
 
-    def ask(self, message: agent_socket.Message, descriptors: Sequence[int]) -> None:
+    def queue_message(self, message: agent_socket.Message, descriptors: Sequence[int]) -> None:
         if descriptors:
             self._reports[int(message["process"])] = {"gpus": [], "notes": []}
         self._asked.put((message, descriptors))
@@ -156,7 +158,7 @@ class GaugeThread:
             self._thread = Thread(self._run, "instrument-gauges", lambda: not self._is_over)
             self._thread.start()
 
-    def report_silence(self, now: float) -> None:
+    def report_hanging_driver(self, now: float) -> None:
         """Send each process a note if the thread hangs in a driver, which means that a reading takes longer than
         `HANG_S`."""
         if now - self._busy_at <= HANG_S:
@@ -165,7 +167,7 @@ class GaugeThread:
         for number in [number for number in list(self._reports) if number not in self._silent]:
             self._silent.add(number)
             self._silences[number] += 1
-            self._report(number)
+            self._send_report(number)
 
     def stop(self) -> None:
         """Ask the thread to end. It ends once the current call of a driver returns."""
@@ -181,15 +183,15 @@ class GaugeThread:
                 self._busy_at = time.monotonic()
                 while request is not None:
                     number = int(request[0]["process"])
-                    self._attempt(number, partial(self._handle_message, number, *request))
+                    self._run_action(number, partial(self._handle_message, number, *request))
                     request = self._asked.get_nowait()
             self._busy_at = time.monotonic()
             for number in list(self._watched):
-                self._attempt(number, partial(self._read_gauges, number))
+                self._run_action(number, partial(self._read_gauges, number))
         for number in list(self._watched):
             self._forget(number)
 
-    def _attempt(self, number: int, action: Callable[[], object]) -> None:
+    def _run_action(self, number: int, action: Callable[[], object]) -> None:
         try:
             action()
         except Gone:
@@ -214,19 +216,19 @@ class GaugeThread:
         elif "ended" in message:
             self._forget(number)
         elif message["gauges"] is None:
-            self._attempt(number, partial(self._read_gauges, number, is_last=True))
+            self._run_action(number, partial(self._read_gauges, number, is_last=True))
             self._forget(number)
             self._send_gauges(number, {"ended": True})
         else:
             self._watched[number].store_environment(message["gauges"])
 
     def _read_gauges(self, number: int, *, is_last: bool = False) -> None:
-        report = self._watched[number].read_due(is_last=is_last)
+        report = self._watched[number].read_due_gauges(is_last=is_last)
         if report is not None and report != self._reports[number]:
             self._reports[number] = report
-            self._report(number)
+            self._send_report(number)
 
-    def _report(self, number: int) -> None:
+    def _send_report(self, number: int) -> None:
         report, count = self._reports.get(number, {}), self._silences[number]
         notes = list(report.get("notes", ()))
         if count:
@@ -344,7 +346,7 @@ class ExporterChild:
                 self._handle_message(message, descriptors)
             if self._agent.has_gone:
                 return
-            self._gauges.report_silence(time.monotonic())
+            self._gauges.report_hanging_driver(time.monotonic())
             if self._scrapes is not None:
                 self._scrapes.answer_waiting(self._scrape_metrics)
             if self._exporters:
@@ -355,27 +357,30 @@ class ExporterChild:
         self._gauges.stop()
 
     def _end_exports(self) -> None:
-        self._loop.read_rest(self._ends_at)
+        self._loop.read_remaining_rows(self._ends_at)
         for sender in self._exporters.values():
             sender.send_soon()  # all at the same time: one slow collector delays no other
         for sender in self._exporters.values():
             sender.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         self._loop.end_datasets(self._ends_at)
         for number in list(self._loop.recordings):
-            self._loop.end(number)
+            self._loop.end_export(number)
 
     @cached_property
     def _loop(self) -> export_loop.ExportLoop:
         import_without_tls()
         return export_loop.ExportLoop(
-            self._report_end, lambda rows: self._agent.send({"dataset": rows}), self._note_silence, self._agent.wake
+            self._report_end,
+            lambda rows: self._agent.send({"dataset": rows}),
+            self._note_silent_processes,
+            self._agent.wake,
         )
 
     @cached_property
     def _ended_metrics(self) -> scrapes.EndedMetrics:
         return scrapes.EndedMetrics(self._folder)
 
-    def _note_silence(self) -> None:
+    def _note_silent_processes(self) -> None:
         for sender in self._exporters.values():
             sender.note_silence()
 
@@ -383,7 +388,7 @@ class ExporterChild:
 
     def _handle_message(self, message: agent_socket.Message, descriptors: list[int]) -> None:
         if "process" in message:
-            self._gauges.ask(message, descriptors)
+            self._gauges.queue_message(message, descriptors)
         elif "export" in message:
             number = int(message["export"])
             self._loop.attempt(number, partial(self._begin, number, message, descriptors))
@@ -420,8 +425,8 @@ class ExporterChild:
 
     def _scrape_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
         exports = [export for number, export in self._loop.recordings.items() if scope in self._scopes[number]]
-        metered_of = self._loop.metered(exports)
-        return list(metered_of.values()), self._ended_metrics.totals_of(scope, metered_of)
+        metered_of = self._loop.read_current_metrics(exports)
+        return list(metered_of.values()), self._ended_metrics.sum_by_service(scope, metered_of)
 
     # ---------------------------------------------------------------- recordings
 
@@ -433,7 +438,9 @@ class ExporterChild:
         try:
             otlp = None if settings.get("otlp") is None else export_facts.decode_collector_settings(settings["otlp"])
             generation = int(message.get("generation", 0))
-            export = self._loop.begin(number, fd, self._exporter(otlp), generation, sends=otlp is not None)
+            export = self._loop.begin_export(
+                number, fd, self._get_or_start_exporter(otlp), generation, sends=otlp is not None
+            )
         finally:
             os.close(fd)
         self._settings[number] = otlp
@@ -449,7 +456,7 @@ class ExporterChild:
         file_exports.limit_pyarrow()
         self._loop.begin_dataset(export, file_exports.decode_dataset_settings(settings), run, disk_bytes)
 
-    def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
+    def _get_or_start_exporter(self, settings: Otlp | None) -> exporter.Exporter:
         if settings not in self._exporters:
             self._stop_unused()
             origin = Origin(os.getpid(), "", 0, 0)

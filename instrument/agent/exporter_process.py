@@ -21,7 +21,7 @@ from instrument.agent.child import fork_child
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import Process, Run
 from instrument.recording.export_checkpoint import ExportCheckpoint, losses_by_name
-from instrument.recording.memory_layout import generation_of
+from instrument.recording.memory_layout import read_generation
 from instrument.runtime import agent_socket, file_writing
 
 EXPORTER_NAME = "instr-exporter"
@@ -76,10 +76,10 @@ class Exports:
         """The addresses whose listening sockets the child has."""
         self.fates: Counter[str] = Counter()
         """The outcomes of spans of ended processes, with their counts."""
-        self.fates["perhaps"] = agent_socket.read_unsent(folder)
+        self.fates["perhaps"] = agent_socket.read_unsent_count(folder)
         self.problem = ""
 
-    def waits_for(self, run: Run) -> bool:
+    def is_exporting(self, run: Run) -> bool:
         return any(process.run is run and not process.lives for process, *_ in self._recordings.values())
 
     @property
@@ -110,7 +110,7 @@ class Exports:
             self._note_problem(f"the recording of process {process.pid} could not be kept: {problem.strerror}")
             self._send_unexported(process)
             return
-        self._recordings[process.number] = process, memory, generation_of(memory)
+        self._recordings[process.number] = process, memory, read_generation(memory)
         self._start_export(process.number)
 
     def scrape(self, run: Run, connection: socket.socket) -> None:
@@ -135,7 +135,7 @@ class Exports:
     def note_ended(self, process: Process) -> None:
         if process.number in self._recordings:
             self._send_child({"ended": process.number})
-            self._note_unsent(process, self._recordings[process.number][1])
+            self._count_unsent_spans(process, self._recordings[process.number][1])
         if self._gauged.pop(process.number, None) is not None:
             self._send_child({"process": process.number, "ended": True})
 
@@ -159,7 +159,7 @@ class Exports:
         self._gauged.clear()
         if (connection := self.connection) is not None:
             self._kill_child()
-            self._loop.receive(connection, is_last=True)
+            self._loop.handle_packets(connection, is_last=True)
             self._loop.drop(connection)  # unless the child has closed it: it may hang in a driver
         self._forget_recordings()
         for listener in self._listeners.values():
@@ -181,7 +181,7 @@ class Exports:
             self._gauged[process.number] = process
             self._start_gauges(process)
 
-    def handle_gauges(self, process: Process, message: agent_socket.Message) -> None:
+    def forward_gauge_message(self, process: Process, message: agent_socket.Message) -> None:
         """Pass a message of a process on to the child. It has readings, new settings, or None to end the reading."""
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]
@@ -219,7 +219,7 @@ class Exports:
             memory,
         )
         if not process.lives:
-            self._note_unsent(process, memory)
+            self._count_unsent_spans(process, memory)
             self._send_child({"ended": number})
 
     def _note_problem(self, problem: str) -> None:
@@ -311,8 +311,8 @@ class Exports:
         if process.lives or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
-            self.fates.update({} if is_reported else place.read().unreported())
-            self.fates["unread"] += place.count_unread()
+            self.fates.update({} if is_reported else place.read_progress().unreported_counts())
+            self.fates["unread"] += place.count_unread_rows()
 
     def _restart_exporter(self) -> None:
         self._handed_over.clear()
@@ -342,11 +342,11 @@ class Exports:
         for number in list(self._recordings):
             self._end_export(number, is_reported=False)
 
-    def _note_unsent(self, process: Process, memory: int) -> None:
+    def _count_unsent_spans(self, process: Process, memory: int) -> None:
         if process in self._unsent or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
-            self._unsent[process] = place.read().unsettled + place.count_unread()
+            self._unsent[process] = place.read_progress().unsettled_spans + place.count_unread_rows()
             self._write_unsent()
 
     def _write_unsent(self) -> None:

@@ -24,10 +24,10 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import is_interruption, is_request
 from instrument.recording.tally import Tally
-from instrument.report.event_rows import mask_topmost, sum_topmost_by_name
-from instrument.report.headlines import in_flight_headline
+from instrument.report.event_rows import mask_topmost_nodes, sum_topmost_by_name
+from instrument.report.headlines import describe_requests_in_flight
 from instrument.report.section import Section, Text
-from instrument.report.table import number_text, printable, rough_percent, share
+from instrument.report.table import compute_share, format_rough_percent, number_text, printable
 
 EVEN_RATIO = 0.9
 """The windows of processes are uneven if the shortest is below this fraction of the longest."""
@@ -133,7 +133,7 @@ class Screen:
         ]
         if self.ended:
             lines.append(f"{count_text(self.ended, 'process', 'es')} of it ended: see the report at the end of the run")
-        if sentence := in_flight_headline([(request.now, request.now_ns) for request in self.in_flight]):
+        if sentence := describe_requests_in_flight([(request.now, request.now_ns) for request in self.in_flight]):
             lines.append(sentence)
         cancelled = "cancelled=Cancelled|" if any(row.cancelled for row in self.endpoints) else ""
         device = "|device_ns=Device, ms" if any(row.device_ns for row in self.places) else ""
@@ -158,7 +158,7 @@ class Screen:
         texts: dict[str, Text] = {
             "generation": lambda row, unit: f"{row.generation} ({row.digest})",
             "state": lambda row, unit: "ended" if row.state == GOODBYE else row.state,
-            "cost_ratio": lambda row, unit: rough_percent(row.cost_ratio),
+            "cost_ratio": lambda row, unit: format_rough_percent(row.cost_ratio),
         }
         return Section("", self.processes, columns, texts=texts).table("s") if self.processes else []
 
@@ -180,7 +180,7 @@ class LiveSampler:
         self._run = run
         self._before: dict[tuple[int, int], tuple[int, Tally]] = {}
 
-    def shows(self, run: str) -> bool:
+    def shows_run(self, run: str) -> bool:
         return self._run == run
 
     def make_screen(self, members: Sequence[Member], folded: int = 0) -> Screen:
@@ -261,7 +261,7 @@ def _process_row(member: Member, contents: _Contents | None) -> ProcessNow:
         digest=str(origin["digest"])[:64],
         up_ns=up_ns,
         calls=calls,
-        cost_ratio=None if calls is None or up_ns is None else share(spent_ns, up_ns),
+        cost_ratio=None if calls is None or up_ns is None else compute_share(spent_ns, up_ns),
         lost=lost,
     )
 
@@ -287,8 +287,8 @@ def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[in
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in sum_topmost_by_name(part, is_request).items():
-            rates[name] += share(totals.calls, window_ns / 1e9) or 0.0
-    nodes, is_topmost = defaultdict[str, list[int]](list), mask_topmost(tally, is_request)
+            rates[name] += compute_share(totals.calls, window_ns / 1e9) or 0.0
+    nodes, is_topmost = defaultdict[str, list[int]](list), mask_topmost_nodes(tally, is_request)
     for node in np.flatnonzero(is_topmost).tolist():
         nodes[tally.paths[node][-1].name].append(node)
     endpoints = []
@@ -304,7 +304,7 @@ def _site_rows(tally: Tally) -> tuple[Place, ...]:
     sums = [(name, tally.total_of_lines(places)) for (name, _), places in tally.lines_by_key(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)
     sites_found = [
-        Place(name, totals.calls, totals.self_ns, totals.device_ns, share(totals.self_ns, whole_ns))
+        Place(name, totals.calls, totals.self_ns, totals.device_ns, compute_share(totals.self_ns, whole_ns))
         for name, totals in sums
         if totals.calls
     ]

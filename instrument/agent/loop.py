@@ -37,7 +37,7 @@ class Connection:
         return self.sock.fileno()
 
     @property
-    def has_waiting(self) -> bool:
+    def has_waiting_packets(self) -> bool:
         return bool(self._waiting)
 
     def send(self, message: agent_socket.Message, descriptors: Sequence[int] = ()) -> None:
@@ -220,10 +220,10 @@ class EventLoop:
         if events & selectors.EVENT_WRITE:
             connection.flush()
         if events & selectors.EVENT_READ:
-            self.receive(connection)
+            self.handle_packets(connection)
         self.watch(connection)
 
-    def receive(self, connection: Connection, *, is_last: bool = False) -> None:
+    def handle_packets(self, connection: Connection, *, is_last: bool = False) -> None:
         """Handle the waiting packets of a connection. At most `MOST_PACKETS_PER_TURN` are handled unless `is_last`."""
         count = 0
         while (is_last or count < MOST_PACKETS_PER_TURN) and self._handle_packet(connection):
@@ -266,7 +266,7 @@ class EventLoop:
         if connection.is_broken:
             self.drop(connection)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_waiting else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_waiting_packets else 0)
         if self.selector.get_key(connection).events != events:
             self.selector.modify(connection, events)
 

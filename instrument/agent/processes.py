@@ -34,7 +34,7 @@ _EXIT_CODE_FIELD = 49
 """The index of exit_code among the fields after the program's name in `/proc/PID/stat` (man 5 proc)."""
 
 
-def status_of(exit_fd: int, pid: int) -> int | None:
+def read_exit_status(exit_fd: int, pid: int) -> int | None:
     """Return the exit status of an ended process, or None if it is unknown. `os.waitpid` returns it in the same
     form."""
     with suppress(OSError):
@@ -135,13 +135,13 @@ class Process:
         """True if the process has neither ended nor said goodbye."""
         return not self.ended_ns and self.goodbye is None
 
-    def check_recorded(self) -> bool:
-        self.has_recorded = self.has_recorded or self.read_head(
+    def update_has_recorded(self) -> bool:
+        self.has_recorded = self.has_recorded or self.read_recording_head(
             lambda head: any(ring.head for ring in head.read_rings()) or head.has_open_span(), default=False
         )
         return self.has_recorded
 
-    def read_head(self, read: Callable[[RecordingHead], Value], default: Value) -> Value:
+    def read_recording_head(self, read: Callable[[RecordingHead], Value], default: Value) -> Value:
         try:
             return read(RecordingHead(self.memory)) if self.memory >= 0 else default
         except OSError:
@@ -152,7 +152,7 @@ class Process:
         if self.exit_fd >= 0:
             return _is_readable(self.exit_fd)
         if self.started and not self.is_elsewhere:
-            return clock.start_ticks(PROC / str(self.pid) / "stat") != self.started
+            return clock.read_process_start_ticks(PROC / str(self.pid) / "stat") != self.started
         return None
 
     def has_become_another_program(self) -> bool:
@@ -204,12 +204,12 @@ class Run:
         )
 
     def is_over(self) -> bool:
-        return not (self.first_lives() or self.living_processes())
+        return not (self.first_process_lives() or self.living_processes())
 
-    def first_lives(self) -> bool:
+    def first_process_lives(self) -> bool:
         return self.first_fd >= 0 and not _is_readable(self.first_fd)
 
-    def first_has_left(self) -> bool:
+    def first_process_has_left(self) -> bool:
         return any(process.pid == self.first and process.goodbye is not None for process in self.processes)
 
     def must_print_report(self, leaving: Process) -> bool:
@@ -219,10 +219,10 @@ class Run:
             return False
         other_processes = [process for process in self.living_processes() if process is not leaving]
         for process in other_processes:
-            if (process.pid == self.first or process.check_recorded()) and not process.has_exited():
+            if (process.pid == self.first or process.update_has_recorded()) and not process.has_exited():
                 return False
-        has_left = leaving.pid == self.first or self.first_has_left()
-        return has_left or not self.first_has_joined or not self.first_lives()
+        has_left = leaving.pid == self.first or self.first_process_has_left()
+        return has_left or not self.first_has_joined or not self.first_process_lives()
 
     def processes_with_spans(self) -> list[Process]:
         return [process for process in self.processes if process.has_recorded]
@@ -242,24 +242,24 @@ def exit_fd_of(pid: int, started: int) -> int:
         descriptor = os.pidfd_open(pid)
     except (AttributeError, OSError):
         return -1
-    if started and clock.start_ticks(PROC / str(pid) / "stat") != started:
+    if started and clock.read_process_start_ticks(PROC / str(pid) / "stat") != started:
         os.close(descriptor)  # of another namespace, or of a later process of that number
         return -1
     return descriptor
 
 
-def find_other_exit_fd(variable: str, value: str) -> int:
+def find_exit_fd_by_variable(variable: str, value: str) -> int:
     """Find a process that has a variable with a value in its environment, and is no child of this one.
 
     Return a descriptor that becomes readable when that process ends, or -1 if there is no such process.
     """
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
-    for path in agent_socket.paths_in(PROC, "[0-9]*"):
+    for path in agent_socket.list_matching_paths(PROC, "[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
             pid = int(path.name)
             if pid == own_pid or entry not in (path / "environ").read_bytes().split(b"\0"):
                 continue
-            if environment.parent_of(pid) != own_pid:
+            if environment.read_parent_pid(pid) != own_pid:
                 descriptor = exit_fd_of(pid, 0)
                 if descriptor >= 0:
                     return descriptor
@@ -301,7 +301,7 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
         os.close(descriptor)
 
 
-def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
+def add_missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
     """Return the processes that have note files of an earlier agent and have ended since. Add them to their runs."""
     processes = []
     for facts, pid, started in _notes(folder):
@@ -329,7 +329,7 @@ def has_unjoined_processes(folder: Path, run: Run) -> bool:
     )
 
 
-def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
+def count_noted_processes(folder: Path) -> tuple[int, int, list[str]]:
     """Count the living and the ended processes that have note files. Also return the folders with recordings of ended
     ones."""
     living, ended, folders = 0, 0, dict[str, None]()
@@ -346,14 +346,14 @@ def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
 
 
 def _notes(folder: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
-    for path in agent_socket.paths_in(folder, f"*{agent_socket.NOTE_SUFFIX}"):
+    for path in agent_socket.list_matching_paths(folder, f"*{agent_socket.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())
             yield facts, int(facts["pid"]), int(facts["started"])
 
 
 def _is_running(pid: int, started: int) -> bool:
-    return clock.start_ticks(PROC / str(pid) / "stat") == started
+    return clock.read_process_start_ticks(PROC / str(pid) / "stat") == started
 
 
 def _note_path(folder: Path, process: Process) -> Path:

@@ -24,7 +24,7 @@ from instrument.agent.processes import (
     Process,
     Run,
     exit_fd_of,
-    find_other_exit_fd,
+    find_exit_fd_by_variable,
 )
 from instrument.agent.unseen import ConnectionWatch, Unseen
 from instrument.recording.memory_layout import RecordingHead
@@ -90,8 +90,8 @@ class Runs:
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
         self._saves = Saves(self._jobs, folder, self.note_saved)
-        self.exports = Exports(loop, folder, self._exports_changed, self.write_to_runs, self._send_message)
-        self._takes_over = bool(processes.noted_processes(folder)[0])
+        self.exports = Exports(loop, folder, self._handle_export_end, self.write_to_runs, self._send_message)
+        self._takes_over = bool(processes.count_noted_processes(folder)[0])
         """True if processes that joined an earlier agent are still alive."""
         self._connections = ConnectionWatch(
             loop, self._send_message, lambda: (process for run in self for process in run.living_processes())
@@ -107,7 +107,7 @@ class Runs:
         self.own_is_over = False
         """True once the agent's own run is over and was reported."""
         if own_run is None:
-            loop.call_later(ABANDONED_S, lambda: end_reports.remove_abandoned(folder, self, says or bool))
+            loop.call_later(ABANDONED_S, lambda: end_reports.remove_abandoned_report_files(folder, self, says or bool))
         else:
             if own_run.first and own_run.first_fd < 0:
                 own_run.first_fd = exit_fd_of(own_run.first, 0)
@@ -115,12 +115,12 @@ class Runs:
                 loop.selector.register(own_run.first_fd, selectors.EVENT_READ, self._first_exited)
             loop.call_later(NONE_JOINED_S, self._report_none_joined)
         loop.call_later(CHECK_INTERVAL_S, self._check_for_missed_ends)
-        loop.call_later(0, self._report_missed)
+        loop.call_later(0, self._handle_missed_ends)
 
     def __iter__(self) -> Iterator[Run]:
         return iter(list(self._runs.values()))
 
-    def member(self, connection: Connection) -> Process | None:
+    def find_process(self, connection: Connection) -> Process | None:
         return self._members.get(connection)
 
     @property
@@ -151,13 +151,13 @@ class Runs:
         if connection in self._members:
             raise ValueError("a connection joins once")
         name = str(facts.get("run", ""))[:64]
-        run = self._run_of(name)
+        run = self._get_or_add_run(name)
         pid, started = connection.pid or int(facts["pid"]), int(facts["started"])
         image = bytes.fromhex(str(facts.pop("image", "")))  # by now it may run another program already
         memory = descriptors[0] if descriptors and stat.S_ISREG(os.fstat(descriptors[0]).st_mode) else -1
         living = run.find_living(pid, started)
         if living is not None and living.connection is not None:
-            self._loop.receive(living.connection, is_last=True)  # its goodbye, where this is its next session
+            self._loop.handle_packets(living.connection, is_last=True)  # its goodbye, where this is its next session
             living = run.find_living(pid, started)
         is_back = memory < 0 or (living is not None and _is_same(memory, living.memory))
         if living is not None and is_back and not living.has_become_another_program():
@@ -191,16 +191,16 @@ class Runs:
             self._loop.selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._handle_exit(process))
         self._export(process)
         self._read_gauges(process)
-        self._connections.begin(process)
+        self._connections.watch_process(process)
         return [memory] if memory >= 0 else []
 
-    def _report_missed(self) -> None:
-        for process in processes.missed_processes(self._folder, self._run_of):
+    def _handle_missed_ends(self) -> None:
+        for process in processes.add_missed_processes(self._folder, self._get_or_add_run):
             self._note_vanished(process)
             if process.memory >= 0:
                 self.exports.count_unread_rows(process, process.memory, is_reported=False)
 
-    def _run_of(self, name: str) -> Run:
+    def _get_or_add_run(self, name: str) -> Run:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
 
     def note_recording(self, process: Process) -> None:
@@ -227,13 +227,13 @@ class Runs:
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
             has_others = run.processes_with_spans() not in ([], [process]) or bool(
-                end_reports.earlier_processes(self._folder, run)
+                end_reports.list_processes_of_earlier_agent(self._folder, run)
             )
             process.is_reported = is_last and not has_others
             is_part = process.has_recorded and not process.is_reported
             process.is_saving = is_part
             # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
-            rows = 0 if facts.get("is_timed") else process.read_head(RecordingHead.rows_kept, 0)
+            rows = 0 if facts.get("is_timed") else process.read_recording_head(RecordingHead.count_rows, 0)
             if is_part and rows > MOST_SELF_SAVED_ROWS:
                 self._save(process)
             elif is_part:
@@ -259,7 +259,7 @@ class Runs:
         if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
         run.waiting = None
-        report = end_reports.report_job(run, end_reports.earlier_processes(self._folder, run))
+        report = end_reports.report_job(run, end_reports.list_processes_of_earlier_agent(self._folder, run))
         self._jobs.start(report, partial(self._print_report, run, connection=connection))
 
     def note_saved(self, process: Process) -> None:
@@ -269,35 +269,35 @@ class Runs:
         if process.end_kind in (VANISHED, EXITED):
             processes.remove_note(self._folder, process)
         process.release()
-        self._drop_ended(process.run)
+        self._limit_ended_processes(process.run)
         self._report_if_due(process.run)
         self._end_if_over(process.run)
 
     def _handle_exit(self, process: Process) -> None:
         if process.connection is not None:
-            self._loop.receive(process.connection, is_last=True)
+            self._loop.handle_packets(process.connection, is_last=True)
         if process.lives:
             self._note_vanished(process)
         elif not process.ended_ns:  # a fault came between its goodbye and this
             self._note_ended(process, GOODBYE)
 
-    def note_closed(self, connection: Connection) -> None:
+    def handle_disconnect(self, connection: Connection) -> None:
         if connection is self.exports.connection:
             self.exports.handle_end()
             return
         process = self._members.pop(connection, None)
         if process is not None and process.connection is connection:
             process.connection, process.hears = None, False
-            self._note_disconnected(process)
+            self._find_disconnect_cause(process)
         for run in self:
             if run.waiting is connection:
                 run.waiting, run.is_reported = None, False  # its process cannot print it: we do
                 self._end_if_over(run)
 
-    def _note_disconnected(self, process: Process) -> None:
+    def _find_disconnect_cause(self, process: Process) -> None:
         if not process.lives:
             if process.is_saving and process.saves_itself:  # it has gone over it, or before it said that it is done
-                end_reports.remove_saved(self._folder, [process.saved])
+                end_reports.remove_listed_report_files(self._folder, [process.saved])
                 self._save(process)
             return
         has_exited = process.has_exited()
@@ -309,7 +309,7 @@ class Runs:
     # ---------------------------------------------------------------- who vanishes
 
     def _note_vanished(self, process: Process) -> None:
-        process.is_saving = process.check_recorded()
+        process.is_saving = process.update_has_recorded()
         if process.has_recorded:  # it may not have said so yet
             processes.write_note(self._folder, process)
         self._note_ended(process, VANISHED)
@@ -323,14 +323,14 @@ class Runs:
             return
         is_asked = process.facts.get("asks_for_requests", True)
         if not reason and is_asked and not any(member.has_requests for member in (process, *process.run.processes)):
-            self._loop.attempt(partial(self._connections.note_ports, process))
+            self._loop.attempt(partial(self._connections.update_ports, process))
             ports = ", ".join(map(str, sorted(process.ports)))
             reason = f"connections came to its port {ports}, and it has recorded no request" if ports else ""
         if reason:
             self._say(process.run, f"instrument: process {process.pid}: {reason}", process)
 
     def _note_replaced(self, process: Process) -> None:
-        process.is_saving = process.check_recorded()
+        process.is_saving = process.update_has_recorded()
         self._note_ended(process, REPLACED)
         if process.has_recorded:
             self._save(process)
@@ -348,7 +348,7 @@ class Runs:
         report_files = {member.saved for run in self for member in run.processes} | end_reports.captures_for_reports(
             self._folder
         )
-        end_reports.make_room(saved, service, report_files, disk_bytes)
+        end_reports.remove_oldest_files(saved, service, report_files, disk_bytes)
 
     def _note_ended(self, process: Process, end_kind: str) -> None:
         process.ended_ns, process.end_kind = time.monotonic_ns(), end_kind
@@ -358,10 +358,10 @@ class Runs:
         if process.exit_fd >= 0:
             self._loop.selector.unregister(process.exit_fd)
             if end_kind == VANISHED and process.status is None:
-                process.status = processes.status_of(process.exit_fd, process.pid)
+                process.status = processes.read_exit_status(process.exit_fd, process.pid)
             os.close(process.exit_fd)
             process.exit_fd = -1
-        self._drop_ended(process.run)
+        self._limit_ended_processes(process.run)
         self._loop.call_later(RUN_END_S, lambda: self._end_if_over(process.run))
 
     def note_exit_status(self, pid: int, status: int) -> None:
@@ -374,7 +374,7 @@ class Runs:
         """Save a capture of a vanished process, and print a message. After exit code 0, save only the recording for the
         run's report."""
         run = process.run
-        if process.status == 0 and not process.read_head(RecordingHead.has_open_span, default=True):
+        if process.status == 0 and not process.read_recording_head(RecordingHead.has_open_span, default=True):
             process.end_kind = EXITED
             self._save(process)
             return
@@ -384,7 +384,7 @@ class Runs:
             return
         if run.captures > MOST_CAPTURES and process.memory >= 0:
             error = {"error": f"{MOST_CAPTURES} others are; what it recorded is in the report of the run"}
-            self._say(run, end_reports.end_line(process, error), process)
+            self._say(run, end_reports.format_vanished_message(process, error), process)
             self._save(process)
             return
         path = end_reports.path_of_capture(process, self._captures)
@@ -395,7 +395,7 @@ class Runs:
         if process.saved:
             process.link = end_reports.link_to_capture(self._folder, process)
             self._make_room(process, Path(process.saved))
-        self._say(process.run, end_reports.end_line(process, answer), process)
+        self._say(process.run, end_reports.format_vanished_message(process, answer), process)
         self.note_saved(process)
 
     # ---------------------------------------------------------------- the end of a run
@@ -410,7 +410,7 @@ class Runs:
             run = self._own
             self._loop.call_later(RUN_END_S, lambda: self._end_if_over(run))
 
-    def _drop_ended(self, run: Run) -> None:
+    def _limit_ended_processes(self, run: Run) -> None:
         ended = [process for process in run.processes if process.ended_ns and not process.is_saving]
         for process in [member for member in ended if not member.has_recorded]:
             run.processes.remove(process)
@@ -432,8 +432,8 @@ class Runs:
             if answer.get("path"):
                 run.folded = str(answer["path"])
             else:  # what was folded before is still there
-                end_reports.remove_saved(self._folder, [into, *first_files])
-            self._drop_ended(run)
+                end_reports.remove_listed_report_files(self._folder, [into, *first_files])
+            self._limit_ended_processes(run)
             self._report_if_due(run)
             self._end_if_over(run)
 
@@ -450,7 +450,7 @@ class Runs:
             return  # what is being saved of it calls again
         if not run.is_reported and any(process.facts.get("report") for process in run.processes_with_spans()):
             run.is_reported = True
-            report = end_reports.report_job(run, end_reports.earlier_processes(self._folder, run))
+            report = end_reports.report_job(run, end_reports.list_processes_of_earlier_agent(self._folder, run))
             self._jobs.start(report, partial(self._print_report, run))
             return
         if run is self._own:
@@ -458,7 +458,7 @@ class Runs:
                 if not self.own_is_over and (text := self.unseen.describe_unseen(for_report=True)):
                     self._say(run, f"instrument: {text}")
                 self.own_is_over = True
-        elif self.exports.waits_for(run):
+        elif self.exports.is_exporting(run):
             return  # it calls again
         else:
             self._forget(run)
@@ -467,7 +467,7 @@ class Runs:
     def _may_another_process_join(self) -> bool:
         """Return True if a process that has not joined has the agent's socket in its environment. Watch for its end."""
         if self._another_fd < 0:
-            self._another_fd = find_other_exit_fd(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
+            self._another_fd = find_exit_fd_by_variable(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
             if self._another_fd >= 0:
                 self._loop.selector.register(self._another_fd, selectors.EVENT_READ, self._another_exited)
         return self._another_fd >= 0
@@ -483,7 +483,7 @@ class Runs:
         for process in run.processes:
             process.release()
         if not keeps_files:
-            end_reports.remove_for_report(self._folder, run)
+            end_reports.remove_report_files(self._folder, run)
         self._runs.pop(run.name, None)
 
     def _print_report(self, run: Run, answer: Any, connection: Connection | None = None) -> None:
@@ -506,15 +506,15 @@ class Runs:
 
     def _report_none_joined(self) -> None:
         run = self._own
-        if run is None or run.living_processes() or run.processes_with_spans() or run.first_has_left():
+        if run is None or run.living_processes() or run.processes_with_spans() or run.first_process_has_left():
             return
-        if run.first_lives():
+        if run.first_process_lives():
             self._say(run, end_reports.none_joined_text(run.first, NONE_JOINED_S))
 
     def _check_for_missed_ends(self) -> None:
         """Look for ended processes and runs whose end caused no event, and retry failed exports."""
         self._loop.call_later(CHECK_INTERVAL_S, self._check_for_missed_ends)
-        self._report_missed()
+        self._handle_missed_ends()
         for run in self:
             for process in run.living_processes():
                 self._export(process)  # which may have failed before
@@ -531,7 +531,7 @@ class Runs:
     def _export(self, process: Process) -> None:
         self._loop.attempt(partial(self.exports.add, process))
 
-    def _exports_changed(self) -> None:
+    def _handle_export_end(self) -> None:
         self._changed()
         for run in self:
             self._end_if_over(run)

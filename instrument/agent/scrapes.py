@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from instrument.otlp import exposition
-from instrument.otlp.exposition import MetricAndOrigin, metrics_of_run, registry_of, require_client
+from instrument.otlp.exposition import MetricAndOrigin, make_registry, metrics_of_run, require_client
 from instrument.otlp.metrics_queue import Metered
 from instrument.recording.distributions import Distribution, Labels, Metric, sum_metrics
 from instrument.recording.metrics import COUNTER, HISTOGRAM
@@ -69,7 +69,7 @@ class EndedMetrics:
             del self._together[next(iter(self._together))]
         self._write()
 
-    def totals_of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
+    def sum_by_service(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
         lives, metrics_by_service = set(living), dict[str, list[Metric]]()
         parts = [part for key, part in self._apart.items() if key not in lives]
         together = [([part_scope], service, metrics) for (part_scope, service), metrics in self._together.items()]
@@ -119,14 +119,14 @@ class Scrapes:
     def listen(self, descriptor: int, address: str) -> None:
         """Answer the scrapes that arrive at a listening socket. They get the metrics of the processes with this address
         in their profile."""
-        server = self._server(("listen", address))
+        server = self._make_server(("listen", address))
         server.socket = socket.socket(fileno=descriptor)
         Thread(server.serve_forever, "instrument-scrapes").start()
 
     def answer_on(self, descriptor: int, run: str) -> None:
-        self._server(("run", run)).process_request(socket.socket(fileno=descriptor), ("", 0))
+        self._make_server(("run", run)).process_request(socket.socket(fileno=descriptor), ("", 0))
 
-    def _server(self, scope: Scope) -> Any:
+    def _make_server(self, scope: Scope) -> Any:
         from socketserver import ThreadingMixIn
         from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -147,7 +147,7 @@ class Scrapes:
         server = Server(("", 0), Handler, bind_and_activate=False)
         server.socket.close()
         server.setup_environ()
-        answer_in_text: Any = make_wsgi_app(registry_of(lambda: self._metrics(scope)))
+        answer_in_text: Any = make_wsgi_app(make_registry(lambda: self._metrics(scope)))
 
         def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> Any:
             accept = environ.get("HTTP_ACCEPT", "")

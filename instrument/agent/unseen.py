@@ -69,7 +69,9 @@ class Unseen:
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:
                 self._gone[self._family.pop(pid)[1]] += 1
-            parent_by_pid = {pid: parent for pid in living - self._known if (parent := environment.parent_of(pid))}
+            parent_by_pid = {
+                pid: parent for pid in living - self._known if (parent := environment.read_parent_pid(pid))
+            }
             self._known = living
             while below := [pid for pid, parent in parent_by_pid.items() if parent in self._family]:
                 self._family.update(dict.fromkeys(below, (b"", "")))
@@ -80,10 +82,10 @@ class Unseen:
             with suppress(OSError):
                 now = (PROC / str(pid) / "cmdline").read_bytes()
                 if now and now != command:
-                    why = "" if pid in joined else self._why_no_session(PROC / str(pid), now.split(b"\0"))
+                    why = "" if pid in joined else self._explain_missing_session(PROC / str(pid), now.split(b"\0"))
                     self._family[pid] = now, why
 
-    def _why_no_session(self, process: Path, words: list[bytes]) -> str:
+    def _explain_missing_session(self, process: Path, words: list[bytes]) -> str:
         if not _INTERPRETER.fullmatch((process / "exe").readlink().name) or _ENTRY in words:
             return ""
         options = iter(words[1:])
@@ -145,7 +147,7 @@ class ConnectionWatch:
     _send: Callable[[Process, Mapping[str, Any]], None]
     _living: Callable[[], Iterable[Process]]
 
-    def begin(self, process: Process) -> None:
+    def watch_process(self, process: Process) -> None:
         if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
             self._loop.call_later(FIRST_CHECK_S, lambda: self._check_ports(process))
 
@@ -154,7 +156,7 @@ class ConnectionWatch:
             return
         began = time.thread_time()
         before = process.ports
-        self.note_ports(process)
+        self.update_ports(process)
         if process.ports != before:
             self._send(process, {"connections": sorted(process.ports)})
         age_s = (time.monotonic_ns() - process.joined_ns) / 1e9
@@ -163,10 +165,10 @@ class ConnectionWatch:
         )
         self._loop.call_later(wait_s, lambda: self._check_ports(process))
 
-    def note_ports(self, process: Process) -> None:
+    def update_ports(self, process: Process) -> None:
         """Store the ports at which a process has had connections, including ports that it has closed."""
         folder = PROC / str(process.pid)
-        process.shares_network = process.shares_network or environment.is_same_network(folder)
+        process.shares_network = process.shares_network or environment.is_in_same_network(folder)
         table = environment.read_tcp_rows(PROC / "self") if process.shares_network else None
         connections = environment.connections_of(folder, process.listened, table, process.started)
         process.listened |= connections.listens

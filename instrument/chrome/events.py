@@ -74,7 +74,7 @@ class JsonText:
         self._text = b""
         self._at = self._passed = 0
 
-    def refuse_beyond_limit(self, size_bytes: int) -> None:
+    def refuse_large_text(self, size_bytes: int) -> None:
         if size_bytes > self._limit_bytes:
             raise ValueError(f"it holds more than {self._limit_bytes} bytes of text; record less, or raise limit_bytes")
 
@@ -85,7 +85,7 @@ class JsonText:
     def bytes_read(self) -> int:
         return self._passed + self._at
 
-    def peek(self) -> str:
+    def peek_character(self) -> str:
         """Return the next character that is not blank, or an empty string at the end of the text. It remains unread."""
         while True:
             blanks = _BLANKS.match(self._text, self._at)
@@ -96,19 +96,19 @@ class JsonText:
                 return ""
 
     def begins_with_mark(self) -> bool:
-        self.peek()
+        self.peek_character()
         return self._text.startswith(codecs.BOM_UTF8, self._at)
 
-    def take(self, expected: str) -> str:
-        mark = self.peek()
+    def take_character(self, expected: str) -> str:
+        mark = self.peek_character()
         if not mark or mark not in expected:
             problem = f"{mark!r} comes" if mark else "it ends"
-            raise self._malformed(f"{problem} where one of {expected} belongs", self.bytes_read)
+            raise self._make_syntax_error(f"{problem} where one of {expected} belongs", self.bytes_read)
         self._at += 1
         return mark
 
     def take_value(self) -> Any:
-        self.peek()
+        self.peek_character()
         size = FIRST_BYTES
         error: json.JSONDecodeError | None
         while True:
@@ -126,7 +126,7 @@ class JsonText:
             elif not (may_go_on and self._read_block()):
                 break
         if error is not None:
-            raise self._malformed(error.msg, self.bytes_read + end) from error
+            raise self._make_syntax_error(error.msg, self.bytes_read + end) from error
         self._at += len(text[:end].encode())
         return value
 
@@ -144,7 +144,7 @@ class JsonText:
                     continue
                 self._at += len(text)
                 return values, text
-            length = max(find_ends(memoryview(self._text)[self._at :]), default=0)
+            length = max(find_value_ends(memoryview(self._text)[self._at :]), default=0)
             if length or not self._read_block():
                 text = self._text[self._at : self._at + length] if length else self._text[self._at :]
                 self._at += len(text)
@@ -164,13 +164,13 @@ class JsonText:
             raise ValueError("a value in it is too long; give a Chrome trace in JSON")
         block = self._read(max(BLOCK_BYTES, size))
         self._seen_bytes += len(block)
-        self.refuse_beyond_limit(self._seen_bytes)
+        self.refuse_large_text(self._seen_bytes)
         self._passed += self._at
-        self._text = self._text[self._at :] + self._as_utf8(block)
+        self._text = self._text[self._at :] + self._replace_invalid_utf8(block)
         self._at = 0
         return bool(block)
 
-    def _as_utf8(self, block: bytes) -> bytes:
+    def _replace_invalid_utf8(self, block: bytes) -> bytes:
         cut = self._utf8.getstate()[0]
         if block.isascii() and not cut:
             return block
@@ -185,11 +185,11 @@ class JsonText:
                 self.left_out.add("characters that are no UTF-8", place, replaced)
         return encoded
 
-    def _malformed(self, why: str, at: int) -> ValueError:
+    def _make_syntax_error(self, why: str, at: int) -> ValueError:
         return ValueError(f"it is no JSON, or cut off ({why}, at character {at}); write or copy it again")
 
 
-def find_ends(text: bytes | memoryview) -> Iterator[int]:
+def find_value_ends(text: bytes | memoryview) -> Iterator[int]:
     depth = 0
     for token in _TOKEN.finditer(text):
         mark = token[0]
@@ -326,7 +326,7 @@ _decode_any_times = msgspec.json.Decoder(list[TraceEvent]).decode
 _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
-def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
+def convert_times_to_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
     """Convert microseconds to nanoseconds, exactly if they have up to three decimals. Raises `ValueError` for a time of
     `limit_ns` or more."""
     if Decimal not in set(map(type, times_us)):
@@ -365,9 +365,9 @@ class EventBatch(NamedTuple):
 
 
 def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatch:
-    events, raw = text.take_values(_decode_ours if are_ours else _decode, b"}")
+    events, raw = text.take_values(_decode_own_events if are_ours else _decode_foreign_events, b"}")
     if events is None:
-        return EventBatch(_repaired_events(raw, first, text.left_out))
+        return EventBatch(_decode_damaged_events(raw, first, text.left_out))
     times_us = None
     if type(events[0]) is TraceEvent:
         are_far = any(
@@ -382,21 +382,21 @@ def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatc
     return EventBatch(events, times_us)
 
 
-def _decode(text: bytes) -> list[Any]:
+def _decode_foreign_events(text: bytes) -> list[Any]:
     try:
         return _decode_timed(text)
     except msgspec.ValidationError:  # some times are no numbers
         return _decode_any_times(text)
 
 
-def _decode_ours(text: bytes) -> list[Any]:
+def _decode_own_events(text: bytes) -> list[Any]:
     try:
         return _decode_own(text)
     except msgspec.ValidationError:  # samples, or damaged events
-        return _decode(text)
+        return _decode_foreign_events(text)
 
 
-def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
+def _decode_damaged_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
     events: list[TraceEvent] = []
     for chunk, is_whole in _split_events(text):
         number = first + len(events)
@@ -415,7 +415,7 @@ def _split_events(text: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield the text of each event, and True if it is complete. Other text between two events is yielded like an
     event."""
     begin = 0
-    for end in find_ends(text):
+    for end in find_value_ends(text):
         opening = min(at for mark in b"{[" if (at := text.find(mark, begin)) >= 0)
         yield from ((part, True) for part in text[begin:opening].split(b",") if part.strip())
         yield text[opening:end], True
@@ -440,20 +440,20 @@ def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent 
         left_out.add("events without a phase", place)
         return None
     fields = {key: value[key] for key in ("ph", "ts", "dur") if key in value}
-    fields |= {key: _id_of(value[key]) for key in ("id", "id2") if key in value}
-    fields |= {key: text_of(value[key]) for key in ("cat", "name") if key in value}
-    fields |= {key: lane_of(value[key]) for key in ("pid", "tid") if key in value}
+    fields |= {key: _parse_slice_id(value[key]) for key in ("id", "id2") if key in value}
+    fields |= {key: convert_to_text(value[key]) for key in ("cat", "name") if key in value}
+    fields |= {key: parse_lane_id(value[key]) for key in ("pid", "tid") if key in value}
     args = value.get("args", {})
     return TraceEvent(
         **fields, args=msgspec.Raw(attributes_to_json(args)) if isinstance(args, dict) else msgspec.Raw(b"0")
     )
 
 
-def _id_of(value: Any) -> Any:
+def _parse_slice_id(value: Any) -> Any:
     try:
         return msgspec.convert(value, ScopedId | Scalar)
     except msgspec.ValidationError:
-        return text_of(value)
+        return convert_to_text(value)
 
 
 # Slices
@@ -478,14 +478,14 @@ class Block:
         return np.asarray(self.phases | LOWER_CASE != ord("e"))
 
     @cached_property
-    def texts(self) -> bytes:
+    def joined_arguments(self) -> bytes:
         """The arguments of all slices as text. Zero bytes separate them, because JSON has no zero bytes."""
         return b"\0".join([event.args for event in self.slices])
 
     def arguments(self) -> list[Arguments]:
         if self.slices and type(self.slices[0]) is OwnEvent:
             return [event.args for event in self.slices]
-        return _decode_arguments(b"[%b]" % self.texts.replace(b"\0", b","))
+        return _decode_arguments(b"[%b]" % self.joined_arguments.replace(b"\0", b","))
 
     def select(self, are_chosen: NDArray[np.bool_]) -> Block:
         if are_chosen.all():
@@ -497,7 +497,7 @@ class Block:
 
 def make_block(slices: Sequence[Any], limit_ns: int) -> Block:
     times_us = [event.ts for event in slices], [event.dur if event.ph == "X" else 0 for event in slices]
-    start_ns, length_ns = (times_ns(times, limit_ns) for times in times_us)
+    start_ns, length_ns = (convert_times_to_ns(times, limit_ns) for times in times_us)
     has_parts = any(map(_has_fractions_of_ns, times_us, (start_ns, length_ns)))
     return Block(slices, read_phases(slices), start_ns, length_ns, has_parts)
 
@@ -515,7 +515,7 @@ def read_block_if_valid(
     start_ns, length_ns = (np.rint(times * 1000).astype(np.int64) for times in (starts, lengths))
     has_parts = _has_fractions_of_ns(starts, start_ns) or _has_fractions_of_ns(lengths, length_ns)
     block = Block(slices, phases, start_ns, length_ns, has_parts)
-    if slices and type(slices[0]) is not OwnEvent and (b"\0" + block.texts).count(b"\0{") != len(slices):
+    if slices and type(slices[0]) is not OwnEvent and (b"\0" + block.joined_arguments).count(b"\0{") != len(slices):
         return None
     return block
 
@@ -538,11 +538,11 @@ def _has_fractions_of_ns(times_us: Sequence[Any] | NDArray[np.float64], rounded_
     return bool((np.abs(exact_ns - rounded_ns) > _PARTS_NS + np.abs(exact_ns) * np.finfo(np.float64).eps).any())
 
 
-def is_sound(event: Any, left_out: LeftOut, number: int) -> bool:
+def has_valid_times(event: Any, left_out: LeftOut, number: int) -> bool:
     """Return True if the times of a slice are valid. Invalid slices are counted. Invalid arguments are counted and
     removed."""
     fault = ""
-    event.ts, event.dur = _time(event.ts), _time(event.dur) if event.ph == "X" else 0
+    event.ts, event.dur = _parse_time_us(event.ts), _parse_time_us(event.dur) if event.ph == "X" else 0
     if event.ts is None:
         fault = "slices without a time"
     elif event.dur is None or event.dur < 0:
@@ -558,7 +558,7 @@ def is_sound(event: Any, left_out: LeftOut, number: int) -> bool:
     return not fault
 
 
-def _time(value: Any) -> Any:
+def _parse_time_us(value: Any) -> Any:
     """Return a time in microseconds, which a file may have as text. Return None if it is invalid."""
     if type(value) is float and -FARTHEST_US < value < FARTHEST_US:
         return value
@@ -573,16 +573,16 @@ def _time(value: Any) -> Any:
         return None
 
 
-def text_of(value: Any) -> str | None:
+def convert_to_text(value: Any) -> str | None:
     """Return a name or a category as text. Some writers use other types, which become JSON."""
     if value is None or isinstance(value, str):
         return value
     return attributes_to_json({"": value})[4:-1].decode("utf-8", "replace")
 
 
-def lane_of(value: Any) -> int | str | None:
+def parse_lane_id(value: Any) -> int | str | None:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):
         return int(value) if -INT64 <= value < INT64 else f"{value:x}"[:40]
-    return text_of(value)
+    return convert_to_text(value)

@@ -15,16 +15,16 @@ import msgspec
 import numpy as np
 
 from instrument.chrome import paddle_traces
-from instrument.chrome.events import UNTOLD, Block, Int64, LeftOut, TraceEvent, lane_of, text_of
+from instrument.chrome.events import UNTOLD, Block, Int64, LeftOut, TraceEvent, convert_to_text, parse_lane_id
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.profile.model import KINDS
-from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
+from instrument.recording.spans import FLOPS, HOST, Origin, Site, read_flops
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
     append_numbers,
     nearest_at_or_above,
-    number_by_first_sight,
+    number_by_first_occurrence,
     topmost_rows,
     view_numbers,
 )
@@ -97,7 +97,7 @@ def _count_product(first: Shape, second: Shape) -> int:
     return 2 * prod(batch) * rows * inner * columns
 
 
-def _product_formula(first: int) -> _Formula:
+def _make_product_formula(first: int) -> _Formula:
     return lambda shapes, _: _count_product(shapes[first], shapes[first + 1])
 
 
@@ -138,7 +138,7 @@ def _read_numbers(value: str, dimensions: int) -> list[int]:
     return numbers * dimensions if len(numbers) == 1 else numbers
 
 
-def _attention_formula(backward: bool) -> _Formula:
+def _make_attention_formula(backward: bool) -> _Formula:
     def formula(shapes: Sequence[Shape], _: Sequence[str]) -> int:
         query, key, value = shapes[backward : 3 + backward]
         batch, heads, queries, inner = query
@@ -155,13 +155,15 @@ _ADDED_PRODUCTS = [name + end for name in ("addmm", "baddbmm", "addbmm", "addmv"
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
 _FORMULAS: Mapping[str, _Formula] = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::_scaled_mm", "aten::_int_mm"), _product_formula(0)),
-    **dict.fromkeys([f"aten::{name}" for name in _ADDED_PRODUCTS], _product_formula(1)),
+    **dict.fromkeys(
+        ("aten::mm", "aten::bmm", "aten::mv", "aten::_scaled_mm", "aten::_int_mm"), _make_product_formula(0)
+    ),
+    **dict.fromkeys([f"aten::{name}" for name in _ADDED_PRODUCTS], _make_product_formula(1)),
     "aten::dot": lambda shapes, _: _count_product((1, *shapes[0]), shapes[1]),
     "aten::convolution": _count_convolution,
     "aten::convolution_backward": _count_convolution_backward,
-    **{f"aten::_scaled_dot_product_{name}": _attention_formula(backward=False) for name in _ATTENTION},
-    **{f"aten::_scaled_dot_product_{name}_backward": _attention_formula(backward=True) for name in _ATTENTION},
+    **{f"aten::_scaled_dot_product_{name}": _make_attention_formula(backward=False) for name in _ATTENTION},
+    **{f"aten::_scaled_dot_product_{name}_backward": _make_attention_formula(backward=True) for name in _ATTENTION},
 }
 """The functions that count the operations of a call from its arguments' shapes and values, by torch's operator."""
 
@@ -237,16 +239,16 @@ class NumberedLanes:
             look_up_or_make(self._numbers, [(event.pid, event.tid) for event in events], self._add_lane), dtype=np.int64
         )
 
-    def number_lines(self, keys: Sequence[Any]) -> list[int]:
+    def number_lines_of_keys(self, keys: Sequence[Any]) -> list[int]:
         """Return the line of each lane (a pair) or async slice (any other key)."""
         return look_up_or_make(self.lines, keys, self._number_line)
 
     def _number_line(self, key: Any) -> int:
-        key = _row_of(key) if isinstance(key, tuple) and len(key) == 2 else key
+        key = _parse_process_and_thread_id(key) if isinstance(key, tuple) and len(key) == 2 else key
         return self.lines.setdefault(key, len(self.lines))
 
     def _add_lane(self, key: tuple[Any, Any]) -> int:
-        row = _row_of(key)
+        row = _parse_process_and_thread_id(key)
         self.rows.append(row)
         self.line.append(self._number_line(key))
         self.thread_id.append(self._assign_thread(row))
@@ -263,8 +265,8 @@ class NumberedLanes:
         return self.thread_ids[row]
 
 
-def _row_of(lane: tuple[Any, ...]) -> tuple[Any, Any]:
-    pid, tid = map(lane_of, lane)
+def _parse_process_and_thread_id(lane: tuple[Any, ...]) -> tuple[Any, Any]:
+    pid, tid = map(parse_lane_id, lane)
     return pid, paddle_traces.parse_thread_id(tid)
 
 
@@ -330,7 +332,7 @@ class ForeignSlices:
             else:
                 self._left_out.add("times of day that are no number", "the key 'baseTimeNanoseconds'")
 
-    def add(self, events: Sequence[TraceEvent], first: int) -> None:
+    def read_other_events(self, events: Sequence[TraceEvent], first: int) -> None:
         if {"M", "i"}.isdisjoint([event.ph for event in events]):
             return
         for number, event in enumerate(events, first):
@@ -367,19 +369,22 @@ class ForeignSlices:
         if not isinstance(name, str):
             self._left_out.add("names of threads and processes that are no text", f"event {number}")
             return
-        thread = paddle_traces.parse_thread_id(lane_of(event.tid)) if event.name == "thread_name" else None
-        self._names[lane_of(event.pid), thread] = paddle_traces.strip_language(name)
+        thread = paddle_traces.parse_thread_id(parse_lane_id(event.tid)) if event.name == "thread_name" else None
+        self._names[parse_lane_id(event.pid), thread] = paddle_traces.strip_language(name)
 
     def add_rows(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
         """Add complete slices and begin events. Paddle's slices have exact times in their arguments, which replace
         `start_ns` and `end_ns`."""
         slices, first = block.slices, len(self._kind)
         kinds = np.array(
-            look_up_or_make(self._kinds, [(event.cat, event.name) for event in slices], self._add_kind), dtype=np.int64
+            look_up_or_make(self._kinds, [(event.cat, event.name) for event in slices], self._add_slice_facts),
+            dtype=np.int64,
         )
         self._kind.frombytes(kinds.tobytes())
-        texts = block.texts.split(b"\0")
-        all_flat = block.texts if b"\\" in block.texts else _LISTS.sub(b"", block.texts)
+        texts = block.joined_arguments.split(b"\0")
+        all_flat = (
+            block.joined_arguments if b"\\" in block.joined_arguments else _LISTS.sub(b"", block.joined_arguments)
+        )
         flat = all_flat.split(b"\0")
         lengths = np.fromiter(map(len, flat), np.int64, len(flat))
         are_flat = (np.frombuffer(self._are_plain, bool)[kinds]) & ~np.frombuffer(self.lanes.are_paddles, bool)[lanes]
@@ -397,7 +402,7 @@ class ForeignSlices:
         work = np.flatnonzero(np.frombuffer(self._have_work, bool)[kinds] & (block.phases == ord("X")))
         if len(work):
             args = _decode_work([texts[row] for row in work.tolist()])
-            self._add_work(
+            self._add_device_work(
                 first + work, view_numbers(self._work_of)[kinds[work]], args, lanes[work], start_ns[work], end_ns[work]
             )
 
@@ -420,9 +425,9 @@ class ForeignSlices:
             self._attributes.add(at, attributes_to_json(attributes))
         return start_ns, end_ns
 
-    def _add_kind(self, key: tuple[object, object]) -> int:
+    def _add_slice_facts(self, key: tuple[object, object]) -> int:
         category, label = key
-        kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
+        kind, text = convert_to_text(category) or "", NAMELESS if label is None else f"{convert_to_text(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
         paddles = None if step is not None else paddle_traces.find_meaning(kind, text)
@@ -439,7 +444,7 @@ class ForeignSlices:
         self._have_work.append(work is not None or launches)
         return len(self._facts) - 1
 
-    def _add_work(
+    def _add_device_work(
         self,
         rows: Int64s,
         work: Int64s,
@@ -489,7 +494,7 @@ class ForeignSlices:
 
     # Results
 
-    def trace(self, rows: Rows) -> Trace:
+    def make_trace(self, rows: Rows) -> Trace:
         parent, total_ns = rows.around, rows.end_ns - rows.start_ns
         self._add_flops(parent, rows.rank)
         inner = np.flatnonzero(parent != NONE)
@@ -510,13 +515,13 @@ class ForeignSlices:
             error=np.full(len(parent), NONE, dtype=np.int32),
             clipped=rows.clipped,
             device=DeviceIntervals.make_empty(),
-            attributes=self._attributes.packed(rows.rank),
+            attributes=self._attributes.pack_attributes(rows.rank),
             remote={},
         )
         return self._assemble_trace(rows, columns)
 
     def _assemble_trace(self, rows: Rows, columns: Columns) -> Trace:
-        allocations = Allocations(view_numbers(self._allocations).view(ALLOCATION)).in_order()
+        allocations = Allocations(view_numbers(self._allocations).view(ALLOCATION)).sort_by_time()
         starts, ends = (np.append(times, allocations.times_ns) for times in (rows.start_ns, rows.end_ns))
         window_ns = (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
         pids = [pid for pid, _ in self.lanes.thread_ids]
@@ -546,7 +551,7 @@ class ForeignSlices:
 
     def _collect_kernels(self, rows: Rows) -> KernelColumns:
         numbers = view_numbers(self._work_numbers).reshape(-1, 6)
-        works, firsts = number_by_first_sight(numbers[:, 0])
+        works, firsts = number_by_first_occurrence(numbers[:, 0])
         used = [list(self._work)[number] for number in numbers[firsts, 0].tolist()]
         order = np.argsort(numbers[:, 3], kind="stable")
         (_, device, stream, start_ns, end_ns, ids), work = numbers[order].T, works[order]
@@ -564,7 +569,7 @@ class ForeignSlices:
         one."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
-            has_flops[rank[at]] = self._counts_flops and flops_in(json.loads(text)) > 0
+            has_flops[rank[at]] = self._counts_flops and read_flops(json.loads(text)) > 0
         outer = nearest_at_or_above(parent, has_flops)
         for at, text in self._with_flops.items():
             above = parent[rank[at]]

@@ -31,12 +31,12 @@ from instrument.trace.indices import (
     NONE,
     invert_order,
     mask_of,
-    number_by_first_sight,
+    number_by_first_occurrence,
     number_combinations,
     rank_distinct,
     sort_stably,
 )
-from instrument.trace.joined import join
+from instrument.trace.joined import join_requests
 from instrument.trace.layout import order_by_start
 from instrument.trace.trace import MergedProcess, Trace
 
@@ -97,7 +97,7 @@ class ShownProcesses:
     def process_of_thread(self, thread_id: int) -> ShownProcess:
         return self.all[self.process_number_of(thread_id)]
 
-    def own_thread_id_of(self, thread_id: int) -> int:
+    def original_thread_id_of(self, thread_id: int) -> int:
         return (
             self._merged[self.process_number_of(thread_id)].threads.get(thread_id, thread_id)
             if self._merged
@@ -105,7 +105,7 @@ class ShownProcesses:
         )
 
     def thread_name(self, thread_id: int) -> str:
-        own_id = self.own_thread_id_of(thread_id)
+        own_id = self.original_thread_id_of(thread_id)
         return self.process_of_thread(thread_id).facts.threads.get(own_id) or f"thread {own_id}"
 
     def process_numbers_of(self, thread_ids: Int64s) -> Int64s:
@@ -127,7 +127,7 @@ class Board:
         """Return the process id and the thread id of a thread's lane. The number of the first lane is 1."""
         processes = self.processes
         return self._assign_lane(
-            processes.process_of_thread(thread_id).pid, thread_id, processes.own_thread_id_of(thread_id), number
+            processes.process_of_thread(thread_id).pid, thread_id, processes.original_thread_id_of(thread_id), number
         )
 
     def find_stream_lane(self, device: int, stream: int, number: int) -> tuple[int, int]:
@@ -236,13 +236,13 @@ class Spans:
         self.parent = np.where(parent == NONE, np.int32(NONE), self.place_of[parent]) if len(row) else parent
         self.span_id, self.thread_id, self.task_id = trace.span_id[row], trace.thread_id[row], trace.task_id[row]
         self.start_ns, self.end_ns = trace.start_ns[row] - base_ns, trace.end_ns[row] - base_ns
-        self.site, firsts = number_by_first_sight(trace.site[row])
+        self.site, firsts = number_by_first_occurrence(trace.site[row])
         self.sites = [trace.sites[number] for number in trace.site[row[firsts]].tolist()]
         self.is_request = np.array([site.kind == "request" for site in self.sites], dtype=np.bool_)[self.site]
         self.is_async = (self.task_id != 0) | self.is_request
         self.process = processes.process_numbers_of(self.thread_id)
 
-    def number_groups(self) -> Int64s:
+    def number_threads_and_tasks(self) -> Int64s:
         threads, groups = rank_distinct(self.thread_id)
         slices = np.flatnonzero(self.is_async)
         trees, tasks = (rank_distinct(column[slices])[1] for column in (self.trace.root_id[self.row], self.task_id))
@@ -250,14 +250,14 @@ class Spans:
         return groups
 
     def assign_lanes(self) -> tuple[Int64s, Int64s, Int32s]:
-        groups, deep = self.number_groups(), self.trace.level[self.row] >= DEEPEST
+        groups, deep = self.number_threads_and_tasks(), self.trace.level[self.row] >= DEEPEST
         return groups, *assign_lanes(groups, self.parent, self.start_ns, self.end_ns, deep)
 
     def find_batch_threads(self) -> set[int]:
         """Return the ids of threads that run steps or batches. Viewers show these threads first."""
         kinds = np.array([site.kind in ("step", "batch") for site in self.sites], dtype=np.bool_)
         is_batch = kinds[self.site]
-        is_batch[self.place_of[self.trace.attributes.having(BATCH_KEYS)]] = True
+        is_batch[self.place_of[self.trace.attributes.rows_with_attribute(BATCH_KEYS)]] = True
         return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
 
     def find_cross_thread_calls(self) -> tuple[Int64s, Int32s]:
@@ -313,9 +313,9 @@ class BatchMarks(NamedTuple):
 
     @classmethod
     def of(cls, spans: Spans) -> BatchMarks:
-        if not len(spans.trace.attributes.having(BATCH_KEYS)):
+        if not len(spans.trace.attributes.rows_with_attribute(BATCH_KEYS)):
             return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
-        joined = join(spans.trace)
+        joined = join_requests(spans.trace)
         pairs = np.flatnonzero(joined.served.request != NONE)
         rows = np.stack([joined.served.batch[pairs], joined.rows[joined.served.request[pairs]]])
         batch, request = spans.place_of[np.unique(rows, axis=1)].astype(np.int64)

@@ -24,7 +24,7 @@ from instrument.recording.metrics import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.trace.columns import Int32s, Int64s
 from instrument.trace.indices import NONE, invert_order, mask_of, number_combinations
-from instrument.trace.text import INT64, is_number, make_safe, remove_surrogates
+from instrument.trace.text import INT64, is_json_number, make_json_value, remove_surrogates
 
 if TYPE_CHECKING:
     from instrument.trace.trace import Trace
@@ -47,7 +47,7 @@ LIMIT_PID = 1 << 31
 """The first number above all process and thread ids."""
 
 
-def import_protos() -> Any:
+def import_perfetto_messages() -> Any:
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
     except ImportError as problem:
@@ -57,7 +57,7 @@ def import_protos() -> Any:
 
 def write_perfetto(path: str | os.PathLike[str], trace: Trace) -> Path:
     """Write a trace in Perfetto's format, packed if the name ends in `.gz`. The file appears complete or not at all."""
-    return write_whole_file(path, _Packets(import_protos(), trace).parts())
+    return write_whole_file(path, _Packets(import_perfetto_messages(), trace).iterate_parts())
 
 
 class _Packets:
@@ -79,17 +79,17 @@ class _Packets:
         self._errors = [remove_surrogates(error) for error in trace.errors]
         self._part = pb.Trace()
         self._needs_names = pb.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
-        self._begun = [self._make_shared_begin(site) for site in self._spans.sites]
-        self._on_device = [self._make_shared_begin(site, on_device=True) for site in self._spans.sites]
+        self._begun = [self._make_begin_template(site) for site in self._spans.sites]
+        self._on_device = [self._make_begin_template(site, on_device=True) for site in self._spans.sites]
 
-    def parts(self) -> Iterator[bytes]:
+    def iterate_parts(self) -> Iterator[bytes]:
         self._write_head()
         for _ in self._add_span_slices():
             yield from self._take_full_part()
         for _ in self._add_interval_slices():
             yield from self._take_full_part()
         for sample in self._facts.samples:
-            if is_number(sample.value):
+            if is_json_number(sample.value):
                 self._add_counter(sample)
                 yield from self._take_full_part()
         yield self._part.SerializeToString()
@@ -127,7 +127,7 @@ class _Packets:
             track = self._add_packet().track_descriptor
             track.uuid, track.name, track.child_ordering = REQUESTS, "requests", pb.TrackDescriptor.EXPLICIT
 
-    def _intern(self, table: str, entry: Any, **facts: Any) -> int:
+    def _number_text(self, table: str, entry: Any, **facts: Any) -> int:
         """Return the number of a text that is stored only once. A new text is defined in the current packet."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
@@ -137,7 +137,7 @@ class _Packets:
             getattr(packet.interned_data, table).add(iid=number, **(facts or {"name": entry}))
         return number
 
-    def _make_shared_begin(self, site: Site, *, on_device: bool = False) -> Any:
+    def _make_begin_template(self, site: Site, *, on_device: bool = False) -> Any:
         is_layer = site.kind == "layer" and site.instance
         name, kind = (
             remove_surrogates(site.instance if is_layer else site.name),
@@ -145,15 +145,15 @@ class _Packets:
         )
         event = self._pb.TrackEvent(
             type=self._pb.TrackEvent.TYPE_SLICE_BEGIN,
-            name_iid=self._intern("event_names", name),
-            category_iids=[self._intern("event_categories", kind)],
+            name_iid=self._number_text("event_names", name),
+            category_iids=[self._number_text("event_categories", kind)],
         )
         if on_device:
             return event
         if site.function or site.file:
             source = {"file_name": remove_surrogates(site.file), "function_name": remove_surrogates(site.function)}
             line = max(site.line, 0) % (1 << 32)
-            event.source_location_iid = self._intern(
+            event.source_location_iid = self._number_text(
                 "source_locations", (*source.values(), line), **source, line_number=line
             )
         details = {"type": site.name} if is_layer else {"instance": site.instance} if site.instance else {}
@@ -170,7 +170,7 @@ class _Packets:
     def _find_thread_track(self, thread_id: int) -> int:
         if thread_id not in self._threads:
             name, pid = self._find_thread_name(thread_id), self._processes.process_of_thread(thread_id).pid
-            tid, parent = self._processes.own_thread_id_of(thread_id), self._find_process_track(thread_id)
+            tid, parent = self._processes.original_thread_id_of(thread_id), self._find_process_track(thread_id)
             facts: dict[str, Any] = {"name": name}
             if pid and 0 < tid < LIMIT_PID:
                 facts = {"thread": self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)}
@@ -254,7 +254,7 @@ class _Packets:
             if has_attributes[span_row]:
                 facts |= {name: value for name, value in trace.attributes[span_row].items() if name not in facts}
             self._annotate(event, facts)
-            event.flow_ids.extend(self._arrows.arrow_numbers_from(place))
+            event.flow_ids.extend(self._arrows.find_arrows_from(place))
             if is_target[place]:
                 event.terminating_flow_ids.append(is_target[place])
             event.terminating_flow_ids.extend(self._arrows.into_batches.get(place, ()))
@@ -265,7 +265,7 @@ class _Packets:
         requests = spans.span_id[spans.is_request]
         of_requests = spans.is_request | np.isin(spans.trace.root_id[spans.row], requests)
 
-        def track(place: int) -> int:
+        def choose_track(place: int) -> int:
             lane_number, thread_id = int(number[place]), int(spans.thread_id[place])
             further, process = f" ({lane_number})" if lane_number > 1 else "", self._find_process_track(thread_id)
             if spans.is_async[place]:
@@ -280,7 +280,7 @@ class _Packets:
             name = f"{self._find_thread_name(thread_id)}{further}"
             return self._add_track(parent_uuid=process, name=name, sibling_order_rank=FURTHER_THREADS)
 
-        return track
+        return choose_track
 
     def _add_interval_slices(self) -> Iterator[None]:
         spans, intervals = self._spans, self._intervals
@@ -316,11 +316,11 @@ class _Packets:
     def _annotate(self, event: Any, facts: Mapping[str, Any]) -> None:
         add = event.debug_annotations.add
         for name, value in facts.items():
-            number = self._intern("debug_annotation_names", remove_surrogates(name))
+            number = self._number_text("debug_annotation_names", remove_surrogates(name))
             if type(value) is int and -INT64 <= value < INT64:
                 add(name_iid=number, int_value=value)
             else:
-                _set_annotation_value(add(name_iid=number), make_safe(value, finite=False))
+                _set_annotation_value(add(name_iid=number), make_json_value(value, finite=False))
 
 
 def _convert_to_buffers(*columns: NDArray[Any]) -> list[Any]:
@@ -388,5 +388,5 @@ class _Arrows:
         for place, number in zip(marks.batch[serves].tolist(), numbers[of_batches:].tolist(), strict=True):
             self.into_batches.setdefault(place, []).append(number)
 
-    def arrow_numbers_from(self, place: int) -> range:
+    def find_arrows_from(self, place: int) -> range:
         return range(int(self._firsts[place]), int(self._firsts[place + 1]))

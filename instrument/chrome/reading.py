@@ -20,10 +20,10 @@ import numpy as np
 from instrument.chrome.events import EventBatch, JsonText, TraceEvent, read_next_events
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
-from instrument.recording.spans import FLOPS, Flops, flops_in
+from instrument.recording.spans import FLOPS, Flops, read_flops
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
-from instrument.trace.file import Saved, refuse_deep_calls
+from instrument.trace.file import Saved, check_call_depth
 from instrument.trace.layout import shift_torch_data
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, check_type
@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         # Views would take unbounded time for many such parents.
         if np.count_nonzero((parent := saved.trace.columns.parent) > np.arange(len(parent))) > LIMIT_BACKWARD:
             raise ValueError("parents in it begin after their children; it is damaged")
-        return refuse_deep_calls(saved)
+        return check_call_depth(saved)
 
 
 @contextmanager
@@ -85,12 +85,12 @@ def _convert_file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     raise TraceError(f"cannot read the trace {os.fspath(path)}: {why}") from cause
 
 
-def read_facts(path: str | os.PathLike[str]) -> Trace | None:
+def read_metadata(path: str | os.PathLike[str]) -> Trace | None:
     """Read the metadata of a file that `dump` has written. Return None for the file of another profiler. Raises
     `TraceError`."""
     with _convert_file_errors(path), _open_text(Path(path), LIMIT_BYTES) as text:
-        for key, value in _top_level_values(text):
-            if _are_facts(key, value):
+        for key, value in _iterate_top_level_values(text):
+            if _is_own_metadata(key, value):
                 return Metadata(value).make_trace([], [])
             if key is None:
                 return None
@@ -111,78 +111,78 @@ def _open_text(source: Path, limit_bytes: int) -> Iterator[JsonText]:
         unpacked_bytes = max(LIMIT_UNPACKED * facts.st_size, LEAST_UNPACKED) if is_packed else limit_bytes
         text = JsonText(file.read, limit_bytes, unpacked_bytes)
         if not is_packed:
-            text.refuse_beyond_limit(facts.st_size)
+            text.refuse_large_text(facts.st_size)
         yield text
 
 
 def _read_content(text: JsonText) -> Saved:
     slices, ours = Slices(text.left_out), None
-    for key, value in _top_level_values(text):
+    for key, value in _iterate_top_level_values(text):
         if key is None:
-            slices.add(value)
-        elif _are_facts(key, value):
+            slices.add_events(value)
+        elif _is_own_metadata(key, value):
             if slices.count:
                 raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
             ours = Metadata(value)
             slices = Slices(text.left_out, ours)
         else:
             slices.others.add_fact(key, value)
-    trace = slices.trace()
+    trace = slices.build_trace()
     if (ours or not len(trace.columns)) and (losses := text.left_out.losses()):
         why = ", ".join(f"{count} {reason}" for reason, count in losses.items())
         raise ValueError(f"it is damaged, or no Chrome trace in JSON: {why:.250}; write or copy it again")
     return Saved(trace, ours.read_tally() if ours else None)
 
 
-def _are_facts(key: str | None, value: Any) -> bool:
+def _is_own_metadata(key: str | None, value: Any) -> bool:
     return key == "instrument" and isinstance(value, dict) and "format" in value
 
 
-def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
+def _iterate_top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
     """Yield the keys and values of the file. Events are yielded in batches, with None as the key."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
-    if text.take("{[") == "[":
+    if text.take_character("{[") == "[":
         yield from _read_events(text, are_ours=False)
     else:
         has_events, are_ours, keys = False, False, 0
-        while (mark := text.peek()) != "}" and (mark or not has_events):
+        while (mark := text.peek_character()) != "}" and (mark or not has_events):
             if mark == "," and keys:
-                text.take(",")
+                text.take_character(",")
                 continue
             keys += 1
             if keys > LIMIT_KEYS:
                 raise ValueError(f"it has more than {LIMIT_KEYS} keys next to its events; give a Chrome trace in JSON")
             key = check_type(text.take_value(), str)
-            text.take(":")
+            text.take_character(":")
             if key == "traceEvents":
-                text.take("[")
+                text.take_character("[")
                 yield from _read_events(text, are_ours)
                 has_events = True
             else:
                 value = text.take_value()
-                are_ours |= _are_facts(key, value)
+                are_ours |= _is_own_metadata(key, value)
                 yield key, value
         _take_closing_bracket(text, "}")
         if not has_events:
             raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
-    if text.peek():
+    if text.peek_character():
         text.left_out.add("what follows its end", f"byte {text.bytes_read}")
 
 
 def _take_closing_bracket(text: JsonText, bracket: str) -> None:
     """Read a closing bracket. A missing bracket is counted, because the writer may have been killed."""
-    if text.peek():
-        text.take(bracket)
+    if text.peek_character():
+        text.take_character(bracket)
     else:
         text.left_out.add("closing brackets that are missing", f"byte {text.bytes_read}")
 
 
 def _read_events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBatch]]:
     count = 0
-    while (mark := text.peek()) not in ("]", ""):
+    while (mark := text.peek_character()) not in ("]", ""):
         if mark == ",":
-            text.take(",")
+            text.take_character(",")
         elif mark == "{":
             events = read_next_events(text, count + 1, are_ours=are_ours)
             count += len(events.events)
@@ -213,8 +213,8 @@ def join_torch_trace(trace: Trace, profiled: Trace) -> Trace:
             f"{kinds[1]}; give ours first"
         )
     spans = profiled.columns
-    rows = spans.attributes.having(FLOPS)
-    counts = [flops_in({FLOPS: value}) for value in spans.attributes.values(FLOPS, rows)]
+    rows = spans.attributes.rows_with_attribute(FLOPS)
+    counts = [read_flops({FLOPS: value}) for value in spans.attributes.values(FLOPS, rows)]
     calls = zip(spans.thread_id[rows].tolist(), spans.start_ns[rows].tolist(), counts, strict=True)
     flops = sorted((Flops(*call) for call in calls if call[2]), key=attrgetter("at_ns"))
     if profiled.watched is None and not flops:

@@ -23,7 +23,7 @@ from instrument.chrome.events import (
     EventBatch,
     LeftOut,
     OwnEvent,
-    is_sound,
+    has_valid_times,
     make_block,
     read_block_if_valid,
     read_phases,
@@ -103,7 +103,7 @@ class Slices:
         self._row_parts, self._mark_parts = [_NOTHING], [_NOTHING]
         self._tasks: dict[int, None] = {}
 
-    def add(self, batch: EventBatch) -> None:
+    def add_events(self, batch: EventBatch) -> None:
         events = batch.events
         first, self._seen = self._seen + 1, self._seen + len(events)
         if self._seen > LIMIT_EVENTS:
@@ -117,7 +117,7 @@ class Slices:
         block = read_block_if_valid(batch, slices, phases, are_slices)
         if block is None:
             numbered = zip(slices, (first + np.flatnonzero(are_slices)).tolist(), strict=True)
-            slices = [event for event, number in numbered if is_sound(event, self._left_out, number)]
+            slices = [event for event, number in numbered if has_valid_times(event, self._left_out, number)]
             block = make_block(slices, _LIMIT_NS)
         self.count += len(slices)
         if self.count > LIMIT_SPANS:
@@ -125,29 +125,29 @@ class Slices:
         if self._ours is None:
             remaining = self.others.hold_back_slices_at_zero(block, events, first)
             self._add_block(block if remaining is block.slices else make_block(remaining, _LIMIT_NS))
-            self.others.add(events, first)
+            self.others.read_other_events(events, first)
         else:
-            self._add_block(self._ours.add(events, block))
+            self._add_block(self._ours.add_events(events, block))
 
     def _add_block(self, block: Block) -> None:
         if block.are_begins.any():
-            self._add_rows(block.select(block.are_begins))
+            self._add_slice_begins(block.select(block.are_begins))
         are_marks = block.phases != ord("X")
         if are_marks.any():
-            self._add_marks(block, are_marks)
+            self._add_begin_and_end_events(block, are_marks)
 
-    def _add_rows(self, block: Block) -> None:
+    def _add_slice_begins(self, block: Block) -> None:
         self._rounding_ns = max(self._rounding_ns, int(block.has_parts))
         start_ns, end_ns = block.start_ns.copy(), block.start_ns + block.length_ns
         lanes = self._lanes.number_lanes_of_events(block.slices)
         if self._ours is None:
             self.others.add_rows(block, lanes, start_ns, end_ns)
         else:
-            self._ours.add_rows()
+            self._ours.add_arguments()
         self._row_parts.append((start_ns, end_ns, lanes))
         self._row_count += len(lanes)
 
-    def _add_marks(self, block: Block, are_marks: Bools) -> None:
+    def _add_begin_and_end_events(self, block: Block, are_marks: Bools) -> None:
         rows: Int64s = np.cumsum(block.are_begins)
         rows += self._row_count - 1 - rows[-1]
         phases = block.phases[are_marks]
@@ -159,20 +159,20 @@ class Slices:
             ]
         else:  # the local ids of `dump` are unique in the file
             keys = [event.id2.local for event in marks]
-        lines = np.array(self._lanes.number_lines(keys), dtype=np.int64)
+        lines = np.array(self._lanes.number_lines_of_keys(keys), dtype=np.int64)
         rows = np.where(block.are_begins, rows, NONE)
         self._mark_parts.append((block.start_ns[are_marks], rows[are_marks], lines))
         self._tasks |= dict.fromkeys(lines[phases == ord("b")].tolist())
 
     # Results
 
-    def trace(self) -> Trace:
+    def build_trace(self) -> Trace:
         if self._ours is None:
             self._add_block(make_block(self.others.slices_waiting_at_zero(), _LIMIT_NS))
-        rows = self._rows()
-        return self.others.trace(rows) if self._ours is None else self._ours.trace(rows)
+        rows = self._order_slices()
+        return self.others.make_trace(rows) if self._ours is None else self._ours.assemble_trace(rows)
 
-    def _rows(self) -> Rows:
+    def _order_slices(self) -> Rows:
         start_ns, end_ns, lane = map(np.concatenate, zip(*self._row_parts, strict=True))
         self._row_parts.clear()
         line, thread_id = view_numbers(self._lanes.line)[lane], view_numbers(self._lanes.thread_id)[lane]
@@ -278,13 +278,13 @@ class OwnSlices:
         self._errors: dict[Any, int] = {UNSET: NONE, None: NONE}
         self._clipped: list[int] = []
         self._remote: dict[int, RemoteParent] = {}
-        self._attributes = GatheredAttributes(_refuse_attributes)
+        self._attributes = GatheredAttributes(_check_attributes)
         self._samples: list[Sample] = []
         self._intervals = {name: array("q") for name in _OF_INTERVALS}
         self._labels: dict[Any, int] = {}
         self._waiting: list[Arguments] = []
 
-    def add(self, events: Sequence[Any], block: Block) -> Block:
+    def add_events(self, events: Sequence[Any], block: Block) -> Block:
         """Read samples and device intervals. Return the slices of spans."""
         for event in events if type(events[0]) is not OwnEvent else ():
             if event.ph == "C":
@@ -309,7 +309,7 @@ class OwnSlices:
         at_ns = self._metadata.base_ns + convert_to_ns(event.ts)
         self._samples.append(Sample(check_type(event.name, str), device, at_ns, check_type(value, float, int)))
 
-    def add_rows(self) -> None:
+    def add_arguments(self) -> None:
         arguments, self._waiting = self._waiting, []
         first = len(self._numbers["error"])
         for name, read in _NUMBERS.items():
@@ -329,7 +329,7 @@ class OwnSlices:
         labels = ["exclusive" if some.label is UNSET else some.label for some in arguments]
         columns = {name: _to_array(read(arguments)) for name, read in _NUMBERS_OF_INTERVALS.items()}
         columns |= {
-            "stream": _with_default(columns["stream"], columns.pop("enclosing_stream")),
+            "stream": _fill_missing(columns["stream"], columns.pop("enclosing_stream")),
             "label": np.array(look_up_or_make(self._labels, labels, lambda _: len(self._labels))),
             "start_ns": block.start_ns,
             "end_ns": block.start_ns + block.length_ns,
@@ -339,7 +339,7 @@ class OwnSlices:
         for name, numbers in columns.items():
             self._intervals[name].frombytes(numbers.tobytes())
 
-    def trace(self, rows: Rows) -> Trace:
+    def assemble_trace(self, rows: Rows) -> Trace:
         if rows.clipped.any() or rows.strays:
             raise ValueError("an async slice in it never begins or never ends; write or copy it again")
         base_ns, sites = self._metadata.base_ns, tuple(self._metadata.sites)
@@ -347,38 +347,38 @@ class OwnSlices:
         span_id, site, task_id = (self._order_column(name, rows) for name in ("id", "site", "task"))
         if (span_id == UNTOLD).any() or not are_in_range(site, 0, len(sites)):
             raise ValueError("a slice in it belongs to no span or site; it is damaged")
-        parent_id = _with_default(self._order_column("parent", rows), np.append(span_id, 0)[rows.around])
+        parent_id = _fill_missing(self._order_column("parent", rows), np.append(span_id, 0)[rows.around])
         clipped = mask_of(rows.rank[self._clipped], len(span_id))
         # The task is that of the first slice on the line.
         first_of_line = np.zeros(int(rows.line.max(initial=-1)) + 1, dtype=np.int64)
         first_of_line[rows.line[::-1]] = np.arange(len(span_id))[::-1]
-        task_id = _with_default(_with_default(task_id, task_id[first_of_line[rows.line]]), np.int64(0))
+        task_id = _fill_missing(_fill_missing(task_id, task_id[first_of_line[rows.line]]), np.int64(0))
         columns = Columns(
             sites=sites,
             errors=tuple(self._errors)[2:],
             span_id=span_id,
             parent_id=parent_id,
             root_id=_find_roots(span_id, parent_id, self._order_column("root", rows)),
-            thread_id=_with_default(self._order_column("thread", rows), rows.thread_id),
+            thread_id=_fill_missing(self._order_column("thread", rows), rows.thread_id),
             task_id=task_id,
             start_ns=rows.start_ns + base_ns,
             end_ns=rows.end_ns + base_ns,
-            active_ns=_with_default(self._order_column("active_ns", rows), total_ns),
-            self_ns=_with_default(self._order_column("self_ns", rows), total_ns),
+            active_ns=_fill_missing(self._order_column("active_ns", rows), total_ns),
+            self_ns=_fill_missing(self._order_column("self_ns", rows), total_ns),
             site=site.astype(np.int32),
             error=self._order_column("error", rows).astype(np.int32),
             clipped=clipped,
-            device=self._device(span_id, base_ns),
-            attributes=self._attributes.packed(rows.rank),
+            device=self._make_device_intervals(span_id, base_ns),
+            attributes=self._attributes.pack_attributes(rows.rank),
             remote={int(rows.rank[row]): remote for row, remote in self._remote.items()},
-            own_id=_with_default(self._order_column("own_id", rows), span_id),
+            own_id=_fill_missing(self._order_column("own_id", rows), span_id),
         )
         return self._metadata.make_trace(SpanViews(columns), self._samples)
 
     def _order_column(self, name: str, rows: Rows) -> Int64s:
         return view_numbers(self._numbers.pop(name))[rows.order]
 
-    def _device(self, span_id: Int64s, base_ns: int) -> DeviceIntervals:
+    def _make_device_intervals(self, span_id: Int64s, base_ns: int) -> DeviceIntervals:
         columns = {name: view_numbers(self._intervals.pop(name)) for name in _OF_INTERVALS}
         if any((columns[name] == UNTOLD).any() for name in ("device", "stream")) or (columns["place"] < 0).any():
             raise ValueError("an interval in it belongs to no device, stream or site; it is damaged")
@@ -404,7 +404,7 @@ def _number_values(values: list[Any], first: int) -> list[tuple[int, Any]]:
     return [(row, value) for row, value in enumerate(values, first) if value is not UNSET]
 
 
-def _with_default(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
+def _fill_missing(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
     return np.where(numbers == UNTOLD, otherwise, numbers)
 
 
@@ -414,14 +414,14 @@ def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
     parent: NDArray[np.int32] = rows_of(span_id, parent_id)
     parent[(parent_id == 0) | (root_id != UNTOLD)] = NONE
     top = topmost_rows(parent)
-    return _with_default(root_id[top], np.where(parent_id[top] == 0, span_id[top], parent_id[top]))
+    return _fill_missing(root_id[top], np.where(parent_id[top] == 0, span_id[top], parent_id[top]))
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
 """The bytes that may follow the first `{` of a flat JSON object of texts and numbers."""
 
 
-def _refuse_attributes(text: bytes) -> None:
+def _check_attributes(text: bytes) -> None:
     # The text is valid JSON already. A flat object without numbers that are too long for Python needs no check.
     if text.startswith(b"{") and len(text) < LONGEST_PLAIN and text.translate(None, _PLAIN) == b"{":
         return

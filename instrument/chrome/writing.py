@@ -32,10 +32,10 @@ from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import NONE, mask_of, number_by_first_sight, rank_distinct
+from instrument.trace.indices import NONE, mask_of, number_by_first_occurrence, rank_distinct
 from instrument.trace.intervals import are_innermost
 from instrument.trace.metadata import Sites, encode_metadata
-from instrument.trace.text import encode_rows, is_number, make_safe, remove_surrogates
+from instrument.trace.text import encode_rows, is_json_number, make_json_value, remove_surrogates
 from instrument.trace.trace import Trace
 
 # Events: fields that many events share come first, because this order compresses best
@@ -107,7 +107,7 @@ class Drawing:
         self._names = np.array([choose_shown_name(site) for site in spans.sites], dtype=object)
         groups, number, around = spans.assign_lanes()
         slices = np.flatnonzero(spans.is_async)
-        lanes, firsts = number_by_first_sight(groups[slices], number[slices])
+        lanes, firsts = number_by_first_occurrence(groups[slices], number[slices])
         openers = slices[firsts]
         self._lane = np.zeros(len(groups), dtype=np.int64)
         self._lane[slices] = lanes
@@ -130,7 +130,7 @@ class Drawing:
         self._ended, self._ended_before = slices[order], before[order]
         self._number_streams_with_sites(board)
 
-    def events(self) -> Iterator[list[DrawnEvent]]:
+    def iterate_events(self) -> Iterator[list[DrawnEvent]]:
         for first, end in split_into_batches(len(self._spans.row)):
             yield self._make_span_events(first, end)
         for first, end in split_into_batches(len(self._intervals.row)):
@@ -138,9 +138,9 @@ class Drawing:
         spans, intervals, arrows = self._spans, self._intervals, self._arrows
         kinds, streams = self._shared[:2], self._on_stream[:2]
         to = kinds, self._kind[arrows.called], spans.start_ns[arrows.called]
-        yield from self._draw_flows("call", spans.parent[arrows.called], *to)
+        yield from self._make_arrow_events("call", spans.parent[arrows.called], *to)
         to = streams, self._stream[arrows.launched], intervals.start_ns[arrows.launched]
-        yield from self._draw_flows("ac2g", intervals.owner[arrows.launched], *to)
+        yield from self._make_arrow_events("ac2g", intervals.owner[arrows.launched], *to)
         yield from self._make_mark_events()
 
     # ---------------------------------------------------------------- spans
@@ -150,7 +150,7 @@ class Drawing:
     ) -> tuple[Int64s, list[NDArray[Any]]]:
         spans = self._spans
         thread = rank_distinct(spans.thread_id)[1]
-        kind, examples = number_by_first_sight(spans.is_async, thread, number, of_request, spans.site)
+        kind, examples = number_by_first_occurrence(spans.is_async, thread, number, of_request, spans.site)
         rows = []
         for place in examples.tolist():
             site, thread_id, lane = spans.sites[spans.site[place]], int(spans.thread_id[place]), int(number[place])
@@ -226,7 +226,7 @@ class Drawing:
         times = at_us, _select_values(~is_async, lengths_us)
         fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._make_arguments(some, shared)
         sources = self._arrows.binds[some]
-        flows = self._list_flow_fields(sources, sources == np.arange(first, end))
+        flows = self._make_flow_fields(sources, sources == np.arange(first, end))
         events = list(map(DrawnEvent, *fields, NOT, NOT, ids, *times, *flows))
         last = end + (end == len(spans.row))
         ends = slice(*np.searchsorted(self._ended_before, [first, last]))
@@ -239,7 +239,7 @@ class Drawing:
         order = np.argsort(np.concatenate([2 * np.arange(first, end) + 1, 2 * self._ended_before[ends]]), kind="stable")
         return [events[at] for at in order.tolist()]
 
-    def _list_flow_fields(self, sources: Int64s, are_sources: Bools) -> tuple[Iterable[Any], ...]:
+    def _make_flow_fields(self, sources: Int64s, are_sources: Bools) -> tuple[Iterable[Any], ...]:
         """Return the columns `bind_id`, `flow_out` and `flow_in` of slices. `sources` has the span at which the arrow
         of each slice begins, or `NONE`. `are_sources` is a mask of the slices that are such spans themselves."""
         are_bound = sources != NONE
@@ -263,7 +263,7 @@ class Drawing:
         work, row = spans.trace.device, intervals.row
         streams, number, _ = intervals.assign_lanes(work)
         self._encloses = ~are_innermost(streams, intervals.start_ns, intervals.end_ns)
-        self._stream, some = number_by_first_sight(streams, number, spans.site[intervals.owner])
+        self._stream, some = number_by_first_occurrence(streams, number, spans.site[intervals.owner])
         facts = (work.device[row[some]], work.stream[row[some]], number[some], spans.site[intervals.owner[some]])
         rows = []
         for device, stream, lane, site in zip(*(column.tolist() for column in facts), strict=True):
@@ -288,15 +288,15 @@ class Drawing:
         begins, lengths = intervals.start_ns[some], intervals.end_ns[some] - intervals.start_ns[some]
         times, ties = (convert_to_us(begins), convert_to_us(lengths)), self._arrows.ties[some]
         fields = repeat("X"), pid, tid, repeat("device"), name, args
-        flows = self._list_flow_fields(ties, np.zeros(len(ties), dtype=np.bool_))
+        flows = self._make_flow_fields(ties, np.zeros(len(ties), dtype=np.bool_))
         return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *flows))
 
-    def _draw_flows(
+    def _make_arrow_events(
         self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s
     ) -> Iterator[list[DrawnEvent]]:
         """Yield arrows as pairs of events. Viewers attach each end to the innermost slice at that time."""
         spans = self._spans
-        begins = mask_of(number_by_first_sight(sources)[1], len(sources))
+        begins = mask_of(number_by_first_occurrence(sources)[1], len(sources))
         for first, end in split_into_batches(len(sources)):
             source, targets = sources[first:end], to[first:end]
             events: list[DrawnEvent] = []
@@ -380,7 +380,9 @@ def _make_document_chunks(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     last_events = chain(_make_counters(trace.samples, base_ns, processes.all[0].pid, counted), names)
     last_batches = iter(lambda: list(islice(last_events, BATCH)), [])
     separator = b"\n"
-    for events in chain([list(chain.from_iterable(process_names))], filter(None, drawing.events()), last_batches):
+    for events in chain(
+        [list(chain.from_iterable(process_names))], filter(None, drawing.iterate_events()), last_batches
+    ):
         yield separator + _encoder.encode_lines(events).replace(b"\n", b",\n")[:-2]
         separator = b",\n"
     yield b"\n]}\n"
@@ -390,7 +392,7 @@ def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: s
     """Yield a counter event for each sample with a number. Viewers show the argument's name, which is the unit, after
     the track's name."""
     for sample in samples:
-        if is_number(sample.value):
+        if is_json_number(sample.value):
             process_id = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS
             counted.add(process_id)
             unit = GAUGES[sample.name].unit if sample.name in GAUGES else NO_UNIT
@@ -419,17 +421,19 @@ def _make_lane_names(board: Board, counted: set[int], trace: Trace, of_batches: 
             yield from _make_process_names(pid, f"GPU {pid - DEVICE_PIDS}", 1 + pid - DEVICE_PIDS, label)
         name = board.processes.thread_name(known_id) if pid in hosts else f"stream {known_id}"
         for number, tid in enumerate(board.tids.get((pid, known_id), ()), 1):
-            yield _make_name("thread_name", name if number == 1 else f"{name} ({number})", pid, tid)
-            yield _make_name("thread_sort_index", next(positions), pid, tid)
+            yield _make_name_event("thread_name", name if number == 1 else f"{name} ({number})", pid, tid)
+            yield _make_name_event("thread_sort_index", next(positions), pid, tid)
 
 
 def _make_process_names(pid: int, name: str, position: int, label: str = "") -> Iterator[DrawnEvent]:
-    yield _make_name("process_name", name, pid)
-    yield _make_name("process_sort_index", position, pid)
+    yield _make_name_event("process_name", name, pid)
+    yield _make_name_event("process_sort_index", position, pid)
     if label:
-        yield _make_name("process_labels", label, pid)
+        yield _make_name_event("process_labels", label, pid)
 
 
-def _make_name(event_name: str, value: str | int, pid: int, tid: int | msgspec.UnsetType = msgspec.UNSET) -> DrawnEvent:
+def _make_name_event(
+    event_name: str, value: str | int, pid: int, tid: int | msgspec.UnsetType = msgspec.UNSET
+) -> DrawnEvent:
     key = "sort_index" if isinstance(value, int) else "labels" if event_name == "process_labels" else "name"
-    return DrawnEvent("M", pid, tid, name=event_name, args={key: make_safe(value)})
+    return DrawnEvent("M", pid, tid, name=event_name, args={key: make_json_value(value)})

@@ -30,10 +30,10 @@ def add_verbs(verbs: Verbs) -> None:
     parser.add_argument(
         "--captures", metavar="DIR", help="the folder for captures (default: that of each service's files)"
     )
-    parser.set_defaults(verb=agent)
+    parser.set_defaults(verb=run_agent)
 
 
-def agent(options: argparse.Namespace, host: list[str]) -> int:
+def run_agent(options: argparse.Namespace, host: list[str]) -> int:
     run = None
     try:
         if options.socket:
@@ -47,9 +47,9 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
                     f"agent: there is no run {options.run}; the runs are: {runs}; `instrument ps` lists their processes"
                 )
             path = folder_by_run[options.run] / agent_socket.SOCKET
-            run = Run(options.run, agent_socket.first_process(options.run))
-        agent_socket.refuse_shared(path.parent)
-        listener = agent_socket.listen(path)
+            run = Run(options.run, agent_socket.parse_first_pid(options.run))
+        agent_socket.refuse_shared_folder(path.parent)
+        listener = agent_socket.listen_on_socket(path)
     except OSError as error:
         raise InstrumentError(f"agent: it cannot listen: {error}; choose another --socket") from error
     captures = Path(options.captures).absolute() if options.captures else None

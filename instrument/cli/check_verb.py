@@ -17,7 +17,7 @@ from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, choice
 from instrument.device import cuda
 from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
-from instrument.instrumentors.verdict import Verdict, merge_processes, read_check_reports
+from instrument.instrumentors.verdict import Verdict, merge_verdicts, read_check_reports
 from instrument.native import OFF
 from instrument.otlp.connection import find_proxy
 from instrument.profile.keys import KEYS, get_setting, load
@@ -120,7 +120,7 @@ def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[li
             f"check: the command ended with exit code {code} before any of its processes reported on the rules; let "
             "it run for a second, and end it by SIGTERM"
         )
-    verdicts = merge_processes(Verdict(**facts) for report in reports for facts in report["verdicts"])
+    verdicts = merge_verdicts(Verdict(**facts) for report in reports for facts in report["verdicts"])
     processes = [{"pid": report["pid"], "calls": report["calls"]} for report in reports]
     return verdicts, {"words": host, "exit_code": code, "processes": processes}
 
@@ -131,7 +131,7 @@ def _make_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
     rules = [(family, rule) for family in ("functions", "layers", "copies") for rule in getattr(profile, family)]
     targets: dict[str, list[dict[str, Any]]] = {}
     for verdict in verdicts:
-        facts = verdict.facts()
+        facts = verdict.fields_as_json()
         targets.setdefault(facts.pop("rule"), []).append(facts)
     return {
         "format": 1,
@@ -143,9 +143,9 @@ def _make_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
         "exports": [name for name in KEYS["export"] if getattr(profile.export, name) is not None],
         "recorder": {"kind": "native", "why_not_native": ""},
         "python": {"version": platform.python_version(), "implementation": platform.python_implementation()},
-        "device": cuda.versions() if _asks_for_device_time(profile) else None,
-        "nvml": {"why_not_read": _why_no_gpu(profile)},
-        "dataset": {"why_not_written": _why_no_dataset(profile)},
+        "device": cuda.find_versions() if _asks_for_device_time(profile) else None,
+        "nvml": {"why_not_read": _explain_unread_gpu_gauges(profile)},
+        "dataset": {"why_not_written": _explain_missing_dataset(profile)},
         "rules": [
             {"family": family, "rule": rule.text, "line": rule.line, "targets": targets.get(rule.text, [])}
             for family, rule in rules
@@ -166,10 +166,10 @@ def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, A
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
     print(f"Python {platform.python_version()}")
     if _asks_for_device_time(profile):
-        print(f"device: {_describe_device(cuda.versions())}")
-    why = _why_no_gpu(profile)
+        print(f"device: {_describe_device(cuda.find_versions())}")
+    why = _explain_unread_gpu_gauges(profile)
     print(f"gauges of GPUs: {f'not read ({why})' if why else 'read'}")
-    if why := _why_no_dataset(profile):
+    if why := _explain_missing_dataset(profile):
         print(f"export.parquet: {why}")
     if command is not None:
         count = len(command["processes"])
@@ -199,13 +199,13 @@ def _describe_device(versions: dict[str, str]) -> str:
     return "; ".join(filter(None, [", ".join(filter(None, [driver, bindings])), versions["problem"]]))
 
 
-def _why_no_gpu(profile: Profile) -> str:
+def _explain_unread_gpu_gauges(profile: Profile) -> str:
     from instrument.device import nvml
 
-    return "device.nvml is off" if profile.device.nvml_ns is None else nvml.why_unreadable()
+    return "device.nvml is off" if profile.device.nvml_ns is None else nvml.explain_unreadable_gpus()
 
 
-def _why_no_dataset(profile: Profile) -> str:
+def _explain_missing_dataset(profile: Profile) -> str:
     if profile.export.parquet is None:
         return ""
     from instrument.trace.dataset_files import Folder

@@ -14,13 +14,13 @@ from xml.etree import ElementTree
 from instrument.cli import print_json, print_lines, print_remark
 from instrument.cli.inputs import (
     FILES,
-    add_merging,
+    add_merge_options,
     expand_paths,
     import_file_libraries,
     limit_memory,
     list_runs,
     merge_saved,
-    read_saved,
+    read_file,
 )
 from instrument.cli.option_values import Verbs, add_table_options, read_count, table_options
 from instrument.errors import InstrumentError
@@ -36,7 +36,7 @@ KEPT = 5
 """The default number of runs that a baseline keeps."""
 
 
-def read_share(text: str) -> float:
+def parse_share(text: str) -> float:
     """Parse a share, such as 3% or 0.03."""
     match = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)(%?)", text)
     if not match:
@@ -59,7 +59,7 @@ def add_verbs(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--fail-over",
-        type=read_share,
+        type=parse_share,
         metavar="SHARE",
         help="exit with 1 if a call path gets slower by more than this share",
     )
@@ -82,11 +82,11 @@ def add_verbs(verbs: Verbs) -> None:
         "--markdown", metavar="PATH", help="also write the verdict and the changed call paths as Markdown"
     )
     parser.add_argument("--junit", metavar="PATH", help="also write a test case for each call path as JUnit XML")
-    add_merging(parser)
-    parser.set_defaults(verb=compare)
+    add_merge_options(parser)
+    parser.set_defaults(verb=print_comparison)
 
 
-def compare(options: argparse.Namespace, host: list[str]) -> int:
+def print_comparison(options: argparse.Namespace, host: list[str]) -> int:
     """Print the changes between two versions. Returns the exit code of the gate."""
     baseline = Path(options.baseline) if options.baseline else None
     if len(options.sides) != (1 if baseline else 2):
@@ -103,15 +103,15 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.comparison import write_page
     from instrument.report.view import Options, make_json_values
 
-    effects.scipy_special()  # before memory is bounded
+    effects.import_scipy_special()  # before memory is bounded
     view_options = Options(**table_options(options), requests_by=options.by or "")
     paths = [Path(side) for side in (*befores, options.sides[-1])]
     files = [str(file) for path in paths for file in (path.rglob("*.*") if path.is_dir() else [path])]
     with limit_memory("compare", files, options.memory):
-        before = [run for side in befores for run in _read_runs(side, options)]
-        comparison = compare_runs(before, _read_runs(options.sides[-1], options), view_options)
+        before = [run for side in befores for run in _read_side(side, options)]
+        comparison = compare_runs(before, _read_side(options.sides[-1], options), view_options)
     comparison = replace(comparison, limit=options.fail_over)
-    code = _gate_exit_code(comparison, options.fail_over)
+    code = _choose_exit_code(comparison, options.fail_over)
     if options.html:
         write_page(options.html, comparison)
     if options.markdown:
@@ -129,21 +129,21 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     return code
 
 
-def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
+def _read_side(side: str, options: argparse.Namespace) -> list[Recording]:
     from instrument.report.view import Recording
 
     say = partial(print_remark, "compare")
     runs = list_runs(side) if options.all and Path(side).is_dir() else [expand_paths([side], None, False, say)]
-    return [Recording.of_saved(merge_saved(list(map(read_saved, files)), options.clock)) for files in runs]
+    return [Recording.of_saved(merge_saved(list(map(read_file, files)), options.clock)) for files in runs]
 
 
-def _gate_exit_code(comparison: Comparison, limit: float | None) -> int:
+def _choose_exit_code(comparison: Comparison, limit: float | None) -> int:
     if limit is None:
         return 0
     is_assessed = any(change.ratio is not None for change in comparison.changes)
-    if comparison.slower_than(limit):
+    if comparison.find_slowdowns(limit):
         return REGRESSION
-    return INCONCLUSIVE if comparison.unclear_beyond(limit) or not is_assessed else 0
+    return INCONCLUSIVE if comparison.find_unclear_changes(limit) or not is_assessed else 0
 
 
 def _baseline_runs(baseline: Path) -> list[Path]:
@@ -176,8 +176,8 @@ def _format_markdown(comparison: Comparison) -> str:
 
 
 def _format_junit(comparison: Comparison, limit: float | None) -> ElementTree.Element:
-    over = set(comparison.slower_than(limit or 0.0))
-    unsure = set(comparison.unclear_beyond(limit or 0.0))
+    over = set(comparison.find_slowdowns(limit or 0.0))
+    unsure = set(comparison.find_unclear_changes(limit or 0.0))
     suite = ElementTree.Element(
         "testsuite",
         name="instrument compare",

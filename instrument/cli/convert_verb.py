@@ -104,7 +104,7 @@ def write_trace(target: Path, form: str, saved: Saved) -> None:
     convert_write_errors(target, ways[form])
 
 
-def form_by_suffix(target: Path) -> str:
+def choose_form_by_suffix(target: Path) -> str:
     return FORM_OF_END.get(target.suffix, "recording")
 
 
@@ -124,13 +124,15 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
     from instrument.trace.dataset_files import DatasetWriter, Folder, write_spans
     from instrument.trace.dataset_sources import DatasetRows
     from instrument.trace.dataset_tables import process_name
-    from instrument.trace.merge import merge
+    from instrument.trace.merge import merge_recordings
 
     if options.output is None:
         raise InstrumentError("convert: a dataset needs a folder; name it: --to parquet FOLDER")
     is_file = options.output.endswith(".parquet") and not Path(options.output).is_dir()
     folder = Folder("." if is_file else options.output)
-    merged = merge(read_within_memory_limit("convert", paths, options.memory), by_wall_clock=options.clock == WALL)
+    merged = merge_recordings(
+        read_within_memory_limit("convert", paths, options.memory), by_wall_clock=options.clock == WALL
+    )
     parts = [part.saved.trace for part in merged.parts]
     if not all(facts.origin.realtime_ns for facts in parts):
         raise TraceError("a file has no time of day, which a dataset needs; choose another form")
@@ -156,32 +158,32 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     """Write files as OTLP. Times are in wall clock time, and each process is a resource."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.packed_spans import SpanIds, SpanPacker
-    from instrument.otlp.service_sdk import resource_of
-    from instrument.otlp.span_forms import JSON, json_lines
+    from instrument.otlp.service_sdk import make_resource
+    from instrument.otlp.span_forms import JSON, make_json_lines
     from instrument.runtime import file_writing
-    from instrument.trace.joined import join
-    from instrument.trace.merge import merge
+    from instrument.trace.joined import join_requests
+    from instrument.trace.merge import merge_recordings
     from instrument.trace.request_trees import build_request_trees, rows_by_process
     from instrument.trace.stages import make_stage_spans
     from instrument.trace.trace import append_spans
 
     if not all(saved.trace.origin.realtime_ns for saved in files):
         raise TraceError("a file has no time of day, which OTLP needs; choose another form")
-    merged = merge(files, by_wall_clock=True)
+    merged = merge_recordings(files, by_wall_clock=True)
     facts, columns = merged.saved.trace, merged.saved.trace.columns
-    joined = join(columns, facts.apart_ns)
+    joined = join_requests(columns, facts.apart_ns)
     grafted_columns = build_request_trees(columns, joined, facts.origin.run)
     trace = append_spans(grafted_columns, [*chain.from_iterable(make_stage_spans(grafted_columns, joined).values())])
     ids = SpanIds(trace, Ids())
-    links = ids.links_by_row(joined)
+    links = ids.make_links_by_row(joined)
 
     def iterate_lines() -> Iterator[bytes]:
         for process, part, rows, interruptions in rows_by_process(merged, trace):
             packer = SpanPacker(
                 JSON, trace, ids, process.origin, process.threads, part=part, links=links, interruptions=interruptions
             )
-            resource = resource_of(process.origin, Ids().instance)
-            yield from json_lines(packer.pack(rows), resource, trace.root_id[rows])
+            resource = make_resource(process.origin, Ids().instance)
+            yield from make_json_lines(packer.pack(rows), resource, trace.root_id[rows])
 
     def write_lines() -> None:
         with file_writing.open_replacement(target) as file:
@@ -201,14 +203,14 @@ def _add_merge(verbs: Verbs) -> None:
         help="the file to write; its suffix decides the form: "
         + ", ".join(f"{end} ({form})" for end, form in FORM_OF_END.items()),
     )
-    parser.set_defaults(verb=merge)
+    parser.set_defaults(verb=write_merged_file)
 
 
-def merge(options: argparse.Namespace, host: list[str]) -> int:
+def write_merged_file(options: argparse.Namespace, host: list[str]) -> int:
     """Merge files into one, and print the path of the result. Returns the exit code."""
     paths, target = find_files("merge", options), Path(options.output)
     refuse_to_replace_input(target, paths)
-    write_trace(target, form_by_suffix(target), read_merged("merge", paths, options))
+    write_trace(target, choose_form_by_suffix(target), read_merged("merge", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0
 
@@ -272,10 +274,10 @@ def _print_rows(names: Sequence[str], rows: Sequence[Sequence[Any]], options: ar
         writer.writerow(names)
         writer.writerows(rows)
     else:
-        from instrument.report.table import printable, table
+        from instrument.report.table import make_table_lines, printable
 
         cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
-        print_lines(table([printable(name) for name in names], cells, [0] * len(names)))
+        print_lines(make_table_lines([printable(name) for name in names], cells, [0] * len(names)))
 
 
 WHICH = "give the folder of limits.ring_dir in the profile"
@@ -326,7 +328,7 @@ def _recover_file(path: Path) -> tuple[str, bool]:
     try:
         with closing(Mapped(fd)) as mapped:
             header = mapped.header
-        if memory.is_alive(path):
+        if memory.has_live_writer(path):
             return f"process {header.pid} runs", False
         if header.state == "goodbye":
             return f"process {header.pid} has ended in order", True

@@ -30,7 +30,7 @@ def show_topic(options: argparse.Namespace, host: list[str]) -> int:
         width = max(map(len, pages))
         print("Topics, for `instrument help TOPIC`:\n")
         for name, path in pages.items():
-            print(f"  {name:{width}}  {describe_topic(path.read_text('utf-8'))}")
+            print(f"  {name:{width}}  {find_topic_summary(path.read_text('utf-8'))}")
         print("\nThe options of a command: `instrument COMMAND --help`.")
         return 0
     name = options.topic.lower()
@@ -41,5 +41,5 @@ def show_topic(options: argparse.Namespace, host: list[str]) -> int:
     return 0
 
 
-def describe_topic(text: str) -> str:
+def find_topic_summary(text: str) -> str:
     return text.split("\n", 3)[2]

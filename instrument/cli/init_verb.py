@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instrument.cli.interpreter import find_command, name_service, run_command
+from instrument.cli.interpreter import choose_service_name, find_command, run_command
 from instrument.cli.option_values import Verbs, read_time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
@@ -21,7 +21,7 @@ from instrument.proposal.first_profile import propose_first_profile
 from instrument.proposal.observation import (
     Observation,
     await_reports,
-    find_own_modules,
+    find_service_modules,
     merge_reports,
     patterns_of_all_functions,
 )
@@ -73,10 +73,10 @@ def add_verbs(verbs: Verbs) -> None:
         ),
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace an existing file")
-    parser.set_defaults(verb=init)
+    parser.set_defaults(verb=write_first_profile)
 
 
-def init(options: argparse.Namespace, host: list[str]) -> int:
+def write_first_profile(options: argparse.Namespace, host: list[str]) -> int:
     """Observe a command, and write a first profile. Returns the exit code."""
     prints = options.file == "-"
     path = Path(options.file)
@@ -96,7 +96,7 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
     find_command("init", host)
     words = host[1:] if re.fullmatch(r"python[\d.]*", Path(host[0]).name) and not Path(host[0]).is_dir() else host
     observation, code = _observe_command(words, options.for_ns, to_stderr=prints)
-    first = propose_first_profile(observation, words, name_service(words), profile_name)
+    first = propose_first_profile(observation, words, choose_service_name(words), profile_name)
     loads(first.text)  # what we write must be a profile
     if prints:
         sys.stdout.write(first.text)
@@ -119,7 +119,7 @@ def _write_profile(path: Path, text: str, *, replaces: bool) -> None:
 def _observe_command(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
     if OFF:
         raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
-    names = find_own_modules(words, Path.cwd())
+    names = find_service_modules(words, Path.cwd())
     patterns = ", ".join(f'"{pattern}"' for pattern in patterns_of_all_functions(names))
     with TemporaryDirectory(prefix="instrument-init-") as folder:
         profile = Path(folder, "observing.yaml")

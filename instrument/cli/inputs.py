@@ -39,7 +39,7 @@ PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
 
 
 def memory_limit_bytes(files: Sequence[str]) -> int:
-    return max(LEAST_BYTES, sum(map(_needed_bytes, map(Path, files))))
+    return max(LEAST_BYTES, sum(map(_estimate_needed_memory, map(Path, files))))
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> It
     Raises `InstrumentError` if the block needs more memory.
     """
     bound = asked_bytes or memory_limit_bytes(files)
-    limit = int(bound * SHARE_OF_DATA) + max(0, _used_bytes() - COMMAND_BYTES)
+    limit = int(bound * SHARE_OF_DATA) + max(0, _measure_used_memory() - COMMAND_BYTES)
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *limits]), most))
@@ -67,7 +67,7 @@ def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> It
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
-def _used_bytes() -> int:
+def _measure_used_memory() -> int:
     """Return the memory of the process in bytes as the limit RLIMIT_DATA counts it, or 0 if it is unknown."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
@@ -75,7 +75,7 @@ def _used_bytes() -> int:
     return 0
 
 
-def _needed_bytes(file: Path) -> int:
+def _estimate_needed_memory(file: Path) -> int:
     try:
         with file.open("rb") as opened:
             needs = {b"\x1f\x8b": PACKED_NEEDS, b"PK": RECORDING_NEEDS}.get(opened.read(2), PLAIN_NEEDS)
@@ -112,13 +112,13 @@ def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Ca
     for path in paths:
         inside = _list_files(path) if Path(path).is_dir() else [path]
         is_whole = inside == [path] or is_of_all or (len(inside) == 1 and run is None)
-        files += inside if is_whole else _choose_files(path, inside, run, say)
+        files += inside if is_whole else _choose_files_of_run(path, inside, run, say)
     return list(dict.fromkeys(files))
 
 
 def list_runs(folder: str) -> list[list[str]]:
     """Return the files of each run in a folder, the oldest run first. A file without metadata counts as a run."""
-    unnamed, runs = _group_runs(_list_files(folder))
+    unnamed, runs = _group_files_by_run(_list_files(folder))
     return [*([path] for path in unnamed), *(run.files for run in runs)]
 
 
@@ -137,8 +137,8 @@ def _list_files(folder: str) -> list[str]:
     return [path_by_stem[stem] for stem in sorted(path_by_stem)]
 
 
-def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
-    unnamed, runs = _group_runs(paths)
+def _choose_files_of_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
+    unnamed, runs = _group_files_by_run(paths)
     names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
     more = len(runs) - RUNS_NAMED
     names += f" and {more} more" if more > 0 else ""
@@ -153,17 +153,17 @@ def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Calla
     return [path for path in paths if path in unnamed or any(path in candidate.files for candidate in chosen)]
 
 
-def _read_facts(path: str) -> Trace | None:
+def _read_metadata(path: str) -> Trace | None:
     from instrument.chrome import reading
     from instrument.trace import file
 
     try:
-        return file.load_facts(path) if file.is_recording(path) else reading.read_facts(path)
+        return file.load_facts(path) if file.is_recording(path) else reading.read_metadata(path)
     except TraceError:
         return None  # who reads the file says what is wrong with it
 
 
-def read_saved(path: str) -> Saved:
+def read_file(path: str) -> Saved:
     from instrument import chrome
     from instrument.trace import file
 
@@ -179,10 +179,10 @@ def add_file_arguments(parser: argparse.ArgumentParser, runs: str = "") -> None:
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--run", metavar="RUN", help="in a folder, read only this run (default: the newest one)")
     several.add_argument("--all", action="store_true", help="in a folder, read all runs as one recording")
-    add_merging(parser)
+    add_merge_options(parser)
 
 
-def add_merging(parser: argparse.ArgumentParser) -> None:
+def add_merge_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clock", **choice_arguments(CLOCKS), default=CLOCKS[0], help=CLOCK)
     parser.add_argument(
         "--memory",
@@ -205,7 +205,7 @@ def import_file_libraries() -> None:
 def read_within_memory_limit(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
     import_file_libraries()
     with limit_memory(verb, paths, memory):
-        return list(map(read_saved, paths))
+        return list(map(read_file, paths))
 
 
 def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
@@ -215,10 +215,12 @@ def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) ->
 
 def merge_saved(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
     """Merge files into a single trace, with one tree per request. Raises `TraceError`."""
-    from instrument.trace.merge import merge
-    from instrument.trace.request_trees import graft_requests
+    from instrument.trace.merge import merge_recordings
+    from instrument.trace.request_trees import join_request_trees
 
-    return graft_requests(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)
+    return join_request_trees(
+        files[0] if len(files) == 1 else merge_recordings(files, by_wall_clock=clock == WALL).saved
+    )
 
 
 # Runs of the files of a folder
@@ -240,8 +242,8 @@ class FilesOfRun:
         return f"{self.name} ({len(self.files)} file{'s' * (len(self.files) != 1)})"
 
 
-def _group_runs(paths: Sequence[str]) -> tuple[list[str], list[FilesOfRun]]:
-    files = {path: facts for path in paths if (facts := _read_facts(path)) is not None}
+def _group_files_by_run(paths: Sequence[str]) -> tuple[list[str], list[FilesOfRun]]:
+    files = {path: facts for path in paths if (facts := _read_metadata(path)) is not None}
     runs: list[FilesOfRun] = []
     for path, facts in sorted(files.items(), key=lambda item: item[1].origin.realtime_of(item[1].start_ns)):
         newest = max([part.facts for part in facts.processes] or [facts], key=attrgetter("end_ns"))

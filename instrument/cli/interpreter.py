@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def interpreter_flags() -> list[str]:
+def list_interpreter_flags() -> list[str]:
     flags = [f"-W{option}" for option in sys.warnoptions]
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     safe_path = getattr(sys.flags, "safe_path", False)
@@ -47,7 +47,7 @@ def run_command(
     import subprocess
 
     sys.stdout.flush()
-    words = [sys.executable, *interpreter_flags(), "-m", "instrument", "run", "--profile", profile, "--", *host]
+    words = [sys.executable, *list_interpreter_flags(), "-m", "instrument", "run", "--profile", profile, "--", *host]
     child = subprocess.Popen(  # noqa: S603 - the user's own command
         words, env={**os.environ, **environ}, stdout=sys.stderr.fileno() if to_stderr else None
     )
@@ -134,7 +134,7 @@ def _make_python_command(verb: str, words: list[str]) -> Command:
             break
         if last and not argument:
             next(options, None)  # what -W or -X means
-    return Command([sys.executable, *interpreter_flags(), *words])
+    return Command([sys.executable, *list_interpreter_flags(), *words])
 
 
 _GENERIC = frozenset(
@@ -143,7 +143,7 @@ _GENERIC = frozenset(
 _SERVERS = frozenset(("uvicorn", "gunicorn", "hypercorn", "granian", "flask", "fastapi", "celery"))
 
 
-def name_service(words: Sequence[str]) -> str:
+def choose_service_name(words: Sequence[str]) -> str:
     """Choose the name of a service: the name of the project, app, module, script or folder. General names, such as
     `app`, come last."""
     project = Path("pyproject.toml")

@@ -8,7 +8,7 @@ import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from instrument.cli.inputs import expand_paths, merge_saved, read_saved
+from instrument.cli.inputs import expand_paths, merge_saved, read_file
 from instrument.cli.option_values import MOST
 from instrument.errors import InstrumentError
 
@@ -49,15 +49,15 @@ class LoadedTrace:
         from instrument.report.section import make_views
         from instrument.report.view import Options
 
-        return make_views([name], self.recording, Options.of({"most": MOST, **options}))[name]
+        return make_views([name], self.recording, Options.from_mapping({"most": MOST, **options}))[name]
 
     def request(self, key: str, **options: Any) -> RequestLife:
         """Return the parts and the timeline of a request. `key` is the key of the request or the number of a span.
         `options` are the options of `instrument.summary`."""
-        from instrument.report.request_life import request_life
+        from instrument.report.request_life import make_request_life
         from instrument.report.view import Options
 
-        return request_life(self.recording, key, Options.of(options))
+        return make_request_life(self.recording, key, Options.from_mapping(options))
 
     def explain(self, request: str | None = None, **choice: Any) -> Explanation:
         """Explain the time of a request, by default of the slowest one. `request` is the key of the request.
@@ -86,7 +86,7 @@ class LoadedTrace:
         """A data frame of the requests, with the key and the parts of the time. Times are in nanoseconds."""
         from instrument.trace import tables
 
-        return self._make_frame(tables.make_request_frame(self.saved.trace, *self._joined_and_ledger()))
+        return self._make_frame(tables.make_request_frame(self.saved.trace, *self._compute_joins_and_ledger()))
 
     @cached_property
     def batches(self) -> Any:
@@ -94,9 +94,9 @@ class LoadedTrace:
         their times in nanoseconds."""
         from instrument.trace import tables
 
-        return self._make_frame(tables.make_batch_frame(self.saved.trace, *self._joined_and_ledger()))
+        return self._make_frame(tables.make_batch_frame(self.saved.trace, *self._compute_joins_and_ledger()))
 
-    def _joined_and_ledger(self) -> tuple[Any, Any]:
+    def _compute_joins_and_ledger(self) -> tuple[Any, Any]:
 
         return self.recording.joined, self.recording.ledger
 
@@ -134,7 +134,7 @@ def load(
     if not paths:
         raise InstrumentError("load: there is no path; give a file or a folder")
     names = [os.fspath(path) for path in paths]
-    read = list(map(read_saved, expand_paths(names, run, all_runs, lambda text: warnings.warn(text, stacklevel=4))))
+    read = list(map(read_file, expand_paths(names, run, all_runs, lambda text: warnings.warn(text, stacklevel=4))))
     return LoadedTrace(merge_saved(read, clock), frames)
 
 
@@ -154,4 +154,4 @@ def compare(before: Source | Sources, after: Source | Sources, **options: Any) -
         ]
         for side in (before, after)
     ]
-    return comparison.compare(sides[0], sides[1], Options.of({"most": MOST, **options}))
+    return comparison.compare(sides[0], sides[1], Options.from_mapping({"most": MOST, **options}))

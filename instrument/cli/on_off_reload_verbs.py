@@ -47,8 +47,8 @@ def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) 
         for run in runs:
             pids = [] if run.problem else [member.pid for member in run.living]
             if not pids:
-                print_remark(run.name, run.problem or run.none_joined or "none of its processes lives")
-            answers = dict(client.request_of(run, Request(records=on)._asdict(), pids, options.wait)) if pids else {}
+                print_remark(run.name, run.problem or run.none_joined_text or "none of its processes lives")
+            answers = dict(client.send_request(run, Request(records=on)._asdict(), pids, options.wait)) if pids else {}
             for pid in pids:
                 print(f"{pid}: {_describe_answer(answers.get(pid))}")
             missing = missing or not pids or any(pid not in answers for pid in pids)
@@ -103,7 +103,7 @@ def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
         # A process may have the service's name of a variable of its own; the variable here says which is meant.
         service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
         request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
-    answers = _ask_processes(request, options)
+    answers = _request_answers(request, options)
     other_by_pid = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
     for pid, profile_there in other_by_pid.items():
         hint = "" if request.switch else f"; --pid {pid} gives it another file of its service"
@@ -124,7 +124,7 @@ def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
     return int(any(answer is None or bool(answer.get("refused")) for answer in answers.values()))
 
 
-def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
+def _request_answers(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
     answers: dict[str, Answer | None] = {}
     try:
         with client.find_runs(options.run if options.pid is None else str(options.pid)) as runs:
@@ -132,7 +132,7 @@ def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, A
                 pids = [member.pid for member in run.members if member.lives and _is_selected_process(member, options)]
                 if run.problem or not pids:
                     continue
-                incoming = client.request_of(run, request._asdict(), pids, options.wait)
+                incoming = client.send_request(run, request._asdict(), pids, options.wait)
                 answers |= {str(pid): None for pid in pids} | {str(pid): answer for pid, answer in incoming}
     except InstrumentError:
         if options.run is not None:

@@ -71,11 +71,11 @@ def read_view_names(text: str) -> list[str]:
 def choice_arguments(names: Iterable[str]) -> dict[str, Any]:
     choices = tuple(names)
 
-    def name(text: str) -> str:
+    def parse_choice(text: str) -> str:
         _refuse_unknown(text, choices)
         return text
 
-    return {"type": name, "choices": choices}
+    return {"type": parse_choice, "choices": choices}
 
 
 def _refuse_unknown(text: str, names: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from instrument.agent import client
 from instrument.cli import print_json, print_remark
-from instrument.cli.convert_verb import form_by_suffix, write_trace
+from instrument.cli.convert_verb import choose_form_by_suffix, write_trace
 from instrument.cli.inputs import merge_saved
 from instrument.cli.option_values import Verbs, add_run, read_seconds, read_time_ns
 from instrument.errors import InstrumentError, TraceError
@@ -46,7 +46,7 @@ def list_processes(options: argparse.Namespace, host: list[str]) -> int:
         screens = [(run, LiveSampler(run.name).make_screen(run.members, run.folded)) for run in runs]
     if options.json:
         documents = [
-            {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, "unseen": run.unseen,
+            {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined_text, "unseen": run.unseen,
              **screen.document()}
             for run, screen in screens
         ]  # fmt: skip
@@ -59,7 +59,7 @@ def list_processes(options: argparse.Namespace, host: list[str]) -> int:
             print(line)
         if run.folded:
             print(f"and {run.folded} more that ended before")
-        for problem in filter(None, [run.none_joined, run.unseen, *screen.problems]):
+        for problem in filter(None, [run.none_joined_text, run.unseen, *screen.problems]):
             print(printable(problem))
     return 0
 
@@ -116,14 +116,14 @@ def _read_screens(options: argparse.Namespace) -> Iterator[Screen]:
         try:
             with client.find_runs(options.run, memory=True) as runs:
                 run = client.single_run("live", runs)
-                if not sampler.shows(run.name):
+                if not sampler.shows_run(run.name):
                     sampler = LiveSampler(run.name)
                 screen = sampler.make_screen(run.members, run.folded)
         except InstrumentError:
             if not number:
                 raise
             return  # it is over
-        yield replace(screen, problems=(run.none_joined,)) if run.none_joined else screen
+        yield replace(screen, problems=(run.none_joined_text,)) if run.none_joined_text else screen
         time.sleep(options.every)
 
 
@@ -146,7 +146,7 @@ def save_run(options: argparse.Namespace, host: list[str]) -> int:
     run = read_run("dump", options.run, options.last)
     saved = merge_saved(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")
-    write_trace(path, form_by_suffix(path), saved)
+    write_trace(path, choose_form_by_suffix(path), saved)
     print(f"{path}: {len(saved.trace.columns)} spans of {run.processes_text}")
     return 0
 
@@ -186,16 +186,16 @@ def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead
                 print_remark(verb, f"process {member.pid}", problem)
         ended = run.folded + sum(member.memory < 0 and not member.lives for member in run.members)
     if not read:
-        why = run.none_joined or "no recording of its processes can be read"
+        why = run.none_joined_text or "no recording of its processes can be read"
         raise InstrumentError(f"{verb}: {run.name}: {why}")
     return RunRead(run.name, read, ended, bool(run.living))
 
 
 def _read_memory(memory: int, since_ns: int, end_ns: int) -> Saved:
     from instrument.recording.mapped import Mapped
-    from instrument.trace.of_recording import read_saved
+    from instrument.trace.of_recording import read_spans_and_tally
 
     if memory < 0:
         raise TraceError("its recording cannot be read by other processes")
     with closing(Mapped(memory)) as mapped:
-        return read_saved(mapped, since_ns, end_ns)
+        return read_spans_and_tally(mapped, since_ns, end_ns)

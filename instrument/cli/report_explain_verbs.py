@@ -21,7 +21,7 @@ from instrument.cli.inputs import (
     limit_memory,
     memory_limit_bytes,
     merge_saved,
-    read_saved,
+    read_file,
 )
 from instrument.cli.option_values import (
     Verbs,
@@ -103,11 +103,11 @@ def _add_report(verbs: Verbs) -> None:
     parser.add_argument("--skip-first", type=read_count_or_zero, default=0, metavar="N", help=about)
     parser.add_argument("--html", metavar="PAGE", help="write all views as one HTML file, which needs no network")
     parser.add_argument("--corrected", action="store_true", help="subtract the cost of recorded calls from self times")
-    parser.set_defaults(verb=report)
+    parser.set_defaults(verb=print_report)
 
 
 @contextmanager
-def _pause_collector() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """Pause Python's garbage collection, which takes a fifth of a report's time and finds no garbage."""
     was_on = gc.isenabled()
     gc.disable()
@@ -118,8 +118,8 @@ def _pause_collector() -> Iterator[None]:
             gc.enable()
 
 
-@_pause_collector()
-def report(options: argparse.Namespace, host: list[str]) -> int:
+@_pause_garbage_collection()
+def print_report(options: argparse.Namespace, host: list[str]) -> int:
     """Print a report on files or on a running service. Returns the exit code."""
     run = _read_named_run(options)
     if run is None:
@@ -138,9 +138,9 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
 
     import_views(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
     if run is not None:
-        return _print_report(options, run)
+        return _print_views(options, run)
     with limit_memory("report", [options.traces[0], *filter(None, [options.torch_trace])], options.memory):
-        return _print_report(options)
+        return _print_views(options)
 
 
 def _read_named_run(options: argparse.Namespace) -> RunRead | None:
@@ -155,30 +155,30 @@ def _read_named_run(options: argparse.Namespace) -> RunRead | None:
         raise InstrumentError(f"report: there is no file {names[0]}, and {problem}") from None
 
 
-def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> int:
+def _print_views(options: argparse.Namespace, run: RunRead | None = None) -> int:
     from instrument.report.request_groups import refuse_unknown_group
-    from instrument.report.section import default_views, summary, summary_document
+    from instrument.report.section import default_views, format_summary, summary_document
     from instrument.report.view import Options, make_json_values
 
     values = {field.name: getattr(options, field.name, None) for field in fields(Options)} | table_options(options)
     values["requests_by"] = None if options.by == PROCESS else options.by
     values["most"] = None if options.html is not None else values["most"]
-    views, chosen = options.view or default_views(values), Options.of(values)
+    views, chosen = options.view or default_views(values), Options.from_mapping(values)
     if options.html is not None:
         return _write_page(options, chosen, run)
     documents = []
     for place, (header, facts, recording) in enumerate(_load_recordings_to_report(options, run)):
         refuse_unknown_group(recording, chosen)
         if options.request is not None:
-            from instrument.report.request_life import request_life
+            from instrument.report.request_life import make_request_life
 
-            life = request_life(recording, options.request, chosen)
+            life = make_request_life(recording, options.request, chosen)
             documents.append({**facts, "request": make_json_values(life)})
             text = "\n".join(life.lines())
         elif options.json:
             documents.append({**facts, **summary_document(views, recording, chosen)})
         else:
-            text = summary(views, recording, chosen)
+            text = format_summary(views, recording, chosen)
         if not options.json:
             if header:
                 sys.stdout.write("\n" * (place > 0) + f"{header}\n\n")
@@ -209,17 +209,21 @@ def _load_recordings_to_report(
         yield "", {}, _read_recording(options.traces[0], options.torch_trace)
         return
     from instrument.report.view import Recording
-    from instrument.trace.merge import merge, recordings_by_process
-    from instrument.trace.merged_facts import label_of
+    from instrument.trace.merge import group_by_process, merge_recordings
+    from instrument.trace.merged_facts import make_process_label
 
-    files = list(map(read_saved, options.traces)) if run is None else run.read
+    files = list(map(read_file, options.traces)) if run is None else run.read
     if options.by == PROCESS:
-        for of_process in recordings_by_process(files):
+        for of_process in group_by_process(files):
             origin = of_process[0].trace.origin
             facts = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(of_process)}
-            yield f"Process: {label_of(of_process[0])}", {"process": facts}, Recording.of_saved(merge(of_process).saved)
+            yield (
+                f"Process: {make_process_label(of_process[0])}",
+                {"process": facts},
+                Recording.of_saved(merge_recordings(of_process).saved),
+            )
         return
-    merged = merge(files, by_wall_clock=options.clock == WALL)
+    merged = merge_recordings(files, by_wall_clock=options.clock == WALL)
     facts = {"merged": {name: getattr(merged, name) for name in ("files", "processes", "runs", "clock", "apart_ns")}}
     if run is not None:
         facts = {"run": run.name, "is_going": run.is_going, **facts}
@@ -230,9 +234,9 @@ def _read_recording(path: str, torch_trace: str | None) -> Recording:
     from instrument import chrome
     from instrument.report.view import Recording
 
-    saved = read_saved(path)
+    saved = read_file(path)
     if torch_trace:
-        saved = replace(saved, trace=chrome.join_torch_trace(saved.trace, read_saved(torch_trace).trace))
+        saved = replace(saved, trace=chrome.join_torch_trace(saved.trace, read_file(torch_trace).trace))
     return Recording.of_saved(saved)
 
 
@@ -273,7 +277,7 @@ def explain(options: argparse.Namespace, host: list[str]) -> int:
         options.request, options.slowest, options.endpoint or "", options.since, options.until
     )
     with limit_memory("explain", options.traces, options.memory):
-        recording = Recording.of_saved(merge_saved(list(map(read_saved, options.traces)), options.clock))
+        recording = Recording.of_saved(merge_saved(list(map(read_file, options.traces)), options.clock))
         explanations = explanation.explain(recording, choice, chosen)
     is_inconclusive = any(item.verdict == explanation.INCONCLUSIVE for item in explanations)
     code = INCONCLUSIVE if is_inconclusive else 0

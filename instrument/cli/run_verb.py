@@ -18,7 +18,7 @@ from pathlib import Path
 
 from instrument import native
 from instrument.cli import flush_stream, print_remark
-from instrument.cli.interpreter import find_command, name_service
+from instrument.cli.interpreter import choose_service_name, find_command
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, choice_arguments, choose_profile_file
 from instrument.instrumentors.known_packages import packages_to_await
 from instrument.native import OFF
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
     environ.pop(SERVICE, None)
     if host and "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
-        environ[SERVICE] = name_service(host)
+        environ[SERVICE] = choose_service_name(host)
     consulted = shared_profile.Consulted(environ)
     profile = None
     if not OFF and host:
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ.pop(autostart.VARIABLE, None)
     asks_all = CHECK_FOLDER in environ or environment.INIT_FOLDER in environ
     if profile is not None and not asks_all and (packages := packages_to_await(profile)) is not None:
-        environ[autostart.VARIABLE] = autostart.awaited_value(environ["INSTRUMENT_PROFILE"], packages)
+        environ[autostart.VARIABLE] = autostart.format_awaited_packages(environ["INSTRUMENT_PROFILE"], packages)
     listener = None
     if profile is None or profile.agent == "off":
         environ.pop(agent_socket.VARIABLE, None)
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 def _name_run() -> str:
     """Return a new name for a run, from the time. Inside another run, wait until the name differs from that run's
     name."""
-    while (name := environment.new_run()) == os.environ.get(environment.RUN_VARIABLE):
+    while (name := environment.make_run_name()) == os.environ.get(environment.RUN_VARIABLE):
         time.sleep(0.05)
     return name
 
@@ -194,7 +194,7 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
 
 
 def _restart_agent(path: Path, run: str, service: int) -> int:
-    with suppress(OSError), agent_socket.listen(path) as listener:
+    with suppress(OSError), agent_socket.listen_on_socket(path) as listener:
         return agent_socket.spawn_agent(sys.executable, listener, run, service, says=True)
     return 0
 

@@ -22,7 +22,7 @@ from instrument.profile.model import STATES, TRACER_OPTIONS
 from instrument.report.events_view import events
 from instrument.report.section import list_cost_and_losses
 from instrument.report.view import Options, Recording
-from instrument.sessions.profiler import join_or_begin_session, leave_session, torch_profiler_for
+from instrument.sessions.profiler import join_or_begin_session, leave_session, make_torch_profiler
 from instrument.sessions.session import Session
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 
@@ -63,7 +63,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
         now_ns = time.monotonic_ns()
         session = join_or_begin_session(None, state=state, tracer_option=tracer_option)
         if session is not None:  # None: switched off by the environment
-            torch = torch_profiler_for(session, OPERATORS_ALONE, state)
+            torch = make_torch_profiler(session, OPERATORS_ALONE, state)
             if torch is not None:
                 torch.begin()
             _run = _Run(session, state, tracer_option, now_ns, session.recorded.start_ns >= now_ns, torch)
@@ -89,7 +89,7 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
             profiled = None if run.torch is None else run.torch.end()
             is_whole = trace.coverage[0] == trace.start_ns
             if profiled is not None and (is_whole or not run.counts_all):
-                recording = Recording.of_trace(profiled.join(trace))
+                recording = Recording.of_trace(profiled.add_to_trace(trace))
             else:
                 recording = run.session.recording() if run.counts_all else Recording.of_trace(trace)
             options = Options(tracer_option=run.tracer_option, state=run.state, sorted_by=sorted_key or "default")

@@ -25,11 +25,11 @@ from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.tally import Tally
 from instrument.report.benchmark_view import Benchmark, show_benchmark
-from instrument.report.section import summary
+from instrument.report.section import format_summary
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
 from instrument.sessions import torch_profiler
-from instrument.sessions.handlers import InBackground, Window, chrome_files, export_chrome, is_asynchronous
+from instrument.sessions.handlers import InBackground, Window, export_chrome, is_asynchronous, make_chrome_handler
 from instrument.sessions.profiler import Profiler as _Profiler
 from instrument.sessions.window import State as ProfilerState
 from instrument.sessions.window import States
@@ -177,7 +177,7 @@ def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | N
 
     The file name has the number of the process and of the window, after `worker_name` or the name of the service.
     """
-    return _Exporter(chrome_files(dir_name, worker_name))
+    return _Exporter(make_chrome_handler(dir_name, worker_name))
 
 
 def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
@@ -191,7 +191,7 @@ def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = 
 class _Summary:
     """The method `summary`, which `Profiler` and `ProfilerResult` have in common."""
 
-    def _parts(self) -> tuple[Recording | None, Benchmark | None]:
+    def _spans_and_step_times(self) -> tuple[Recording | None, Benchmark | None]:
         raise NotImplementedError
 
     def summary(
@@ -210,7 +210,7 @@ class _Summary:
         - `time_unit`: the unit of times: "s", "ms", "us" or "ns"
         - `views`: a view or several views, by default all. The view of memory is left out if memory was not profiled
         """
-        recording, steps = self._parts()
+        recording, steps = self._spans_and_step_times()
         texts = []
         if recording is not None:
             if views is None:
@@ -224,7 +224,7 @@ class _Summary:
                 threads="apart" if thread_sep else "merged",
                 unit=time_unit,
             )
-            texts.append(summary([view.value for view in views], recording, options))
+            texts.append(format_summary([view.value for view in views], recording, options))
         if steps is not None:
             texts.append("\n".join(show_benchmark(steps, Options(unit=time_unit)).lines()))
         text = "\n".join(texts)
@@ -318,7 +318,7 @@ class Profiler(_Summary, _Profiler):  # type: ignore[misc]
             )
         return super().export(path)
 
-    def _parts(self) -> tuple[Recording | None, Benchmark | None]:
+    def _spans_and_step_times(self) -> tuple[Recording | None, Benchmark | None]:
         return None if self.window is None else Recording.of_trace(self.window.trace), self._benchmark
 
 
@@ -333,7 +333,7 @@ class ProfilerResult(_Summary):
         self.trace = trace
         self.tally = tally
 
-    def _parts(self) -> tuple[Recording | None, Benchmark | None]:
+    def _spans_and_step_times(self) -> tuple[Recording | None, Benchmark | None]:
         return Recording.of_trace(self.trace, lambda: self.tally), None
 
 

@@ -22,7 +22,7 @@ from instrument.report.phases_view import phases, propagation_lines
 from instrument.report.table import format_six_digits, printable
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
-from instrument.sessions.profiler import join_or_begin_session, leave_session, torch_profiler_for
+from instrument.sessions.profiler import join_or_begin_session, leave_session, make_torch_profiler
 from instrument.sessions.session import Session
 from instrument.sessions.step_columns import insert_step_spans
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
@@ -60,7 +60,7 @@ class Device:
             self._steps.clear()
             self._since_ns = self._step_ns = time.monotonic_ns()
         if verbosity > 1 and self._session is not None and self._torch is None:
-            self._torch = torch_profiler_for(self._session, OPERATORS_ALONE)
+            self._torch = make_torch_profiler(self._session, OPERATORS_ALONE)
             if self._torch is not None and not self._ended:
                 self._torch.begin()
                 self._since_ns = self._step_ns = time.monotonic_ns()
@@ -130,7 +130,7 @@ class Device:
         steps = [step for step in self._steps if step.end_ns <= until_ns] if self._ended else _split_iterations(trace)
         trace = insert_step_spans(trace, steps)
         if profiled is not None:
-            trace = self._joined = profiled.join(trace)
+            trace = self._joined = profiled.add_to_trace(trace)
             self._cut_note = f"; torch.profiler was on for these alone: {profiled.cut}" if profiled.cut else ""
         return trace
 

@@ -34,7 +34,7 @@ from instrument.report.table import printable
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions import process
-from instrument.sessions.profiler import join_or_begin_session, torch_profiler_for
+from instrument.sessions.profiler import join_or_begin_session, make_torch_profiler
 from instrument.sessions.session import Session
 from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
 
@@ -142,7 +142,7 @@ class ProfileStats:
         lines = ["Function profiling", "==================", f"  Message: {printable(self.message or '')}"]
         if OFF:
             return "\n".join([*lines, "", process.SWITCHED_OFF]) + "\n"
-        tally, torch_tally = self._tally(), _select_tally_below(_end_torch_recording(), self._sites)
+        tally, torch_tally = self._tally(), _select_calls_below(_end_torch_recording(), self._sites)
         lines.append(f"  Time in {self.calls} calls to Function.__call__: {self.call_ns / 1e9:e}s")
         if torch_tally.calls:
             tally = torch_tally
@@ -152,10 +152,10 @@ class ProfileStats:
             lines.append(f"  Time in thunks: {work_ns / 1e9:e}s ({100 * work_ns / (calls_ns or 1):.3f}%)")
             if calls < self.calls:
                 lines.append(f"  Thunks, classes, ops and instances: of the first {calls}, with torch.profiler")
-        return "\n".join([*lines, "", *_section_lines(tally, rows, instances)]) + "\n"
+        return "\n".join([*lines, "", *_format_sections(tally, rows, instances)]) + "\n"
 
     def _tally(self) -> Tally:
-        return Tally() if OFF else _select_tally_below(process.session().tally(), self._sites)
+        return Tally() if OFF else _select_calls_below(process.session().tally(), self._sites)
 
 
 _profiles: list[ProfileStats] = []
@@ -171,7 +171,7 @@ class _TorchRun:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._options = TorchOptions(record_shapes=False, profile_memory=False)
-        self.profiler: TorchProfiler | None = torch_profiler_for(session, self._options)
+        self.profiler: TorchProfiler | None = make_torch_profiler(session, self._options)
         self._since_ns = 0
         self.tally = Tally()
 
@@ -191,7 +191,7 @@ class _TorchRun:
             self.profiler = None
             profiled = profiler.end()
             if profiled is not None:
-                trace = profiled.join(self.session.trace_of(self.session.take(self._since_ns, profiled.end_ns)))
+                trace = profiled.add_to_trace(self.session.trace_of(self.session.take(self._since_ns, profiled.end_ns)))
                 if any(is_operator(span.site) for span in trace.spans):
                     whole = [span for span in trace.spans if not span.clipped]
                     self.tally = Recording.of_trace(replace(trace, spans=whole)).tally
@@ -320,10 +320,10 @@ def report() -> str:
     if len(called) > 1:
         lines = [f"Sum of all({len(called)}) printed profiles at exit", ""]
         sites = [site for stats in called for site in stats._sites]
-        tally = _select_tally_below(process.session().tally(), sites, SUM)
-        torch_tally = _select_tally_below(_end_torch_recording(), sites, SUM)
+        tally = _select_calls_below(process.session().tally(), sites, SUM)
+        torch_tally = _select_calls_below(_end_torch_recording(), sites, SUM)
         tally = torch_tally if torch_tally.calls else tally
-        texts.append("\n".join([*lines, *_section_lines(tally)]) + "\n")
+        texts.append("\n".join([*lines, *_format_sections(tally)]) + "\n")
     return "\n".join(texts)
 
 
@@ -331,8 +331,8 @@ def _sum_outermost_calls(tally: Tally) -> Totals:
     return sum_all_lines(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
 
 
-def _section_lines(tally: Tally, rows: int | None = None, instances: int | None = None) -> list[str]:
-    recording = Recording(lambda: tally, _refuse_trace)
+def _format_sections(tally: Tally, rows: int | None = None, instances: int | None = None) -> list[str]:
+    recording = Recording(lambda: tally, _raise_missing_trace)
     rows, instances = rows or config.profiling.n_ops, instances or config.profiling.n_apply
     lines: list[str] = []
     for views, limit in ((SECTIONS[:2], rows), (SECTIONS[2:], instances)):
@@ -341,11 +341,11 @@ def _section_lines(tally: Tally, rows: int | None = None, instances: int | None 
     return lines
 
 
-def _refuse_trace() -> Trace:
+def _raise_missing_trace() -> Trace:
     raise AssertionError("these views are made of a tally alone")
 
 
-def _select_tally_below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
+def _select_calls_below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
     keys_of_sites = {site.key for site in sites}
 
     def path_below(path: CallPath) -> CallPath | None:

@@ -84,8 +84,8 @@ class Ahead(NamedTuple):
     uncertainty_ns: float
     wander: float
 
-    def host_time_after_anchor(self, offset_ns: int) -> AnchoredMoment:
-        uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + elapsed_time_resolution(offset_ns)
+    def convert_to_host_time(self, offset_ns: int) -> AnchoredMoment:
+        uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + compute_time_resolution_ns(offset_ns)
         host_ns = self.host_ns + round(offset_ns * self.rate)
         return AnchoredMoment(host_ns, round(uncertainty_ns), offset_ns <= FARTHEST_NS)
 
@@ -167,10 +167,10 @@ class Anchors:
             if best is None or half_ns < best.uncertainty_ns:
                 if best is not None:
                     self._spare.append(best.event)
-                best = Anchor(event, before_ns + half_ns, half_ns, self._take_tightest_reading())
+                best = Anchor(event, before_ns + half_ns, half_ns, self._measure_clock_difference())
             else:
                 self._spare.append(event)
-        return self._keep_anchor(best) if best is not None else 0
+        return self._add_anchor(best) if best is not None else 0
 
     def _read_anchor(self, event: Any) -> tuple[int, int, int]:
         driver = self._driver
@@ -191,7 +191,7 @@ class Anchors:
     def adopt_event_as_anchor(self, event: Any, since_ns: int, until_ns: int) -> int:
         """Use an event of the service's stream as an anchor. The event happened between the two host times."""
         half_ns = (until_ns - since_ns + 1) // 2
-        return self._keep_anchor(Anchor(event, since_ns + half_ns, half_ns, self._take_tightest_reading()))
+        return self._add_anchor(Anchor(event, since_ns + half_ns, half_ns, self._measure_clock_difference()))
 
     def take_spare_event(self) -> tuple[int, Any]:
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
@@ -199,7 +199,7 @@ class Anchors:
     def _record_event(self, event: Any) -> int:
         return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
-    def _take_tightest_reading(self) -> Lead:
+    def _measure_clock_difference(self) -> Lead:
         readings = []
         for _ in range(READINGS):
             before_ns, raw_ns = self._now(), self._raw()
@@ -207,7 +207,7 @@ class Anchors:
             readings.append(Lead(before_ns + half_ns, before_ns + half_ns - raw_ns, half_ns))
         return min(readings, key=lambda lead: lead.uncertainty_ns)
 
-    def _keep_anchor(self, anchor: Anchor) -> int:
+    def _add_anchor(self, anchor: Anchor) -> int:
         if self._anchors and anchor.host_ns - self._anchors[-1].host_ns <= FARTHEST_NS:
             before = self._anchors[-1]
             error, device_ns = self._driver.elapsed_ns(before.event, anchor.event)
@@ -222,7 +222,7 @@ class Anchors:
                     before.rate, before.rate_error = rate, rate_error
             passed_ns = anchor.lead.at_ns - before.lead.at_ns
             if passed_ns > 0:
-                bend_ns = self._measure_bend(anchor.lead)
+                bend_ns = self._measure_rate_change(anchor.lead)
                 before.lead_rate = (anchor.lead.lead_ns - before.lead.lead_ns) / passed_ns
                 before.bend_ns = bend_ns
         self._anchors.append(anchor)
@@ -238,23 +238,23 @@ class Anchors:
     def newest_event(self) -> Any:
         return self._anchors[-1].event if self._anchors else None
 
-    def clock_after_newest(self) -> Ahead:
+    def make_clock_after_newest(self) -> Ahead:
         """Return a clock for events after the newest anchor. Raises `IndexError` if there is no anchor."""
         newest = self._anchors[-1]
         rate, rate_error, _ = self._find_rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
         if rate_error != DRIFT:
-            uncertainty_ns += self._measure_bend(self._take_tightest_reading())
+            uncertainty_ns += self._measure_rate_change(self._measure_clock_difference())
             wander = rate_error + WANDER
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
-    def host_time_of_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
+    def convert_event_time(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
         """Return the driver's error code and the host time of an event.
 
         `offset_ns` is the device time from the newest anchor to the event.
         """
         if offset_ns > 0:
-            return 0, self.clock_after_newest().host_time_after_anchor(offset_ns)
+            return 0, self.make_clock_after_newest().convert_to_host_time(offset_ns)
         anchors = self._anchors
         newest, index = anchors[-1], len(anchors) - 1
         anchor = newest
@@ -266,7 +266,7 @@ class Anchors:
             if error:
                 return int(error), None
         rate, rate_error, is_between = self._find_rate(index, offset_ns)
-        uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + elapsed_time_resolution(offset_ns)
+        uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + compute_time_resolution_ns(offset_ns)
         distance_ns = abs(offset_ns)
         if is_between:  # its error cannot exceed that of one of the two
             next_anchor = anchors[index + (1 if offset_ns > 0 else -1)]
@@ -280,7 +280,7 @@ class Anchors:
         host_ns, is_near = anchor.host_ns + round(offset_ns * rate), abs(offset_ns) <= FARTHEST_NS
         return 0, AnchoredMoment(host_ns, round(uncertainty_ns), is_near)
 
-    def _measure_bend(self, lead: Lead) -> float:
+    def _measure_rate_change(self, lead: Lead) -> float:
         """Return how far the host's clock has deviated from its earlier rate since the newest anchor, in
         nanoseconds."""
         before, usual = self._anchors[-1].lead, self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
@@ -329,7 +329,7 @@ class Anchors:
             self._stream = None
 
 
-def elapsed_time_resolution(elapsed_ns: int) -> float:
+def compute_time_resolution_ns(elapsed_ns: int) -> float:
     """Return the resolution of an elapsed time in nanoseconds. CUDA returns elapsed times as 32-bit floats in
     milliseconds."""
     bits = (abs(elapsed_ns) // 10**6).bit_length()

@@ -55,7 +55,7 @@ KNOWN_MAJORS = (12, 13)
 WANTED = "cuda-bindings>=12.9.1,<14"
 
 
-def why_absent() -> str:
+def explain_missing_driver() -> str:
     """Return the reason why there is no CUDA driver, or an empty string. The driver's library is loaded, but CUDA is
     not initialised."""
     try:
@@ -65,7 +65,7 @@ def why_absent() -> str:
     return ""
 
 
-def misfit(bindings: str, driver: int) -> str:
+def explain_version_conflict(bindings: str, driver: int) -> str:
     """Return the reason why a version of cuda-bindings does not fit a driver, with the remedy. Return an empty string
     if it fits.
 
@@ -84,19 +84,19 @@ def misfit(bindings: str, driver: int) -> str:
     return f"the driver is for CUDA {_format_version(driver)} and older than cuda-bindings {bindings}; {cure}"
 
 
-def versions() -> dict[str, str]:
+def find_versions() -> dict[str, str]:
     """Return the versions of the driver, cuda-bindings and ROCm, and the problem between them. Missing ones are empty.
 
     The driver's library is loaded, but CUDA is not initialised.
     """
     torch = _find_version("torch")
     facts = {"driver": "", "bindings": _find_version("cuda-bindings"), "rocm": torch if "rocm" in torch else ""}
-    problem = why_absent()
+    problem = explain_missing_driver()
     if not problem:
         version = ctypes.c_int()
         ctypes.CDLL(LIBRARY).cuDriverGetVersion(ctypes.byref(version))
         facts["driver"] = _format_version(version.value)
-        problem = misfit(facts["bindings"], version.value)
+        problem = explain_version_conflict(facts["bindings"], version.value)
     return {**facts, "problem": "" if facts["rocm"] else problem}
 
 
@@ -131,12 +131,12 @@ class CudaDriver:
             import cuda.bindings
             from cuda.bindings import driver
         except ModuleNotFoundError as error:
-            raise ImportError(misfit("", 0)) from error
+            raise ImportError(explain_version_conflict("", 0)) from error
         finally:
             if before is None:
                 del os.environ["CUDA_PYTHON_DISABLE_MAJOR_VERSION_WARNING"]
         self.version = str(cuda.bindings.__version__)
-        unknown = misfit(self.version, 0)
+        unknown = explain_version_conflict(self.version, 0)
         if unknown:
             raise ImportError(unknown)
         self._driver = driver
@@ -163,9 +163,9 @@ class CudaDriver:
     @functools.cached_property
     def misfit(self) -> str:
         error, version = self._call_driver(self._driver.cuDriverGetVersion)
-        return misfit(self.version, 0 if error else version)
+        return explain_version_conflict(self.version, 0 if error else version)
 
-    def name(self, error: int) -> str:
+    def error_name(self, error: int) -> str:
         try:
             return str(self._driver.CUresult(error).name)
         except ValueError:
@@ -387,7 +387,9 @@ class NumbaStreams:
         driver = sys.modules.get(f"{name}.cudadrv.driver")
         places = [(kernel, "launch", 4), *((driver, copy, 3) for copy in COPIES)]
         undos = [
-            self._wrap_to_note(owner, function, place) for owner, function, place in places if hasattr(owner, function)
+            self._wrap_to_note_stream(owner, function, place)
+            for owner, function, place in places
+            if hasattr(owner, function)
         ]
 
         def undo() -> None:
@@ -396,7 +398,7 @@ class NumbaStreams:
 
         return undo
 
-    def _wrap_to_note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
+    def _wrap_to_note_stream(self, owner: Any, name: str, place: int) -> Callable[[], None]:
         function, thread, default = getattr(owner, name), self._thread, self._driver.default_stream
 
         @functools.wraps(function)

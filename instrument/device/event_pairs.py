@@ -26,9 +26,9 @@ class Times(Protocol):
     """The methods of the timer that a pair calls."""
 
     def begin(self, site: Any, attributes: Any, span_id: int, /) -> Pair | Untimed | None: ...
-    def begin_again(self, whole: Pair, /) -> None: ...
+    def begin_next_step(self, whole: Pair, /) -> None: ...
     def end_pair(self, pair: Pair, /) -> None: ...
-    def finish(self, pair: Pair, /) -> None: ...
+    def pass_pair_to_resolver(self, pair: Pair, /) -> None: ...
     def wake(self) -> None: ...
     def note_untimed(self, span_id: int, place: Stream, at_ns: int, label: str, /) -> None: ...
 
@@ -91,7 +91,7 @@ class Pair:
     def resume(self) -> None:
         """Begin another step when a generator continues. The current stream may be a different one."""
         if self.running is None:
-            self.timer.begin_again(self)
+            self.timer.begin_next_step(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
         """Note the end of the span. An `index` of -1 means that the time counts for another span."""
@@ -102,7 +102,7 @@ class Pair:
             self.running = None
             self.timer.end_pair(pair)
         else:
-            self.timer.finish(self)
+            self.timer.pass_pair_to_resolver(self)
 
     def cancel(self) -> None:
         for side_pair in self.side_pairs:
@@ -111,7 +111,7 @@ class Pair:
         self.end_ns = -1
         self.timer.wake()  # or calls that do nothing would empty the pool
 
-    def add(self, start_ns: int, end_ns: int) -> None:
+    def add_interval(self, start_ns: int, end_ns: int) -> None:
         """Add an interval to the span's device time. Intervals must be added in the order of their begins."""
         if start_ns < self.last_ns:
             start_ns = self.last_ns
@@ -186,7 +186,7 @@ class Context:
             self.made += 1
         return 0
 
-    def forget_streams(self, now_ns: int) -> None:
+    def forget_idle_streams(self, now_ns: int) -> None:
         """Drop the state of idle streams. An interval that ended before the oldest open pair began cannot affect later
         intervals."""
         for stream in [stream for stream, pairs in self.under_way.items() if not pairs]:
@@ -240,7 +240,7 @@ class Placing:
         self._driver = driver
         self._now = now
 
-    def compute_begins_in_order(
+    def compute_host_begins(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
         times = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
@@ -254,7 +254,7 @@ class Placing:
         ]
         begun_pairs.sort(key=_by_begin)
         anchors, now_ns = context.anchors, self._now()  # later than all that has happened
-        ahead = anchors.clock_after_newest() if anchors.newest_event is not None else None
+        ahead = anchors.make_clock_after_newest() if anchors.newest_event is not None else None
         ended = deque(pair for pair, (error, _, _) in answered if not error)
         floor_ns, last_end_ns, last_at_ns = context.floors.get(stream, (0, 0, 0))
         for pair in begun_pairs:
@@ -291,7 +291,7 @@ class Placing:
         uncertainty_ns = place.uncertainty_ns
         if not place.near or (uncertainty_ns > STALE_NS and uncertainty_ns > device_ns // 10):
             label = "stale"
-        elif not is_alone and self._is_overlapped(context, stream, start_ns, end_ns):
+        elif not is_alone and self._overlaps_other_stream(context, stream, start_ns, end_ns):
             label = "overlapped"
         elif device_ns < SHORT * context.shortest_ns or end_ns - pair.end_ns < uncertainty_ns + LAUNCH_NS:
             label = "launch-bound"
@@ -299,7 +299,7 @@ class Placing:
             label = "exclusive"
         return start_ns, end_ns, label
 
-    def note_interval(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
+    def add_recent_interval(self, context: Context, stream: int, start_ns: int, end_ns: int) -> None:
         stretches = context.recent.get(stream)
         if stretches is None:
             stretches = context.recent[stream] = deque(maxlen=RECENT)
@@ -308,7 +308,7 @@ class Placing:
             start_ns, end_ns = min(start_ns, before[0]), max(end_ns, before[1])
         stretches.append((start_ns, end_ns))
 
-    def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
+    def _overlaps_other_stream(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
         start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
         if start_ns >= end_ns:
             return False
@@ -329,7 +329,7 @@ class Placing:
                 begun_ns = self._find_begin(context, pair)
                 if begun_ns is None:
                     break  # nor have later pairs of its stream
-                if begun_ns < end_ns and self._ends_after(pair, begun_ns, start_ns):
+                if begun_ns < end_ns and self._pair_ends_after(pair, begun_ns, start_ns):
                     return True
         return False
 
@@ -341,7 +341,7 @@ class Placing:
             place = self._compute_host_begin(context, pair, None, None, self._now())
         return None if place is None else place.at_ns
 
-    def _ends_after(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
+    def _pair_ends_after(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
         driver = self._driver
         if not pair.end_ns or driver.query(pair.end_event):
             return True
@@ -365,9 +365,9 @@ class Placing:
         place: AnchoredMoment | None = None
         if not error:
             if ahead is not None and offset_ns > 0:
-                place = ahead.host_time_after_anchor(offset_ns)
+                place = ahead.convert_to_host_time(offset_ns)
             else:
-                error, place = anchors.host_time_of_event(pair.begin, offset_ns)
+                error, place = anchors.convert_event_time(pair.begin, offset_ns)
         if error or place is None:
             return None
         if place.at_ns < pair.begin_ns:

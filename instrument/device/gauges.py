@@ -130,7 +130,7 @@ class GaugeSources:
         """Find the gauges that can be read. Raises an exception for a process that has ended."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
-            problem = SPOILT if self._is_spoilt else nvml.explain_unavailable()
+            problem = SPOILT if self._is_spoilt else nvml.explain_missing_nvml()
             if not problem:
                 self._nvml, self._nvml_ns = Nvml(self._pid, self._environ), nvml_ns or EVERY_NS
             elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:
@@ -149,15 +149,15 @@ class GaugeSources:
     def open(self) -> bool:
         gpus, host, is_open = self._nvml, self._host, False
         if gpus is not None:
-            self._run_safely(partial(self._close, gpus))  # of a run that died
-            is_open = self._run_safely(partial(self._open, gpus)) is not None
+            self._run_safely(partial(self._close_nvml, gpus))  # of a run that died
+            is_open = self._run_safely(partial(self._open_nvml, gpus)) is not None
             if is_open:
                 self._sources["nvml"] = partial(self._read_gpus, gpus), self._nvml_ns, SHORTEST_NS
         if host is not None and (is_open or self._settings.host_ns != AUTO_NS):
             self._sources["host"] = lambda *at: [(HOST, host.read(*at))], self._host_ns, SHORTEST_NS
             if self._pid is None:
                 self._sources["torch"] = (
-                    lambda _, rarely: GaugeSources.torch_memory(self, rarely=rarely),
+                    lambda _, rarely: GaugeSources.read_torch_memory(self, rarely=rarely),
                     self._host_ns,
                     0,
                 )
@@ -172,7 +172,7 @@ class GaugeSources:
     def wait_ns(self) -> int | None:
         return max(min(self._due_ns.values()) - time.monotonic_ns(), 0) if self._due_ns else None
 
-    def read(self, *, is_last: bool = False) -> None:
+    def read_due_gauges(self, *, is_last: bool = False) -> None:
         now_ns = time.monotonic_ns()
         for name in list(self._due_ns):
             if name not in self._due_ns:
@@ -200,7 +200,7 @@ class GaugeSources:
     def close(self) -> None:
         self._due_ns.clear()
         if self._nvml is not None:
-            self._run_safely(partial(self._close, self._nvml))
+            self._run_safely(partial(self._close_nvml, self._nvml))
 
     def _run_safely(self, action: Callable[[], Readout | None]) -> Readout | None:
         try:
@@ -213,18 +213,18 @@ class GaugeSources:
 
     # ------------------------------------------------------------ reading
 
-    def _open(self, gpus: Nvml) -> Readout | None:
+    def _open_nvml(self, gpus: Nvml) -> Readout | None:
         try:
             with self.inside:
                 gpus.open()
         except NvmlError as error:
             self.reasons.append(str(error))
             return None
-        if not gpus.count and not gpus.notes:
+        if not gpus.gpu_count and not gpus.notes:
             self.reasons.append("NVML: there is a driver, and no GPU")
-        return () if gpus.count else None
+        return () if gpus.gpu_count else None
 
-    def _close(self, gpus: Nvml) -> Readout:
+    def _close_nvml(self, gpus: Nvml) -> Readout:
         with self.inside:
             gpus.close()
         return ()
@@ -236,13 +236,13 @@ class GaugeSources:
         except Closed:
             self._reopened += 1
             if self._reopened <= REOPENED_AT_MOST:
-                return self._open(gpus)
+                return self._open_nvml(gpus)
             self.reasons.append("NVML: other code of this process shuts it down again and again; it is left alone")
         except NvmlError as error:
             self.reasons.append(f"{error}; the GPUs are not read any more")
         return None
 
-    def torch_memory(self, *, rarely: bool) -> Readout:
+    def read_torch_memory(self, *, rarely: bool) -> Readout:
         """Read torch's allocator. Only one thread may call this method."""
         with self.inside:
             return self._torch.read(rarely)
@@ -289,9 +289,9 @@ class Gauges(GaugeSources):
     ) -> None:
         self._keep_with_gpus = keep
         self._find_room = find_room
-        self._begin(settings)
+        self._reset_state(settings)
 
-    def _begin(self, settings: Device) -> None:
+    def _reset_state(self, settings: Device) -> None:
         super().__init__(settings, self._add_samples)
         self._halt = Event()
         self._thread: Thread | None = None
@@ -335,7 +335,7 @@ class Gauges(GaugeSources):
         the parent."""
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
-        self._begin(self._settings)
+        self._reset_state(self._settings)
         self.prepare()
         if begins:
             self.begin()
@@ -350,7 +350,7 @@ class Gauges(GaugeSources):
         self.open()
         while not ending and (wait_ns := self.wait_ns()) is not None:
             ending = halt.wait(wait_ns / 1e9)
-            self.read(is_last=ending)
+            self.read_due_gauges(is_last=ending)
             self.thread_ns = self._before_ns + time.thread_time_ns()
         self.is_reading = False
         self.close()
@@ -358,16 +358,16 @@ class Gauges(GaugeSources):
 
     # ------------------------------------------------------------ reading
 
-    def torch_memory(self, *, rarely: bool) -> Readout:
+    def read_torch_memory(self, *, rarely: bool) -> Readout:
         self._watch_forks()  # the agent may read all other gauges
-        return super().torch_memory(rarely=rarely)
+        return super().read_torch_memory(rarely=rarely)
 
     def _add_samples(self, samples: Sequence[Sample]) -> None:
         add_samples(self._find_room(), samples)
         if self._keep_with_gpus is not None:
             self._keep_with_gpus(samples, self.gpus())
 
-    def store_agent_readings(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
+    def store_agent_gpus(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
         self._outside = tuple(gpus), tuple(notes)
 
     def gpus(self) -> tuple[Gpu, ...]:
@@ -378,7 +378,7 @@ class Gauges(GaugeSources):
 
     def losses(self) -> dict[str, int]:
         room = self._find_room()
-        overwritten = 0 if room is None else max(room.count_used() - room.slots, 0)
+        overwritten = 0 if room is None else max(room.count_used_slots() - room.slots, 0)
         return {"samples of gauges overwritten by newer ones": overwritten} if overwritten else {}
 
 

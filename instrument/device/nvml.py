@@ -54,7 +54,7 @@ class Closed(Exception):  # noqa: N818 - no error: NVML must be opened again
     """An exception after other code of the process has shut NVML down."""
 
 
-def explain_unavailable() -> str:
+def explain_missing_nvml() -> str:
     """Return the reason why NVML cannot be opened, or "". The process must not fork meanwhile.
 
     Without an NVIDIA driver the call only tries `dlopen`. With a driver it imports `pynvml`, which takes 20 to 40 ms.
@@ -72,9 +72,9 @@ def explain_unavailable() -> str:
     return ""
 
 
-def why_unreadable() -> str:
+def explain_unreadable_gpus() -> str:
     """Return the reason why no GPU can be read, or "". The call opens and closes NVML, which may take seconds."""
-    problem = explain_unavailable()
+    problem = explain_missing_nvml()
     if problem:
         return problem
     nvml = Nvml()
@@ -155,7 +155,7 @@ class Nvml:
         import pynvml
 
         if self._environ.get(VARIABLE) != self._variable:
-            self._choose_visible()
+            self._update_visible_gpus()
         readings = [*_OFTEN, *(_RARELY if rarely else ())]
         return [
             (gpu.device, self._read_gpu(pynvml, gpu, device, readings, now_ns))
@@ -163,7 +163,7 @@ class Nvml:
         ]
 
     @property
-    def count(self) -> int:
+    def gpu_count(self) -> int:
         """The number of GPUs, including those that are not read."""
         return len(self._devices)
 
@@ -176,19 +176,19 @@ class Nvml:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 pci = nvml.nvmlDeviceGetPciInfo(handle)
                 device = NvmlDevice(handle, nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
-                device.instances = list(_find_instances(nvml, handle))
+                device.instances = list(_find_mig_instances(nvml, handle))
             except nvml.NVMLError as error:
                 self._add_note(f"GPU {index} of NVML is left out: {_describe_error(nvml, error)}")
                 continue
             places.append(((pci.domain, pci.bus, pci.device), device))
         self._devices = [device for _, device in sorted(places, key=lambda place: place[0])]
-        self._choose_visible()
+        self._update_visible_gpus()
 
-    def _choose_visible(self) -> None:
+    def _update_visible_gpus(self) -> None:
         self._variable = self._environ.get(VARIABLE)
         for device in self._shown:
             device.energy_mj = device.first_energy_mj = None
-        self._shown = select_visible(self._variable, self._devices)
+        self._shown = select_visible_gpus(self._variable, self._devices)
         self.gpus = [Gpu(number, device.model, device.uuid) for number, device in enumerate(self._shown)]
         if self._devices and not self._shown:
             self._add_note(f"{VARIABLE}={self._variable!r} shows none of {len(self._devices)} GPUs; no GPU is read")
@@ -215,14 +215,16 @@ class Nvml:
                 values.update(ask(self, nvml, device, now_ns))
             except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
                 values.update(dict.fromkeys(names))
-                self._stop_failed(nvml, gpu, device, names, error)
+                self._stop_failed_gauges(nvml, gpu, device, names, error)
         if device.lost:  # reported once, and not read again
             names = [name for gauges, _ in (*_OFTEN, *_RARELY) for name in gauges if name not in device.absent]
             device.absent.update(names)
             values = {**dict.fromkeys(names), **values}
         return values
 
-    def _stop_failed(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
+    def _stop_failed_gauges(
+        self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception
+    ) -> None:
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error
@@ -334,7 +336,7 @@ _RARELY: tuple[_Reading, ...] = (
 )
 
 
-def select_visible(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
+def select_visible_gpus(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
     """Return the GPUs or MIG instances that CUDA shows for a value of `CUDA_VISIBLE_DEVICES`.
 
     `devices` are all GPUs, in the order of PCI buses.
@@ -342,9 +344,11 @@ def select_visible(variable: str | None, devices: Sequence[NvmlDevice]) -> list[
     if variable is None:
         chosen = list(devices)
     elif variable.startswith("MIG-"):
-        chosen = _select_by_start(variable, "MIG-", [instance for gpu in devices for instance in gpu.instances])[:1]
+        chosen = _select_by_uuid_prefix(variable, "MIG-", [instance for gpu in devices for instance in gpu.instances])[
+            :1
+        ]
     elif variable.startswith("GPU-"):
-        chosen = _select_by_start(variable, "GPU-", devices)
+        chosen = _select_by_uuid_prefix(variable, "GPU-", devices)
     else:
         chosen = []
         for part in variable.split(","):
@@ -359,7 +363,7 @@ def select_visible(variable: str | None, devices: Sequence[NvmlDevice]) -> list[
     return instances[:1] or chosen
 
 
-def _select_by_start(variable: str, prefix: str, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
+def _select_by_uuid_prefix(variable: str, prefix: str, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
     chosen: list[NvmlDevice] = []
     for part in variable.split(","):
         matching = [device for device in devices if device.uuid.startswith(part)]
@@ -371,7 +375,7 @@ def _select_by_start(variable: str, prefix: str, devices: Sequence[NvmlDevice]) 
     return chosen
 
 
-def _find_instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
+def _find_mig_instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
         room = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if current else 0

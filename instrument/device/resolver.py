@@ -75,7 +75,7 @@ COST_ROUNDS, COST_PAIRS = 3, 16
 _by_end = attrgetter("end_ns")
 
 
-def _end_time(pair: Pair) -> int:
+def _span_end_ns(pair: Pair) -> int:
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
@@ -118,8 +118,8 @@ class Resolver:
 
     def start(self) -> None:
         if self._thread is None and not self.stopping.is_set():
-            self._intervals.publish_settled(self._now() - ROW_NS)
-            self._thread = Thread(self._look_until_stopped, "instrument-device", lambda: not self.stopping.is_set())
+            self._intervals.publish_settled_ns(self._now() - ROW_NS)
+            self._thread = Thread(self._resolve_until_stopped, "instrument-device", lambda: not self.stopping.is_set())
             self._thread.start()
 
     def stop(self, limit_s: float = math.inf) -> None:
@@ -129,13 +129,13 @@ class Resolver:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(min(limit_s, 2 * STOP_NS / 1e9))
-            self._intervals.publish_settled(NOTHING_TO_COME)
+            self._intervals.publish_settled_ns(NOTHING_TO_COME)
 
     @property
     def is_running(self) -> bool:
         return self._thread is not None
 
-    def leave_to_parent(self) -> None:
+    def abandon_parent_contexts(self) -> None:
         self.asleep = False
         for context in self.contexts.values():
             context.alive = False
@@ -147,10 +147,10 @@ class Resolver:
             end_ns
             for context in list(self.contexts.values())
             for pair in [*context.begun, *(pair for pairs in list(context.under_way.values()) for pair in list(pairs))]
-            if (end_ns := _end_time(pair)) > 0
+            if (end_ns := _span_end_ns(pair)) > 0
         ]
         waiting += [at_ns for _, _, at_ns, _ in list(self.untimed)]
-        waiting += map(_end_time, list(self.finished))
+        waiting += map(_span_end_ns, list(self.finished))
         return min([now_ns - ROW_NS, *(end_ns - 1 for end_ns in waiting)])
 
     def wake(self) -> None:
@@ -159,7 +159,7 @@ class Resolver:
 
     def count_error(self, context: Context, error: int) -> None:
         driver = self._driver
-        name = driver.name(error)
+        name = driver.error_name(error)
         self.counts[f"device {context.device}: {name}"] += 1
         if error in cuda.FATAL and context.alive:
             context.alive = False
@@ -173,7 +173,7 @@ class Resolver:
         self.count_error(context, error)
         return "dropped" if context.alive else ""
 
-    def _look_until_stopped(self) -> None:
+    def _resolve_until_stopped(self) -> None:
         stopping, waking = self.stopping, self._waking
         pause_s = POLL_S[0]
         while True:
@@ -181,8 +181,8 @@ class Resolver:
             if stopping.is_set():  # read after `clear`, since `stop` sets it before `waking`
                 break
             try:
-                moved, waits = self.resolve_ended()
-                if waits and self.watch():
+                moved, waits = self.resolve_ended_pairs()
+                if waits and self.watch_busy_devices():
                     continue
             except Exception as fault:
                 FAULTS.note("device thread", fault)
@@ -190,7 +190,7 @@ class Resolver:
             self.thread_ns = time.thread_time_ns()
             if (now_ns := self._now()) - self._settled_noted_ns >= NOTE_NS:
                 self._settled_noted_ns = now_ns
-                self._intervals.publish_settled(self.settled_ns())
+                self._intervals.publish_settled_ns(self.settled_ns())
             if waits:
                 is_quiet = not moved and pause_s >= POLL_S[1]
                 pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
@@ -215,17 +215,19 @@ class Resolver:
                     waking.wait(POLL_S[0])
         end_ns = time.monotonic_ns() + STOP_NS
         try:
-            while self.resolve_ended(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
+            while (
+                self.resolve_ended_pairs(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs()
+            ):
                 sleep(STOP_POLL_S)
             self._drop_ended_pairs()
-            self._release_all()
+            self._release_all_events()
         except Exception as fault:
             FAULTS.note("device thread", fault)
 
-    def resolve_ended(self, *, growing: bool = True) -> tuple[bool, bool]:
+    def resolve_ended_pairs(self, *, growing: bool = True) -> tuple[bool, bool]:
         """Read the times of ended pairs. The first result is True if a pair had ended, the second if pairs are still in
         flight."""
-        moved, driver = self._resolve_noted_untimed(), self._driver
+        moved, driver = self._store_untimed_spans(), self._driver
         while self.finished:
             self._count_completed_span(self.finished.popleft())
         self._write_intervals()
@@ -249,10 +251,10 @@ class Resolver:
                 if error:
                     self.count_error(context, error)
             if not self.pair_ns and context.anchors.newest_event is not None:
-                self.pair_ns = self._measure_cost(context)
+                self.pair_ns = self._measure_pair_cost_ns(context)
             moved = self._resolve_context(context) or moved
             waits = waits or any(context.under_way.values())
-            context.forget_streams(self._now())
+            context.forget_idle_streams(self._now())
         return moved, waits
 
     def _bind_context(self, context: Context) -> int:
@@ -267,7 +269,7 @@ class Resolver:
             for context in list(self.contexts.values())
         )
 
-    def _resolve_noted_untimed(self) -> bool:
+    def _store_untimed_spans(self) -> bool:
         noted = list(self.untimed)
         for span_id, (device, stream), at_ns, label in noted:
             context = self.contexts.get(device)
@@ -295,7 +297,7 @@ class Resolver:
         if error:
             self.count_error(context, error)
 
-    def watch(self) -> bool:
+    def watch_busy_devices(self) -> bool:
         """Poll devices that are too busy for anchors until a pair ends. Return True if a pair has ended.
 
         The end of a pair can serve as an anchor if it is read at once.
@@ -330,7 +332,7 @@ class Resolver:
             sleep(WATCH_S)
         return False
 
-    def _measure_cost(self, context: Context) -> float:
+    def _measure_pair_cost_ns(self, context: Context) -> float:
         stream, best_ns = {STREAM: context.anchors.stream}, 0.0
         for _ in range(COST_ROUNDS):
             pairs: list[Pair] = []
@@ -344,7 +346,7 @@ class Resolver:
             spent_ns = (time.thread_time_ns() - begin_ns) / max(len(pairs), 1)
             for pair in pairs:
                 context.begun.remove(pair)
-                self._return_pair(pair)
+                self._return_pair_to_pool(pair)
             if len(pairs) >= COST_PAIRS // 4:  # else the pool is nearly empty, and the next poll measures
                 best_ns = min(best_ns or spent_ns, spent_ns)
         return best_ns
@@ -370,15 +372,15 @@ class Resolver:
                 newest_ns = context.anchors.newest_ns
                 lacks_anchor = newest_ns is None or self._now() - newest_ns > FARTHEST_NS
                 if answers and (stream == watched or lacks_anchor):
-                    answers = self._adopt_end(context, stream, waiting, answers)
+                    answers = self._use_end_as_anchor(context, stream, waiting, answers)
                 if len(answers) < len(waiting):
                     context.pending[stream] = asked_ns
                 answered = list(zip(waiting, answers, strict=False))
-                self._placing.compute_begins_in_order(context, stream, pairs, answered)
+                self._placing.compute_host_begins(context, stream, pairs, answered)
                 is_alone = all(other_stream == stream for other_stream in (*context.recent, *context.under_way))
                 for pair, (error, device_ns, _) in answered:
                     finished.append(pair)
-                    self._end_pair(context, stream, pair, error, device_ns, is_alone)
+                    self._store_ended_pair(context, stream, pair, error, device_ns, is_alone)
             finally:  # after a fault, too: a pair must not return to the pool twice
                 self._write_intervals()
                 if finished:
@@ -389,7 +391,9 @@ class Resolver:
                 break
         return moved
 
-    def _adopt_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
+    def _use_end_as_anchor(
+        self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]
+    ) -> list[Answer]:
         """Use the newest end of a pair as an anchor. The returned answers have no offsets, because those refer to older
         anchors."""
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
@@ -405,7 +409,9 @@ class Resolver:
             return answers
         return [(error, device_ns, None) for error, device_ns, _ in answers]
 
-    def _end_pair(self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool) -> None:
+    def _store_ended_pair(
+        self, context: Context, stream: int, pair: Pair, error: int, device_ns: int, is_alone: bool
+    ) -> None:
         whole, place = pair.whole or pair, pair.place
         if error or place is None:
             self._resolve_untimed(context, stream, pair, error)
@@ -418,24 +424,24 @@ class Resolver:
             times = DeferredTimes(context, stream, start_ns, end_ns, label, place.uncertainty_ns, pair.is_side)
             whole.deferred.append(times)
             if len(whole.deferred) >= DEFERRED_LIMIT:
-                self._add_deferred(whole)
+                self._add_deferred_intervals(whole)
                 whole.deferred.clear()
         self._take_pair(whole, pair)
 
     def _take_pair(self, whole: Pair, pair: Pair) -> None:
         whole.taken += 1
         if pair is not whole:
-            self._return_pair(pair)
+            self._return_pair_to_pool(pair)
         self._count_completed_span(whole)
 
     def _add_interval(
         self, whole: Pair, context: Context, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
     ) -> None:
-        whole.add(start_ns, end_ns)
-        self._placing.note_interval(context, stream, start_ns, end_ns)
+        whole.add_interval(start_ns, end_ns)
+        self._placing.add_recent_interval(context, stream, start_ns, end_ns)
         self._store_interval(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
-    def _add_deferred(self, whole: Pair) -> None:
+    def _add_deferred_intervals(self, whole: Pair) -> None:
         """Add the intervals of a span on several streams. Launch-bound intervals are left out, because their streams
         may have had no work."""
         deferred = whole.deferred or []
@@ -455,14 +461,14 @@ class Resolver:
     def _resolve_untimed(self, context: Context, stream: int, pair: Pair, error: int) -> None:
         whole = pair.whole
         if whole is None:
-            self._return_pair(pair)
+            self._return_pair_to_pool(pair)
             return
         self.pairs += 1
         label = self.choose_failure_label(context, error) or "dropped"
         self._store_interval(whole.span_id, context.device, stream, pair.begin_ns, pair.begin_ns, label, 0)
         self._take_pair(whole, pair)
 
-    def _return_pair(self, pair: Pair) -> None:
+    def _return_pair_to_pool(self, pair: Pair) -> None:
         pair.clear()
         if pair.context.alive:
             pair.context.free.append(pair)
@@ -473,13 +479,13 @@ class Resolver:
         ring, index, start_ns, end_ns = whole.row
         try:
             if whole.deferred is not None:
-                self._add_deferred(whole)
+                self._add_deferred_intervals(whole)
             if whole.device_ns and index >= 0:
                 host_ns = end_ns - start_ns
                 if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
                     self.counts["device times whose thread's totals had been merged away"] += 1
         finally:
-            self._return_pair(whole)
+            self._return_pair_to_pool(whole)
 
     def _store_interval(
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
@@ -505,7 +511,7 @@ class Resolver:
                     pairs.remove(pair)
         self._write_intervals()
 
-    def _release_all(self) -> None:
+    def _release_all_events(self) -> None:
         driver = self._driver
         for context in list(self.contexts.values()):
             if not context.alive or driver.bind(context.handle):

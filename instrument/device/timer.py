@@ -113,7 +113,7 @@ class Timer:
             pair.begin_ns = self._now()
             number = self._mark(pair.begin_key, stream)
             if number < 0:
-                number = self._record_again(context, pair.begin_key, stream, number)
+                number = self._retry_record_in_context(context, pair.begin_key, stream, number)
                 if number < 0:
                     if number == -cuda.BAD_HANDLE:  # the handle may now be of a stream of another device
                         self._devices.pop(stream, None)
@@ -172,7 +172,7 @@ class Timer:
             self._devices[stream] = device
         return device
 
-    def begin_again(self, whole: Pair) -> None:
+    def begin_next_step(self, whole: Pair) -> None:
         pair = self.begin(whole.site, whole.attributes, whole.span_id)
         if isinstance(pair, Pair):
             # The resolver does not read a pair before it has ended.
@@ -204,7 +204,7 @@ class Timer:
                 else:
                     number = self._mark(pair.end_key, pair.handle)
                     if number < 0:
-                        number = self._record_again(context, pair.end_key, pair.handle, number)
+                        number = self._retry_record_in_context(context, pair.end_key, pair.handle, number)
                         pair.error = max(-number, 0)
             pair.end_ns = self._now()
         except BaseException:  # of a signal handler: without an end the pair would stay open for ever
@@ -216,11 +216,11 @@ class Timer:
         if self.resolver.asleep:
             self.resolver.wake()
 
-    def finish(self, pair: Pair) -> None:
+    def pass_pair_to_resolver(self, pair: Pair) -> None:
         self.resolver.finished.append(pair)
         self.wake()
 
-    def _record_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
+    def _retry_record_in_context(self, context: Context, event: Any, stream: int, refused: int) -> int:
         """Record an event in its own context after a failure. Return the driver's answer.
 
         `refused` is the answer to the first attempt. It is returned if another context would not help.

@@ -55,7 +55,7 @@ class Timing:
         self._inherited: list[Timer] = []
         self._hosts: list[ModuleType] = []
         self._undos: list[Callable[[], None]] = []
-        self.intervals = IntervalRing(memory_bytes, partial(RECORDER.room_for, "intervals"))
+        self.intervals = IntervalRing(memory_bytes, partial(RECORDER.find_part_memory, "intervals"))
         self.timer: Timer | None = None
         self.reason = ""
 
@@ -67,14 +67,14 @@ class Timing:
     def install(self) -> Callable[[], None]:
         """Time spans from now on, or from the import of a library that uses a device. Return the function that undoes
         this."""
-        self._undo_imports = imports.install(MODULES.__contains__, self.begin_for_framework)
+        self._undo_imports = imports.install_import_hook(MODULES.__contains__, self.time_framework_streams)
         for name in MODULES:
             module = sys.modules.get(name)
-            if isinstance(module, ModuleType) and not imports.is_lazy(module):
-                self.begin_for_framework(module)
+            if isinstance(module, ModuleType) and not imports.is_unloaded_lazy_module(module):
+                self.time_framework_streams(module)
         return self.uninstall
 
-    def begin_for_framework(self, module: ModuleType) -> None:
+    def time_framework_streams(self, module: ModuleType) -> None:
         version = getattr(module, "version", None)
         if module.__name__ == "torch" and not (getattr(version, "cuda", None) or getattr(version, "hip", None)):
             self.reason = self.reason or f"{NO_DEVICE_TIME}this torch is built without a device"
@@ -82,7 +82,7 @@ class Timing:
         self._hosts.append(module)
         hosts = [module]
         if self.timer is None:
-            driver = self._find_driver(module)
+            driver = self._make_driver(module)
             if driver is None:
                 return
             hosts = self._hosts  # earlier ones may have had no driver
@@ -99,12 +99,12 @@ class Timing:
                 self.timer.sources.insert(0 if name == "torch" else len(self.timer.sources), source)
         self._ranges.set_device_timer(self.timer.begin)
 
-    def _find_driver(self, module: ModuleType) -> Driver | None:
+    def _make_driver(self, module: ModuleType) -> Driver | None:
         from instrument.device.torch_events import TorchDriver
 
         is_torch = module.__name__ == "torch"
         is_rocm = is_torch and not getattr(module.version, "cuda", None)
-        absent = "" if is_rocm else cuda.why_absent()
+        absent = "" if is_rocm else cuda.explain_missing_driver()
         self.reason = f"{NO_DEVICE_TIME}{absent}" if absent else ""
         if absent:
             return None
@@ -138,27 +138,27 @@ class Timing:
         if self.timer is not None:
             before = self.timer
             self._inherited.append(before)
-            before.resolver.leave_to_parent()
+            before.resolver.abandon_parent_contexts()
             self.timer = self._new_timer(before.driver)
             self.timer.sources.extend(before.sources)
             self.timer.frameworks.update(before.frameworks)
             if self._undo_imports is not None:
                 self._ranges.set_device_timer(self.timer.begin)
 
-    def is_settled(self, at_ns: int) -> bool:
+    def has_device_times_until(self, at_ns: int) -> bool:
         return self.settled_ns() >= at_ns
 
     def settled_ns(self) -> int:
         """Return the time in ns up to which device times are complete. The call takes longer with more open spans."""
         return RECORDER.now_ns() if self.timer is None else self.timer.resolver.settled_ns()
 
-    def await_settled(self, at_ns: int, end_s: float) -> None:
+    def await_device_times(self, at_ns: int, end_s: float) -> None:
         """Wait for the device times of spans that ended before `at_ns`, at most until `time.monotonic()` is `end_s`."""
         resolver = None if self.timer is None else self.timer.resolver
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
             settled_ns = resolver.settled_ns()
             if settled_ns >= at_ns:
-                self.intervals.publish_settled(settled_ns)
+                self.intervals.publish_settled_ns(settled_ns)
                 return
             resolver.wake()
             time.sleep(LOOK_S)
@@ -287,13 +287,13 @@ class Range:
         self._pair = pair
         self._id: int | None = domain.start_range(event)
 
-    def _end(self) -> None:
+    def _end_range(self) -> None:
         number, self._id = self._id, None
         if number is not None and self._forks == self._ranges.forks:
             self._domain.end_range(number)
 
     def pause(self) -> None:
-        self._end()
+        self._end_range()
         if self._pair is not None:
             self._pair.pause()
 
@@ -304,12 +304,12 @@ class Range:
             self._pair.resume()
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        self._end()
+        self._end_range()
         if self._pair is not None:
             self._pair.end(ring, index, span_id, start_ns, end_ns)
 
     def cancel(self) -> None:
-        self._end()
+        self._end_range()
         if self._pair is not None:
             self._pair.cancel()
 

@@ -89,14 +89,14 @@ class TorchDriver:
         self._exchange_mode = _find_mode_exchange(is_rocm=bool(getattr(torch.version, "hip", None)))
         self._streams: dict[tuple[int, int], Any] = {}
         self._thread = threading.local()
-        self.mark: Callable[[Any, Any], int] = self._record_uncaptured
+        self.mark: Callable[[Any, Any], int] = self._record_event_if_uncaptured
 
-    def name(self, error: int) -> str:
+    def error_name(self, error: int) -> str:
         return f"{TEXTS.get(error, 'error')} ({error})"
 
     # ---------------------------------------------------------------- on a thread of the service
 
-    def _record_uncaptured(self, event: tuple[Any, int], stream: int) -> int:
+    def _record_event_if_uncaptured(self, event: tuple[Any, int], stream: int) -> int:
         """Record an event on a stream that is not captured. Return the stream's address, or an error below 0."""
         torch_event, device = event
         try:
@@ -107,7 +107,7 @@ class TorchDriver:
                 return -cuda.CAPTURING
             torch_event.record(target)
         except (RuntimeError, ValueError) as error:
-            return -find_error(error)
+            return -find_error_number(error)
         return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers that vendors' tools use
 
     def _find_stream(self, device: int, stream: int) -> Any:
@@ -140,7 +140,7 @@ class TorchDriver:
         try:
             return cuda.CAPTURING if self._is_captured(device, self._find_stream(device, stream), stream) else 0
         except RuntimeError as error:
-            return find_error(error)
+            return find_error_number(error)
 
     def device_of(self, stream: int) -> int:
         """Return the index of a stream's device. A stream that torch does not know counts for the current device."""
@@ -170,7 +170,7 @@ class TorchDriver:
         try:
             before = self._exchange(context - 1)
         except RuntimeError as error:
-            return find_error(error)
+            return find_error_number(error)
         vars(self._thread).setdefault("before", []).append(before)
         return 0
 
@@ -185,14 +185,14 @@ class TorchDriver:
         try:
             self._exchange(context - 1)
         except RuntimeError as error:
-            return find_error(error)
+            return find_error_number(error)
         return self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def new_event(self) -> tuple[int, Any]:
         try:
             event = self._torch.cuda.Event(enable_timing=True)
         except RuntimeError as error:
-            return find_error(error), None
+            return find_error_number(error), None
         _kept[id(event)] = event
         return 0, event
 
@@ -208,7 +208,7 @@ class TorchDriver:
             stream = self._torch.cuda.Stream(priority=-1)
             self._streams[stream.device_index, stream.cuda_stream] = stream
         except RuntimeError as error:
-            return find_error(error), 0
+            return find_error_number(error), 0
         return 0, stream.cuda_stream
 
     def destroy_stream(self, stream: int) -> None:
@@ -218,7 +218,7 @@ class TorchDriver:
         try:
             return 0 if event.query() else cuda.NOT_READY
         except RuntimeError as error:
-            return find_error(error)
+            return find_error_number(error)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
         answers = []
@@ -240,14 +240,14 @@ class TorchDriver:
         try:
             return 0, round(first.elapsed_time(second) * 1e6)
         except (RuntimeError, ValueError) as error:
-            return find_error(error), 0
+            return find_error_number(error), 0
 
 
 Driver = cuda.CudaDriver | TorchDriver
 """The driver of a timer."""
 
 
-def find_error(error: Exception) -> int:
+def find_error_number(error: Exception) -> int:
     number = getattr(error, "error_code", None)
     if isinstance(number, int) and number:
         return number

@@ -15,12 +15,12 @@ from instrument.report.comparison import compare
 from instrument.report.explanation import RequestChoice, explain
 from instrument.report.view import Options, Recording
 from instrument.trace import dataset_tables
-from instrument.trace.dataset_files import processes_in
+from instrument.trace.dataset_files import read_processes
 from instrument.trace.dataset_sources import DatasetRows
 from instrument.trace.dataset_tables import import_pyarrow, make_ids
 from instrument.trace.indices import rows_of
-from instrument.trace.merge import merge
-from instrument.trace.request_trees import graft_requests
+from instrument.trace.merge import merge_recordings
+from instrument.trace.request_trees import join_request_trees
 
 RESULTS = {
     "explanations": {
@@ -36,7 +36,7 @@ RESULTS = {
 """The columns and types of `explanations` and `changes`, two tables that the dataset itself does not have."""
 
 
-def _columns_of(table: str) -> dict[str, str]:
+def _column_types_of(table: str) -> dict[str, str]:
     if table in RESULTS:
         return RESULTS[table]
     document = dataset_tables.read_definition()
@@ -57,7 +57,7 @@ def spark_schema(table: str) -> str:
         types = f"<{', '.join(map(spark_type_of, inner[:-1].split(',')))}>" if inner else ""
         return names.get(outer, outer) + types
 
-    return ", ".join(f"{name} {spark_type_of(kind)}" for name, kind in _columns_of(table).items())
+    return ", ".join(f"{name} {spark_type_of(kind)}" for name, kind in _column_types_of(table).items())
 
 
 def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
@@ -81,8 +81,8 @@ def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any
 
 
 def _merge_tables(**tables: Any) -> DatasetRows:
-    processes = processes_in({name: table for name, table in tables.items() if table is not None})
-    merged = merge([process.saved for process in processes], by_wall_clock=True)
+    processes = read_processes({name: table for name, table in tables.items() if table is not None})
+    merged = merge_recordings([process.saved for process in processes], by_wall_clock=True)
     return DatasetRows(merged, [process.ids for process in processes])
 
 
@@ -105,13 +105,13 @@ def requests(spans: Any, intervals: Any = None) -> Any:
 def recording(spans: Any, **tables: Any) -> Recording:
     """Make a recording for views and for `explain` from Arrow tables of the dataset. `tables` are further tables, such
     as `intervals`."""
-    return Recording.of_saved(graft_requests(_merge_tables(spans=spans, **tables).merged.saved))
+    return Recording.of_saved(join_request_trees(_merge_tables(spans=spans, **tables).merged.saved))
 
 
 def explanations(spans: Any, most: int = 10) -> Any:
     """Return an Arrow table with the causes of the `most` slowest requests, as `instrument explain` finds them."""
     rows = _merge_tables(spans=spans)
-    causes = explain(Recording.of_saved(graft_requests(rows.merged.saved)), RequestChoice(slowest=most), Options())
+    causes = explain(Recording.of_saved(join_request_trees(rows.merged.saved)), RequestChoice(slowest=most), Options())
     places = rows_of(rows.trace.span_id, np.array([item.span_id for item in causes], dtype=np.int64))
     identities = [rows.members[process].identity for process in rows.process[places].tolist()]
     columns = {

@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 
 from instrument.instrumentors.arguments import RETURN
 from instrument.instrumentors.references import instance_dict, type_namespace
-from instrument.recorder.attribute_checks import key_text
+from instrument.recorder.attribute_checks import encode_key
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.runtime.faults import FAULTS
 
@@ -79,7 +79,7 @@ class SeenPath:
     of_class: str = ""
     digests: set[str] = field(default_factory=set)
 
-    def facts(self) -> dict[str, Any]:
+    def make_summary(self) -> dict[str, Any]:
         return {**asdict(self), "digests": sorted(self.digests)}
 
 
@@ -103,9 +103,9 @@ class ArgumentWatch:
             paths.clear()
         self.spent_ns = 0
 
-    def facts(self) -> dict[str, dict[str, Any]]:
+    def make_summaries(self) -> dict[str, dict[str, Any]]:
         return {
-            label: {path: values.facts() for path, values in sorted(paths.items())}
+            label: {path: values.make_summary() for path, values in sorted(paths.items())}
             for label, paths in sorted(self._seen.items())
             if paths
         }
@@ -120,7 +120,7 @@ class ArgumentWatch:
         code = function.__code__
         names = code.co_varnames[: code.co_argcount]
         read = frozenset(code.co_names)
-        if read <= _BUILTINS and not any(map(_is_id, names)):
+        if read <= _BUILTINS and not any(map(_is_key_path, names)):
             return None, None
         paths = self._seen.setdefault(label, {})
         arguments: Attributes | None = None
@@ -136,7 +136,7 @@ class ArgumentWatch:
                     if _is_identifier(name):
                         self._examine_value(paths, name, value)
 
-            arguments = self._examine_first(examine_call)
+            arguments = self._limit_examinations(examine_call)
         if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
             return arguments, None
 
@@ -146,9 +146,9 @@ class ArgumentWatch:
             elif type(value) not in _PLAIN:
                 self._examine_value(paths, RETURN, value)
 
-        return arguments, self._examine_first(examine_result)
+        return arguments, self._limit_examinations(examine_result)
 
-    def _examine_first(self, look: Callable[..., None]) -> Callable[..., None]:
+    def _limit_examinations(self, look: Callable[..., None]) -> Callable[..., None]:
         looks_left = LOOKS
 
         def examine(*values: Any) -> None:
@@ -170,7 +170,7 @@ class ArgumentWatch:
     def _examine_value(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
         kind = type(value)
         if kind in (str, int):
-            if _is_id(path) and len(str(value)) <= 256:
+            if _is_key_path(path) and len(str(value)) <= 256:
                 self._note_keys(paths, path, [value])
         elif kind in _MAPPINGS:
             self._examine_mapping(paths, path, value)
@@ -192,22 +192,22 @@ class ArgumentWatch:
     def _examine_mapping(self, paths: dict[str, SeenPath], path: str, value: dict[Any, Any]) -> None:
         names, items = list(islice(value, ITEMS)), list(islice(value.values(), ITEMS))
         for name, item in zip(names, items, strict=False):
-            if _is_id_key(name) and type(item) in (str, int):
+            if _is_key_name(name) and type(item) in (str, int):
                 self._note_keys(paths, f"{path}.{name}", [item])
         kinds, is_of_numbers = set(map(type, names)), set(map(type, items)) <= {int, float}
-        if kinds == {str} or (kinds == {int} and (_is_id(path) or is_of_numbers)):
+        if kinds == {str} or (kinds == {int} and (_is_key_path(path) or is_of_numbers)):
             self._note_keys(paths, path, names, many=True, size=len(value))
         elif items and _PLAIN.isdisjoint(map(type, items)):
             self._note_identifying_attribute(paths, path, items, many=True, size=len(value))
 
     def _examine_items(self, paths: dict[str, SeenPath], path: str, items: list[Any], *, size: int) -> None:
         kinds = {type(item) for item in items}
-        if kinds == {str} or (kinds == {int} and _is_id(path)):
+        if kinds == {str} or (kinds == {int} and _is_key_path(path)):
             self._note_keys(paths, path, items, many=True, size=size)
         elif len(kinds) == 1 and (kinds.isdisjoint(_PLAIN) or kinds.issubset(_MAPPINGS)):
             kind = kinds.pop()
             if kind in _MAPPINGS:
-                for name in sorted(filter(_is_id_key, islice(items[0], ITEMS)), key=_rank_name)[:1]:
+                for name in sorted(filter(_is_key_name, islice(items[0], ITEMS)), key=_rank_name)[:1]:
                     keys = [item[name] for item in items if type(item.get(name)) in (str, int)]
                     self._note_keys(paths, f"{path}[].{name}", keys, many=True, size=size)
             elif not self._note_identifying_attribute(paths, path, items, many=True, size=size) and self._is_own(
@@ -221,21 +221,23 @@ class ArgumentWatch:
         """Note the keys in an attribute such as `request_id`. Return False if the objects have no such attribute."""
         attributes = [_read_attributes(thing) for thing in things]
         first = attributes[0] if attributes else {}
-        names = [name for name, value in first.items() if type(value) in (str, int) and _is_id_key(name)]
+        names = [name for name, value in first.items() if type(value) in (str, int) and _is_key_name(name)]
         if not names:
             return False
         name = min(names, key=_rank_name)
         keys = [values[name] for values in attributes if type(values.get(name)) in (str, int)]
         deep = f"{path}[].{name}" if many else f"{path}.{name}"
-        weights = sorted(weight for weight, value in first.items() if type(value) is int and _is_name(weight, WEIGHT))
+        weights = sorted(
+            weight for weight, value in first.items() if type(value) is int and _matches_name_pattern(weight, WEIGHT)
+        )
         self._note_keys(paths, deep, keys, many=many, size=size)
         if many and weights:
             paths[deep].weights = f"{path}[].{weights[0]}"
         return True
 
-    def _key_text(self, key: Any) -> str:
+    def _make_digest_text(self, key: Any) -> str:
         """Return the text of a key for its digest. An object gets a number, because its address may be reused."""
-        text = key_text(key)
+        text = encode_key(key)
         if not text or type(key) in (str, int):
             return text
         try:
@@ -251,7 +253,7 @@ class ArgumentWatch:
     def _note_keys(
         self, paths: dict[str, SeenPath], path: str, keys: Iterable[Any], *, many: bool = False, size: int = 1
     ) -> None:
-        noted = [(key, text) for key in keys if (text := self._key_text(key))]
+        noted = [(key, text) for key in keys if (text := self._make_digest_text(key))]
         if not noted:
             return
         values = paths.setdefault(path, SeenPath(many))
@@ -265,16 +267,16 @@ class ArgumentWatch:
             values.digests.update(blake2b(text, digest_size=6, key=self._salt).hexdigest() for text in texts)
 
 
-def _is_id(path: str) -> bool:
+def _is_key_path(path: str) -> bool:
     name = re.split(r"[.\[\]]+", path)[-1]
     return bool(ID.match(name) or WEAK_ID.match(name))
 
 
-def _is_id_key(key: object) -> bool:
-    return _is_name(key, ID) or _is_name(key, WEAK_ID)
+def _is_key_name(key: object) -> bool:
+    return _matches_name_pattern(key, ID) or _matches_name_pattern(key, WEAK_ID)
 
 
-def _is_name(key: object, pattern: re.Pattern[str]) -> bool:
+def _matches_name_pattern(key: object, pattern: re.Pattern[str]) -> bool:
     return _is_identifier(key) and pattern.match(key) is not None
 
 

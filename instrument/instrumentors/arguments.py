@@ -81,7 +81,7 @@ class CallReader:
         self.of_result: Results | None = None
         self.missing: list[str] = []
 
-    def find(self, path: str, *, in_result: bool = True) -> tuple[Parameter, ...]:
+    def find_path_parameter(self, path: str, *, in_result: bool = True) -> tuple[Parameter, ...]:
         """Return a tuple with the parameter at the begin of a path. It is empty if the function lacks the parameter."""
         name = first_name_of_path(path)
         parameter = RESULT if name == RETURN and in_result else parameter_of(self.function, name)
@@ -90,7 +90,7 @@ class CallReader:
             return ()
         return (parameter,)
 
-    def add(self, parameter: Parameter, read: Callable[..., Any]) -> None:
+    def add_value_reader(self, parameter: Parameter, read: Callable[..., Any]) -> None:
         if parameter is RESULT:
             self.of_result = join_readers([self.of_result, read])
         else:
@@ -131,15 +131,15 @@ class ArgumentReader(NamedTuple):
         return attributes
 
 
-def add_attributes(reader: CallReader, rule: FunctionRule) -> None:
+def add_attribute_reader(reader: CallReader, rule: FunctionRule) -> None:
     reads = [
-        AttributeRead(item.name, parameter, split_steps(item.argument), READERS[item.record], item.argument)
+        AttributeRead(item.name, parameter, split_path_steps(item.argument), READERS[item.record], item.argument)
         for item in rule.attributes
-        for parameter in reader.find(item.argument, in_result=False)
+        for parameter in reader.find_path_parameter(item.argument, in_result=False)
     ]
     if reads:
         read: Any = ArgumentReader(tuple(reads), rule.place or rule.text)
-        reader.add(reads[0].parameter, read)
+        reader.add_value_reader(reads[0].parameter, read)
 
 
 def read_key_or_attribute(value: Any, name: str) -> Any:
@@ -160,7 +160,7 @@ def _read_type(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def read_value(value: Any) -> AttributeValue:
+def convert_to_attribute(value: Any) -> AttributeValue:
     if type(value) in (bool, float) or (type(value) is int and -(2**63) <= value < 2**63):
         number: AttributeValue = value
         return number
@@ -168,14 +168,14 @@ def read_value(value: Any) -> AttributeValue:
     return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 3] + "..."
 
 
-READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": len, "type": _read_type, "value": read_value}
+READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": len, "type": _read_type, "value": convert_to_attribute}
 
 
 def first_name_of_path(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
-def split_steps(path: str) -> list[str]:
+def split_path_steps(path: str) -> list[str]:
     return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
 
 
@@ -200,17 +200,21 @@ def is_mapping(value: Any) -> bool:
     return is_mapping_type(kind)
 
 
-def add_gauges(reader: CallReader, rule: FunctionRule) -> None:
+def add_gauge_readers(reader: CallReader, rule: FunctionRule) -> None:
     for gauge in rule.gauges:
-        for parameter in reader.find(gauge.argument):
-            reader.add(parameter, _Gauge(gauge, parameter, rule))
+        for parameter in reader.find_path_parameter(gauge.argument):
+            reader.add_value_reader(parameter, _Gauge(gauge, parameter, rule))
 
 
 class _Gauge:
     """Reads a gauge of a rule, along a path from a parameter or from the result."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter, rule: FunctionRule) -> None:
-        self._parameter, self._steps, self._is_size = parameter, split_steps(gauge.argument), gauge.record == "size"
+        self._parameter, self._steps, self._is_size = (
+            parameter,
+            split_path_steps(gauge.argument),
+            gauge.record == "size",
+        )
         self._place = f"{rule.place or rule.text}: gauge {gauge.name}"
         self._put = make_metric_writer(gauge.kind, gauge.name, gauge.unit, gauge.every_ns)
         self._every_ns = gauge.every_ns if gauge.kind == "gauge" else 0

@@ -39,14 +39,14 @@ from instrument.recording.spans import Work
 
 
 def attach_numpy(numpy: Any, patched: PatchedFunctions) -> None:
-    def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_copyto(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = read_argument(args, kwargs, 0, "dst"), read_argument(args, kwargs, 1, "src")
         # One value for all elements is a fill and no copy.
         if source is target or getattr(source, "size", 1) <= 1 < target.size:
             return None
         return Transfer("h2h", target.nbytes, True, is_pinned(target))
 
-    patched.wrap_functions(numpy, ("copyto",), facts)
+    patched.wrap_functions(numpy, ("copyto",), read_copyto)
 
 
 JAX_HOST_PLATFORMS = frozenset({"cpu"})
@@ -105,7 +105,7 @@ def _read_address(array: Any) -> int | None:
 def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
     value_type = module.OrtValue
 
-    def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_new_value(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         is_on_host = _locate_value(out) is None  # the value has the array's own memory
         return None if is_on_host else Transfer("h2d", out.tensor_size_in_bytes(), True, is_pinned(args[1]))
 
@@ -122,7 +122,7 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
         direction = direction_between(_locate_value(source) if from_value else None, _locate_value(target))
         return Transfer(direction, moved_bytes, True, None if from_value else is_pinned(source))
 
-    def read_bound(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_bound_input(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         binding, name = args[0], read_argument(args, kwargs, 1, "name")
         array = read_argument(args, kwargs, 2, "arr_on_cpu")
         # On the host the input has the array's own memory.
@@ -133,19 +133,19 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
         from_device = sum(size for value, size in zip(values, sizes, strict=False) if _locate_value(value) is not None)
         return Transfer("d2h" if from_device else "h2h", from_device or sum(sizes), True, False)
 
-    def read_sent(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_sent_tensors(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         sources, targets = read_argument(args, kwargs, 0, "src"), read_argument(args, kwargs, 1, "dst")
         moved_bytes = sum(value.tensor_size_in_bytes() for value in sources)
         sync = read_argument(args, kwargs, 2, "stream") is None
         ends = [_locate_value(values[0]) for values in (sources, targets) if sources]
         return Transfer(direction_between(*ends), moved_bytes, sync) if ends else None
 
-    patched.wrap_methods(value_type, ("ortvalue_from_numpy",), read_made)
+    patched.wrap_methods(value_type, ("ortvalue_from_numpy",), read_new_value)
     patched.wrap_methods(value_type, ("numpy",), read_values)
     patched.wrap_methods(value_type, ("update_inplace",), read_updated)
-    patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), read_bound)
+    patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), read_bound_input)
     patched.wrap_methods(module.IOBinding, ("copy_outputs_to_cpu",), read_fetched)
-    patched.wrap_functions(module, ("copy_tensors",), read_sent)
+    patched.wrap_functions(module, ("copy_tensors",), read_sent_tensors)
 
 
 def _locate_value(value: Any) -> tuple[str, int] | None:
@@ -185,7 +185,7 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
         # set(arr, stream=None) uses the current stream where none is given.
         return Transfer("h2d", args[0].nbytes, False, is_pinned(read_argument(args, kwargs, 1, "arr")))
 
-    def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_new_array(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         source = read_argument(args, kwargs, 0, "obj", kwargs.get("a"))
         if isinstance(source, array_type):
             return None if out.data.ptr == source.data.ptr else _make_transfer(source, out)
@@ -206,7 +206,7 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
     for name, facts, place in (("get", read_get, 1), ("set", read_put, 2)):
         patched.wrap_methods(array_type, (name,), facts, partial(_read_stream_argument, place))
     patched.wrap_methods(array_type, READING, lambda out, args, kwargs: Transfer("d2h", args[0].nbytes, True))
-    patched.wrap_functions(cupy, CUPY_MAKING, read_made)
+    patched.wrap_functions(cupy, CUPY_MAKING, read_new_array)
     patched.wrap_functions(cupy, ("copyto",), read_copied)
     runtime = cupy.cuda.runtime
     for name, names in (("memcpy", "dst src size kind"), ("memcpyPeer", "dst dstDevice src srcDevice size")):
@@ -299,7 +299,7 @@ def _wrap_cuda_function(patched: PatchedFunctions, module: Any, name: str, names
 CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
 
 
-def why_absent(torch: Any) -> str:
+def explain_missing_device(torch: Any) -> str:
     """Return the reason why this build of torch has no device, or "". The driver is not called."""
     return (
         ""
@@ -365,17 +365,19 @@ def device_direction(source: Any, target: Any) -> str | None:
 def _read_conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     if not hasattr(out, "device"):  # `type()` names the class
         return None
-    return _moved_tensor(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
+    return _make_tensor_transfer(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
 
 
 def _read_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     source = read_argument(args, kwargs, 1, "src", kwargs.get("other"))
     if not hasattr(source, "device") or source is out:
         return None
-    return _moved_tensor(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
+    return _make_tensor_transfer(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
 
 
-def _moved_tensor(source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False) -> Transfer | None:
+def _make_tensor_transfer(
+    source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False
+) -> Transfer | None:
     direction = device_direction(source.device, target)
     if direction is None:
         return None
@@ -450,7 +452,7 @@ def _find_private_backend(torch: Any) -> str:
 
 
 def _make_device_use_test(torch: Any, copies: Copies) -> Callable[[], bool]:
-    if copies.selects("torch", ("h2h",)):
+    if copies.selects_copies("torch", ("h2h",)):
         return lambda: True
     devices = _make_device_use_tests(torch)
     return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)

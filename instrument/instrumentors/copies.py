@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Instrumentor, Undo, replace_attribute, undo_all
-from instrument.instrumentors.references import rebind
+from instrument.instrumentors.references import rebind_objects
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS, CopyRule
 from instrument.recorder.recorder import RECORDER, Recorder, stream_handle
@@ -113,13 +113,13 @@ class Copies(Instrumentor):
         super().__init__(rules, recorder)
         self.hits = [0] * len(rules)
         self._sites: dict[tuple[str, str, str, bool, bool | None], Site] = {}
-        adapters = [adapter for adapter in ADAPTERS if self.selects(adapter.framework, adapter.directions)]
+        adapters = [adapter for adapter in ADAPTERS if self.selects_copies(adapter.framework, adapter.directions)]
         self._adapters = {name: adapter for adapter in adapters for name in adapter.modules}
         self._patched: dict[str, PatchedFunctions] = {}
         self._met: dict[str, FrameworkAdapter] = {}  # by module, also when its own functions are back
         self._absent: dict[str, str] = {}
 
-    def selects(self, framework: str, directions: Iterable[str]) -> bool:
+    def selects_copies(self, framework: str, directions: Iterable[str]) -> bool:
         return any(framework in rule.frameworks and {*directions} & {*rule.directions} for rule in self.rules)
 
     def probes_by_name(self) -> Mapping[str, Any]:
@@ -134,14 +134,14 @@ class Copies(Instrumentor):
             return
         adapter = self._adapters[name]
         framework, home = adapter.framework, import_module("instrument.instrumentors.array_copies")
-        why = home.why_absent(module) if framework == "torch" else ""
-        if why and not self.selects(framework, ("h2h",)):
+        why = home.explain_missing_device(module) if framework == "torch" else ""
+        if why and not self.selects_copies(framework, ("h2h",)):
             self._absent[framework] = why
             return
         patched = PatchedFunctions(self, framework)
         try:
             getattr(home, f"attach_{framework}")(module, patched)
-            patched.bind()
+            patched.replace_in_all_modules()
             self._patched[name], self._met[name] = patched, adapter
         except Exception as fault:
             patched.undo()  # an unknown version of the framework
@@ -211,13 +211,13 @@ class PatchedFunctions:
             raw, method = vars(owner).get(name), getattr(owner, name, None)
             function = raw.__func__ if isinstance(raw, classmethod) else method
             if method is not None:
-                watched = self._wrap(function, f"{owner.__name__}.{name}", facts, stream)
+                watched = self._wrap_function(function, f"{owner.__name__}.{name}", facts, stream)
                 new = classmethod(watched) if function is not method else watched
                 self._undos.append(replace_attribute(owner, name, new))
 
     def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
         read = vars(owner)[name].fget
-        watched = self._wrap(read, f"{owner.__name__}.{name}", facts)
+        watched = self._wrap_function(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self._undos.append(replace_attribute(owner, name, replacement))
 
@@ -229,19 +229,19 @@ class PatchedFunctions:
         for name in names:
             function = getattr(module, name, None)
             if callable(function):
-                watched = self._wrap(function, name, facts, stream)
+                watched = self._wrap_function(function, name, facts, stream)
                 self._undos.append(replace_attribute(module, name, watched))
                 self._bound.append((function, watched))
 
-    def bind(self) -> None:
-        rebind(self._bound)
+    def replace_in_all_modules(self) -> None:
+        rebind_objects(self._bound)
 
     def undo(self) -> None:
         undo_all(self._undos)
-        rebind((watched, function) for function, watched in self._bound)
+        rebind_objects((watched, function) for function, watched in self._bound)
         self._bound.clear()
 
-    def _wrap(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
+    def _wrap_function(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
         framework, recorder, inside, now = self._framework, self.copies._recorder, _STATE, time.monotonic_ns
         site_of, timed, ready, stream_of = self.copies.find_site, self._start_timer, self.ready, stream or self.stream
 

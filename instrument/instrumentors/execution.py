@@ -25,7 +25,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
-from instrument.instrumentors.references import rebind
+from instrument.instrumentors.references import rebind_objects
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import FORMS
@@ -75,13 +75,13 @@ def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
         return method in wrappers.values() and "create_task" not in vars(loop)
 
     def undo() -> None:
-        rebind([(copy_context, original)])
+        rebind_objects([(copy_context, original)])
         recorder.reports_tasks = None
         undo_all(undos)
 
     wrap_loops()
     recorder.reports_tasks = reports_tasks
-    rebind([(original, copy_context)])
+    rebind_objects([(original, copy_context)])
     return undo
 
 
@@ -94,13 +94,13 @@ STARTS = ("_start_new_thread", "_start_joinable_thread")
 """The functions of `threading` that start a thread: of Python up to 3.12, and from 3.13 on."""
 
 
-def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
+def watch_thread_handovers(recorder: Recorder = RECORDER) -> Undo:
     """Link a new thread, or a call in a thread pool, to the request that starts it. Return the function that stops
     this."""
     undos: list[Undo] = []
 
     def wrap_start(owner: Any, name: str, form: str) -> None:
-        function = wrapping.make_function(recorder, getattr(owner, name), QUEUE, form=FORMS.index(form))
+        function = wrapping.make_wrapper(recorder, getattr(owner, name), QUEUE, form=FORMS.index(form))
         undos.append(replace_attribute(owner, name, function))
 
     def attach_to(module: ModuleType) -> None:
@@ -112,7 +112,7 @@ def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
     if POOL_MODULE in sys.modules:
         attach_to(sys.modules[POOL_MODULE])
     else:
-        undos.append(imports.install(lambda name: name == POOL_MODULE, attach_to))
+        undos.append(imports.install_import_hook(lambda name: name == POOL_MODULE, attach_to))
     return lambda: undo_all(undos)
 
 
@@ -146,7 +146,7 @@ def _get_eval_frame(torch: Any) -> Any:
 REPLAY = Site("CUDA graph replay", "op", "torch.cuda", "CUDAGraph.replay", device=True)
 
 
-def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
+def watch_graph_replays(recorder: Recorder = RECORDER) -> Undo:
     """Record each replay of a CUDA graph, even if torch is imported later. Return the function that stops this."""
     undos: list[Undo] = []
 
@@ -157,9 +157,9 @@ def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
         if has_device and isinstance(graph, type) and "replay" in vars(graph):
             undos.append(replace_attribute(graph, "replay", recorder.wrap(vars(graph)["replay"], REPLAY)))
 
-    undos.append(imports.install("torch".__eq__, attach_to))
+    undos.append(imports.install_import_hook("torch".__eq__, attach_to))
     torch = sys.modules.get("torch")
-    if torch is not None and not imports.is_lazy(torch):
+    if torch is not None and not imports.is_unloaded_lazy_module(torch):
         attach_to(torch)
 
     return lambda: undo_all(undos)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.instrumentors.execution import get_compiling_test
 from instrument.instrumentors.functions import Instrumentor, replace_attribute
 from instrument.instrumentors.references import loaded_modules, module_namespace
-from instrument.instrumentors.targets import site_of
+from instrument.instrumentors.targets import make_site
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -114,7 +114,7 @@ class Observer(Instrumentor):
         label."""
         self._verdicts[key or label] = Verdict(self.rule.text, state, label, why)
 
-    def _note_missing(self, label: str) -> None:
+    def _note_missing_entry(self, label: str) -> None:
         name = self.rule.name
         version = next(
             (module_namespace(module).get("__version__") for key, module in loaded_modules() if key == name), None
@@ -172,7 +172,7 @@ class Entries(Observer):
         owner = next((base for base in bases if entry.method in vars(base)), None)
         method = None if owner is None else vars(owner)[entry.method]
         if owner is None:
-            self._note_missing(entry.label)
+            self._note_missing_entry(entry.label)
         elif hasattr(method, "__instrument_framework__"):  # a second name of the same module
             self._note_verdict_on_entry("attached", entry.label)
         elif self._note_if_already_recorded(entry.label, method):
@@ -207,8 +207,8 @@ class Entries(Observer):
             facts = ("", ())
         recording = self._shared.get((entry.label, facts))
         if recording is None:
-            site = dataclasses.replace(site_of(method, name=entry.name), instance=facts[0], attributes=facts[1])
-            recording = self._record_once(method, site, self._shared, (entry.label, facts))
+            site = dataclasses.replace(make_site(method, name=entry.name), instance=facts[0], attributes=facts[1])
+            recording = self._make_shared_recording(method, site, self._shared, (entry.label, facts))
         weakref.finalize(thing, recordings.pop, id(thing), None)
         recordings[id(thing)] = recording
         return recording

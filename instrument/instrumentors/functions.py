@@ -24,10 +24,10 @@ from instrument.instrumentors.references import instance_dict, isinstance_of, mo
 from instrument.instrumentors.targets import (
     Target,
     find_functions,
-    is_public,
+    is_public_method,
     iterate_decorated_parts,
+    make_site,
     qualname_of,
-    site_of,
 )
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
@@ -63,12 +63,12 @@ class Probe:
         results: Results | None = None,
     ) -> None:
         self.target, self.site, self.is_set = target, site, False
-        works = CallWork.of(recorder, target.function) if site.device else None
+        works = CallWork.make_for_function(recorder, target.function) if site.device else None
         self.wrapped: Any = recorder.wrap(target.function, site, attributes, passes, works, results)
         self._aliases: list[tuple[type, str]] = []
         self._places: list[Undo] = []
 
-    def set(self) -> None:
+    def attach(self) -> None:
         """Replace the target's function. Raises the error of a module or class that cannot be changed."""
         target = self.target
         self.is_set = True
@@ -85,7 +85,7 @@ class Probe:
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
         return value
 
-    def set_in_class(self, owner: type, attribute: str) -> None:
+    def attach_in_class(self, owner: type, attribute: str) -> None:
         if type_namespace(owner).get(attribute) is self.target.function:
             self._aliases.append((owner, attribute))
             self._places.append(replace_attribute(owner, attribute, self.wrapped))
@@ -119,7 +119,7 @@ def replace_attribute(owner: Any, attribute: str, new: Any) -> Undo:
     return undo
 
 
-def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
+def replaces_attribute(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
     """Return a decorator that replaces `owner.attribute` by the decorated function. The decorated name becomes the
     function that restores the original."""
     original = getattr(owner, attribute)
@@ -168,7 +168,7 @@ def undo_all(undos: list[Undo]) -> None:
         FAULTS.attempt("way back of a probe", undos.pop())
 
 
-def count_other_refs(target: Target) -> int:
+def count_other_references(target: Target) -> int:
     """Count the objects that refer to a target's function, except the module or class of the function.
 
     The number is 0 for an inherited method and for functions of a `singledispatchmethod`.
@@ -231,15 +231,17 @@ def _profile_target(target: Any, name: str | None, kind: str | None, device: boo
     if isinstance_of(target, type):
         for attribute, raw in list(vars(target).items()):
             function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-            if is_public(attribute) and isinstance(function, FunctionType):
+            if is_public_method(attribute) and isinstance(function, FunctionType):
                 label = f"{name}.{attribute}" if name else None
                 setattr(target, attribute, _profile_target(raw, label, kind, device, phase))
         return target
     parts = list(iterate_decorated_parts(target))
     for suffix, function, put in parts:
         span_name = name + suffix if name else qualname_of(function) + suffix if suffix else None
-        site = site_of(function, name=span_name, kind=kind, device=device, phase=phase)
-        wrapped = RECORDER.wrap(function, site, works=CallWork.of(RECORDER, function) if device else None)
+        site = make_site(function, name=span_name, kind=kind, device=device, phase=phase)
+        wrapped = RECORDER.wrap(
+            function, site, works=CallWork.make_for_function(RECORDER, function) if device else None
+        )
         _register_hint()
         _decorated.add(wrapped)
         if function is target:
@@ -306,10 +308,10 @@ class Instrumentor(ABC):
     @abstractmethod
     def verdicts(self) -> list[Verdict]: ...
 
-    def _record_once(
+    def _make_shared_recording(
         self, function: Any, site: Site, recordings: dict[Any, Any], key: Any, works: CallWork | None = None
     ) -> Any:
-        new_recording = wrapping.make_function(self._recorder, function, site, works)
+        new_recording = wrapping.make_wrapper(self._recorder, function, site, works)
         recording = recordings.setdefault(key, new_recording)
         if recording is new_recording:
             self._recorder.allow_muting(site, new_recording)
@@ -334,7 +336,7 @@ class Switch(Instrumentor):
     def may_match(self, module_name: str) -> bool:
         return module_name == self.module
 
-    def _attach(self) -> None:
+    def _mark_attached(self) -> None:
         self._attached = self._met = True
 
     def undo(self) -> None:
@@ -375,7 +377,7 @@ def intercept_registrations(module: Any, registered: Callable[[FunctionType], An
     ]
 
 
-def keep_picklable() -> Undo:
+def keep_functions_picklable() -> Undo:
     """Make process pools pickle an original function by its name, although the name refers to its probe."""
     from multiprocessing.reduction import ForkingPickler
 

@@ -29,9 +29,9 @@ from instrument.instrumentors.functions import replace_attribute
 from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.lineages import all_subclasses, watch_subclasses
 from instrument.instrumentors.loaders import StandIn
-from instrument.instrumentors.references import loaded_modules, module_namespace, rebind
+from instrument.instrumentors.references import loaded_modules, module_namespace, rebind_objects
 from instrument.instrumentors.regions import Paths
-from instrument.instrumentors.targets import site_of
+from instrument.instrumentors.targets import make_site
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder import wrapping
@@ -77,19 +77,19 @@ class JaxFunctions(Observer):
         bases = array.__mro__ if isinstance(array, type) else ()
         concrete = next((cls for cls in bases if name in vars(cls)), None)
         if concrete is None:
-            self._note_missing(f"Array.{name}")
+            self._note_missing_entry(f"Array.{name}")
         else:
             wrapped = self._wrap_call(vars(concrete)[name], name=f"jax.{name}")
             self._replace_method(f"Array.{name}", concrete, name, wrapped)
-        self._bound.extend(self._wrap_existing(module_namespace(module).get("jit")))
-        rebind(self._bound, spared=JAX_PACKAGES)
+        self._bound.extend(self._wrap_existing_functions(module_namespace(module).get("jit")))
+        rebind_objects(self._bound, spared=JAX_PACKAGES)
         return True
 
     def undo(self) -> None:
         self._at_work = False
         super().undo()
         pairs = [(wrapped, wrapped._instrument_source) for wrapped in list(self._made)]
-        rebind([*((wrapped, original) for original, wrapped in self._bound), *pairs])
+        rebind_objects([*((wrapped, original) for original, wrapped in self._bound), *pairs])
         self._bound.clear()
         self._made.clear()
 
@@ -104,7 +104,7 @@ class JaxFunctions(Observer):
         if self._note_if_already_recorded(label, function):
             return
         if not isinstance(function, FunctionType):
-            self._note_missing(label)
+            self._note_missing_entry(label)
             return
         wrapped = wrap(function)
         wrapped.__instrument_framework__ = self.rule.name
@@ -135,14 +135,14 @@ class JaxFunctions(Observer):
     def _wrap_jitted(self, jitted: Any) -> Any:
         names = f"{getattr(jitted, '__module__', '')}.{getattr(jitted, '__qualname__', '')}"
         key = getattr(getattr(jitted, "__wrapped__", jitted), "__code__", None) or names
-        site = self._sites.get(key) or self._sites.setdefault(key, site_of(jitted))
-        wrapped = _JittedFunction(jitted, self._make_recording(jitted, site), site)
+        site = self._sites.get(key) or self._sites.setdefault(key, make_site(jitted))
+        wrapped = _JittedFunction(jitted, self._make_recording_function(jitted, site), site)
         self._made.add(wrapped)
         return wrapped
 
-    def _make_recording(self, function: Any, site: Site) -> Callable[..., Any]:
+    def _make_recording_function(self, function: Any, site: Site) -> Callable[..., Any]:
         recorder, is_clean = self._recorder, self._is_clean
-        recording = wrapping.make_function(recorder, function, site)
+        recording = wrapping.make_wrapper(recorder, function, site)
         recorder.allow_muting(site, recording)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ class JaxFunctions(Observer):
 
     def _wrap_call(self, function: Any, name: str) -> Any:
         """Wrap a function of JAX. During a call, other wrapped functions record no spans."""
-        recording = self._make_recording(function, site_of(function, name=name))
+        recording = self._make_recording_function(function, make_site(function, name=name))
         inside = self._waiting
         # A method made in C may have no qualified name.
         assigned = [name for name in functools.WRAPPER_ASSIGNMENTS if isinstance(getattr(function, name, None), str)]
@@ -171,7 +171,7 @@ class JaxFunctions(Observer):
 
         return wrapper
 
-    def _wrap_existing(self, jit: Any) -> Iterator[tuple[Any, Any]]:
+    def _wrap_existing_functions(self, jit: Any) -> Iterator[tuple[Any, Any]]:
         """Yield each jitted function in the service's modules, with a proxy. Note a verdict on jitted functions without
         a name in a module."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
@@ -246,7 +246,7 @@ class KerasLayers(Observer):
         if self._note_if_already_recorded("Layer.__call__", call):
             return
         if not isinstance(layer, type) or not isinstance(call, FunctionType):
-            self._note_missing("Layer.__call__")
+            self._note_missing_entry("Layer.__call__")
             return
         backend = str(_module_value("keras.src.backend.config", "backend", lambda: "unknown")())
         if backend not in KERAS_BACKENDS:
@@ -271,7 +271,7 @@ class KerasLayers(Observer):
 
     def _wrap_call(self, call: FunctionType) -> Any:
         recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide_site, self._symbolic_type
-        span_of = recorder.span_of
+        span_of = recorder.make_span_factory
         in_symbolic_scope = _module_value("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
         is_clean = _module_value("jax._src.core", "trace_state_clean", lambda: True)
         is_compiling = get_compiling_test(sys.modules.get("torch"))
@@ -298,7 +298,7 @@ class KerasLayers(Observer):
     def _decide_site(self, layer: Any) -> Site:
         try:
             path = self._paths.path_of(layer)
-            site = self._layers.select(type(layer), path or "", "call") or _NOT_SELECTED
+            site = self._layers.find_or_make_site(type(layer), path or "", "call") or _NOT_SELECTED
             if path is None and site is _NOT_SELECTED:
                 return site
         except Exception as fault:
@@ -350,13 +350,13 @@ class SklearnEstimators(Observer):
     def attach_to(self, module: ModuleType) -> None:
         base = module_namespace(module).get(SKLEARN_BASE[1])
         if not isinstance(base, type):
-            self._note_missing(".".join(SKLEARN_BASE))
+            self._note_missing_entry(".".join(SKLEARN_BASE))
             return
         self._base = base
         bases = getattr(module_namespace(module).get("TransformerMixin"), "__mro__", ())
         self._wrapping = next((cls for cls in bases if cls.__name__ == SKLEARN_WRAPPING), None)
         for watched in filter(None, (base, self._wrapping)):
-            defined = functools.partial(self._attach_subclass, watched)
+            defined = functools.partial(self._attach_overrides_of_class, watched)
             self._undos.append(watch_subclasses(watched, defined, "an estimator class"))
         for cls in all_subclasses(base):
             self._attach_class(cls)
@@ -369,7 +369,7 @@ class SklearnEstimators(Observer):
         is_left_out = not self.hits and (self.rule.auto or (self._base is None and unreachable))
         return [*([] if is_left_out else [Verdict(self.rule.text, state, why=why)]), *unreachable]
 
-    def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
+    def _attach_overrides_of_class(self, watched: type[Any], cls: type[Any]) -> None:
         """Record the methods of a new class. Two base classes may report a class, so only the last report counts."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
@@ -397,7 +397,7 @@ class SklearnEstimators(Observer):
                 self._replace_method(f"{owner.__qualname__}.{name}", owner, name, new)
 
     def _wrap_method(self, name: str, method: FunctionType) -> Any:
-        recorder, decide, inside = self._recorder, self._make_recording, self._inside
+        recorder, decide, inside = self._recorder, self._make_recording_function, self._inside
         recordings: dict[int, Any] = {}
 
         @functools.wraps(method)
@@ -418,9 +418,11 @@ class SklearnEstimators(Observer):
         wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
-    def _make_recording(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
-        site = site_of(method, name=f"{cls.__name__}.{name}")
+    def _make_recording_function(
+        self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]
+    ) -> Any:
+        site = make_site(method, name=f"{cls.__name__}.{name}")
         if id(cls) not in recordings:
             self.hits += 1
             weakref.finalize(cls, recordings.pop, id(cls), None)
-        return self._record_once(method, site, recordings, id(cls))
+        return self._make_shared_recording(method, site, recordings, id(cls))

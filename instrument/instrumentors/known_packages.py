@@ -110,10 +110,10 @@ MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": 
 
 
 def imported_packages() -> list[str]:
-    return filter_by_role(sys.modules, *PACKAGES)
+    return filter_packages_by_role(sys.modules, *PACKAGES)
 
 
-def filter_by_role(names: Iterable[str], *roles: str) -> list[str]:
+def filter_packages_by_role(names: Iterable[str], *roles: str) -> list[str]:
     name_set = set(names)
     return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
 
@@ -121,5 +121,5 @@ def filter_by_role(names: Iterable[str], *roles: str) -> list[str]:
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return each package with a preset, and the preset. If a name is that of a model server, other packages are left
     out."""
-    served_packages = set(filter_by_role(names, "engine") or names)
+    served_packages = set(filter_packages_by_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]

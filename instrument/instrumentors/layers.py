@@ -23,7 +23,7 @@ from instrument.instrumentors.regions import (
     rule_selects_layer,
     torch_children,
 )
-from instrument.instrumentors.targets import matches, site_of
+from instrument.instrumentors.targets import make_site, matches_pattern
 from instrument.instrumentors.verdict import Verdict, suggest_nearest
 from instrument.instrumentors.work import find_tensor_nearby, list_tensors
 from instrument.profile.model import LayerRule
@@ -63,7 +63,7 @@ class Layers(Instrumentor):
         self._types = frozenset(name for rule in rules for name in rule.types)
         self._last_segments = {text.rpartition(".")[2] for rule in rules for text in rule.match if not rule.types}
 
-    def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
+    def change_rules(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
         """Apply other rules. A layer that old and new rules select keeps its site. This takes tens of ms in a large
         process."""
         self._set_rules(rules)
@@ -96,7 +96,7 @@ class Layers(Instrumentor):
 
     def attach_to(self, module: ModuleType) -> None:
         if module.__name__ == DYNAMO and self._torch is not None:
-            self._regions.replace_call(module.OptimizedModule)
+            self._regions.record_calls(module.OptimizedModule)
         elif module.__name__ != DYNAMO and self._torch is None:
             self._torch = module
             self.attach(module)
@@ -148,7 +148,9 @@ class Layers(Instrumentor):
         """Replace the class's `forward` if a rule may select a child of this name. The child's path is not known
         yet."""
         if type(child) not in self._patched and any(
-            "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
+            "*" in last or last == name
+            for last in self._last_segments
+            if last in ("*", "**") or matches_pattern(last, name)
         ):
             self._patch_class(type(child))
 
@@ -174,7 +176,7 @@ class Layers(Instrumentor):
         try:
             path = self._paths.path_of(module)
             is_region = id(module) in self._regions.roots
-            site = None if is_region else self.select(type(module), path or "", module=module)
+            site = None if is_region else self.find_or_make_site(type(module), path or "", module=module)
             if path is None and site is None and not is_region:
                 return None
         except Exception as fault:
@@ -209,7 +211,7 @@ class Layers(Instrumentor):
             (selection for selection in self._at_work if rule_selects_layer(selection[0], class_name, path)), None
         )
 
-    def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
+    def find_or_make_site(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
         selection = self._find_rule(class_name_for_rules(cls), path)
         if selection is None:
             return None
@@ -221,13 +223,13 @@ class Layers(Instrumentor):
                 module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
             )
 
-        def make() -> Site:
+        def make_layer_site() -> Site:
             name = rule.name or class_name_for_rules(cls)
-            site, qualname = site_of(getattr(cls, method), name=name, kind="layer"), f"{cls.__qualname__}.{method}"
+            site, qualname = make_site(getattr(cls, method), name=name, kind="layer"), f"{cls.__qualname__}.{method}"
             facts: dict[str, Any] = {"instance": path, "device": rule.device, "suspends": False}
             return replace_fields(site, module=cls.__module__, qualname=qualname, **facts)
 
-        return self._shared.select(selection, (cls, path), tensors, make)
+        return self._shared.find_or_make_site(selection, (cls, path), tensors, make_layer_site)
 
     def verdicts(self) -> list[Verdict]:
         imported = [classes for classes in self.known.values() if classes is not None]
@@ -246,16 +248,16 @@ class Layers(Instrumentor):
             }
             attached = [Verdict(rule.text, "attached", target, site=site) for site, target in targets.items()]
             of_rule = attached + [verdict for verdict in unseen if verdict.rule == rule.text]
-            verdicts += of_rule or [self._explain_missed(rule, class_names)]
+            verdicts += of_rule or [self._explain_missing_functions(rule, class_names)]
         return verdicts
 
-    def _explain_missed(self, rule: LayerRule, class_names: Sequence[str]) -> Verdict:
+    def _explain_missing_functions(self, rule: LayerRule, class_names: Sequence[str]) -> Verdict:
         unknown = [name for name in rule.types if name not in class_names]
         if rule.types and len(unknown) == len(rule.types):
             why = f"no class of that name is defined yet: {', '.join(unknown)}"
             return Verdict(rule.text, "waiting", why=why + suggest_nearest(unknown[0], class_names))
         why = "no layer that it selects has run"
         paths = self._paths.known_paths()
-        if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
+        if rule.match and paths and not any(matches_pattern(text, path) for text in rule.match for path in paths):
             why = f"no layer has such a path{suggest_nearest(rule.match[0], sorted(paths))}"
         return Verdict(rule.text, "waiting", why=why)

@@ -35,7 +35,7 @@ class Lineage:
         is_class = attribute == self.attribute and isinstance_of(owner, type)
         return is_class and self.base in type.__dict__["__mro__"].__get__(owner)
 
-    def overrides(self) -> Iterator[type[Any]]:
+    def overriding_classes(self) -> Iterator[type[Any]]:
         return (cls for cls in all_subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def add_class(self, owner: type[Any]) -> LineageMember:
@@ -51,7 +51,7 @@ class Lineage:
             owner = self._resolved[cls] = next((base for base in bases if base in self._members), None)
             return owner
 
-    def watch(self) -> None:
+    def watch_new_subclasses(self) -> None:
         if not self.undos:
             self.undos.append(watch_subclasses(self.base, self._subclassed))
 
@@ -76,7 +76,7 @@ class LineageMember:
         return functools.partial, (operator.contains, ())
 
 
-def is_recorded(cls: type[Any], attribute: str) -> bool:
+def is_method_recorded(cls: type[Any], attribute: str) -> bool:
     """Return True if each call of a method is recorded. A call is also recorded if the method calls `super`."""
     return any(
         recording_site(function) is not None

@@ -51,7 +51,9 @@ def loader(iterable: T, name: str | None = None) -> T:
     if name is not None and (not isinstance(name, str) or not name):
         raise TargetError(f"loader: the name {name!r} is not a text; give a name of the data")
     title = getattr(iterable, "__name__", None)
-    site = RECORDER.scope_site(name or (title if isinstance(title, str) and title else kind.__name__), "loader")
+    site = RECORDER.find_or_make_scope_site(
+        name or (title if isinstance(title, str) and title else kind.__name__), "loader"
+    )
     RECORDER.allow_muting(site, shape="wrapper")
     proxy: Any = _make_proxy_class(kind)(iterable, site)
     return cast("T", proxy)
@@ -101,7 +103,7 @@ class StandIn:
         return loader, (self._instrument_source, self._instrument_site.name)
 
 
-def _make_method(name: str) -> Callable[..., Any]:
+def _make_resuming_method(name: str) -> Callable[..., Any]:
     def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
@@ -112,7 +114,7 @@ def _make_method(name: str) -> Callable[..., Any]:
     return resume
 
 
-def _make_async_method(name: str) -> Callable[..., Any]:
+def _make_async_resuming_method(name: str) -> Callable[..., Any]:
     async def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
@@ -223,18 +225,18 @@ def _make_proxy_class(kind: Any) -> type[StandIn]:
     has = functools.partial(_defines_method, kind)
     methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if has(name)}
     for begin, resuming, make, iterate in (
-        ("__iter__", ("__next__", "send", "throw"), _make_method, iter),
-        ("__aiter__", ("__anext__", "asend", "athrow"), _make_async_method, aiter),
+        ("__iter__", ("__next__", "send", "throw"), _make_resuming_method, iter),
+        ("__aiter__", ("__anext__", "asend", "athrow"), _make_async_resuming_method, aiter),
     ):
         if has(resuming[0]):
             methods[begin] = lambda self: self
             methods |= {name: make(name) for name in resuming if has(name)}
         elif has(begin) or (begin == "__iter__" and has("__getitem__") and not has("__aiter__")):
-            methods[begin] = functools.partialmethod(_iterate, iterate)
+            methods[begin] = functools.partialmethod(_make_iterator_proxy, iterate)
     return type(kind.__name__, (StandIn,), {"__slots__": (), **methods})
 
 
-def _iterate(self: Any, iterate: Callable[[Any], Any]) -> Any:
+def _make_iterator_proxy(self: Any, iterate: Callable[[Any], Any]) -> Any:
     iterator = iterate(self._instrument_source)
     kind: Any = type(iterator)
     return _make_proxy_class(kind)(iterator, self._instrument_site)
@@ -253,7 +255,7 @@ class Loaders(Switch):
     def attach_to(self, module: ModuleType) -> None:
         iterator: Any = getattr(module, "_BaseDataLoaderIter", None)
         if iterator is not None and not self._attached:
-            self._attach()
+            self._mark_attached()
             self._undos.append(replace_attribute(iterator, "__next__", self._wrap_next(iterator.__next__)))
 
     def _wrap_next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from instrument.profile.model import RequestsRule
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import REQUEST, STEP, Recorder
-from instrument.recording.memory_layout import END_NS, START_NS, unpacked_rows
+from instrument.recording.memory_layout import END_NS, START_NS, unpack_rows
 from instrument.recording.spans import Site
 from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
@@ -114,7 +114,7 @@ def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, An
         for _ in function(count):
             pass
 
-    sites = [recorder.scope_site("scope", "user"), Site("method")]
+    sites = [recorder.find_or_make_scope_site("scope", "user"), Site("method")]
     calls: dict[str, tuple[Run, Any, Run, Any]] = {}
     for shape, run, function in (
         ("call", call, do_nothing),
@@ -169,7 +169,7 @@ def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     # The part inside of a span is the length of an empty span; a step has no span of its own.
     lengths: dict[str, list[int]] = {}
     for ring in recorder.rings():
-        for row in unpacked_rows(ring.copied(0)):
+        for row in unpack_rows(ring.copied(0)):
             lengths.setdefault(recorder.site_of(row).name, []).append(row[END_NS] - row[START_NS])
     inside_ns = {name: sorted(times_ns)[(len(times_ns) - 1) // 2] for name, times_ns in lengths.items()}
     costs = {}
@@ -273,5 +273,5 @@ class Costs:
     def cost_of(self, site: Site) -> ProbeCost:
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
-    def sum_ns(self, calls: Mapping[Site, int]) -> float:
+    def sum_cost_ns(self, calls: Mapping[Site, int]) -> float:
         return sum(count * self.cost_of(site).added_ns for site, count in calls.items())

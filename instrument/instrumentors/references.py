@@ -65,7 +65,7 @@ def find_names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -
     return result
 
 
-def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
+def rebind_objects(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
     """Replace the first object of each pair by the second, under all names in modules. Return True if there was a name.
 
     Modules of this package and of the `spared` packages are left out.
@@ -158,7 +158,7 @@ def _describe_name(names: dict[str, Any], part: Any) -> str:
     module = sys.modules.get(names.get("__module__", ""))
     of_module = names if module is None else module_namespace(module)
     file = str(of_module.get("__file__") or of_module.get("__name__"))
-    line = line_of(name, getlines(file, of_module), is_indented=module is not None)
+    line = find_definition_line(name, getlines(file, of_module), is_indented=module is not None)
     return f"{_type_text(part)} in {_format_place(file, line)} ({name})"
 
 
@@ -188,7 +188,7 @@ def _format_place(file: str, line: int) -> str:
     return file.removeprefix(folder) + (f":{line}" if line else "")
 
 
-def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
+def find_definition_line(name: str, lines: list[str], *, is_indented: bool) -> int:
     indent = r"[ \t]+" if is_indented else ""
     begins = re.compile(rf"{indent}(?:async def |def |class |[\w, ]+, )?{re.escape(name)}\b")
     return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)

@@ -20,8 +20,8 @@ from operator import itemgetter
 from typing import Any
 
 from instrument.instrumentors.execution import get_compiling_test
-from instrument.instrumentors.functions import Undo, replace_attribute, replaces, undo_all
-from instrument.instrumentors.targets import matches
+from instrument.instrumentors.functions import Undo, replace_attribute, replaces_attribute, undo_all
+from instrument.instrumentors.targets import matches_pattern
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, list_tensors
 from instrument.profile.model import LayerRule
@@ -82,14 +82,14 @@ class Paths:
         """Return a module's dotted path in its model. The path of the model itself is "", an unknown path is None."""
         if self._has_broken_path(module):
             cls = type(module)
-            if self._vain_walks[cls] < VAIN_WALKS or self.may_walk():
+            if self._vain_walks[cls] < VAIN_WALKS or self.may_search_memory():
                 self.note_modules_in_memory()
                 self._vain_walks[cls] += self._has_broken_path(module)
             elif id(module) not in self._parents:
                 return None
         return self._path_from_root(id(module))
 
-    def may_walk(self) -> bool:
+    def may_search_memory(self) -> bool:
         """Return False for some time after a search of all objects in memory."""
         return time.monotonic_ns() >= self._next_walk_ns
 
@@ -148,9 +148,9 @@ def _unwrap_compiled(module: Any) -> Any:
 def rule_selects_layer(rule: LayerRule, class_name: str, path: str) -> bool:
     if rule.types and class_name not in rule.types:
         return False
-    if rule.match and not any(matches(text, path) for text in rule.match):
+    if rule.match and not any(matches_pattern(text, path) for text in rule.match):
         return False
-    return not any(matches(text, path) for text in rule.exclude)
+    return not any(matches_pattern(text, path) for text in rule.exclude)
 
 
 def class_name_for_rules(cls: type[Any]) -> str:
@@ -177,7 +177,9 @@ class SharedSites:
         self._sites: dict[tuple[Any, ...], Site] = {}
         self.clear = self._sites.clear
 
-    def select(self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
+    def find_or_make_site(
+        self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]
+    ) -> Site:
         """Return the site for a rule and a place, which is a class and a path. `make` is called at the first use.
 
         Layers with `tensors` on different devices have different sites.
@@ -224,12 +226,12 @@ class Regions:
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
         wrapped_call = getattr(sys.modules.get("torch.fx.graph_module"), "_WrappedCall", None)
         for cls in () if scripted is None else (scripted, torch.jit.TopLevelTracedModule):
-            self.replace_call(cls)
+            self.record_calls(cls)
         if wrapped_call is not None:
-            self.replace_call(wrapped_call, place=1)
+            self.record_calls(wrapped_call, place=1)
         self._watch_compile(torch.nn.Module)
         if DYNAMO in sys.modules:
-            self.replace_call(sys.modules[DYNAMO].OptimizedModule)
+            self.record_calls(sys.modules[DYNAMO].OptimizedModule)
 
     def undo(self) -> None:
         undo_all(self._undos)
@@ -243,7 +245,7 @@ class Regions:
 
     # ---------------------------------------------------------------- calls
 
-    def replace_call(self, cls: Any, place: int = 0) -> None:
+    def record_calls(self, cls: Any, place: int = 0) -> None:
         """Record the calls of a class's objects. `place` is the index of the argument that is the region."""
         self._undos.append(replace_attribute(cls, "__call__", self._wrap_call(cls.__call__, itemgetter(place))))
 
@@ -256,7 +258,7 @@ class Regions:
             site = sites[id(module)] if id(module) in sites else decide(module)
             if site is None:
                 return call(*args, **kwargs)
-            with recorder.span_of(site)():
+            with recorder.make_span_factory(site)():
                 return call(*args, **kwargs)
 
         is_compiling, recorder, sites, decide = self._is_compiling, self._recorder, self.sites, self._decide_site
@@ -266,7 +268,7 @@ class Regions:
         """Wrap `Module.compile()`, which stores a compiled call in the instance."""
         compile_ = module_type.compile
 
-        def take(module: Any) -> None:
+        def wrap_compiled_call(module: Any) -> None:
             call = vars(module).get("_compiled_call_impl")
             if call is not None and not hasattr(call, "__instrument_region__"):
                 reference = weakref.ref(module)
@@ -274,15 +276,15 @@ class Regions:
                 module._compiled_call_impl.__instrument_region__ = True
                 self._compiled.append(reference)
 
-        @replaces(module_type, "compile")
-        def undo(self_: Any, *args: Any, **kwargs: Any) -> Any:
+        @replaces_attribute(module_type, "compile")
+        def restore_compile(self_: Any, *args: Any, **kwargs: Any) -> Any:
             out = compile_(self_, *args, **kwargs)
-            FAULTS.attempt("compiled call of a module", lambda: take(self_))
+            FAULTS.attempt("compiled call of a module", lambda: wrap_compiled_call(self_))
             return out
 
-        self._undos.append(undo)
+        self._undos.append(restore_compile)
         for module, _, _ in self._walk_models():
-            take(module)
+            wrap_compiled_call(module)
 
     def _decide_site(self, module: Any) -> Site | None:
         try:
@@ -293,14 +295,14 @@ class Regions:
         key = id(module)
         weakref.finalize(module, self.sites.pop, key, None)
         self.sites[key] = site
-        if site is not None and self._describe(module)[1] == "compiled":
+        if site is not None and self._describe_region(module)[1] == "compiled":
             root = _unwrap_compiled(module)
             self.roots[id(root)] = root
             self._forget(id(root))
         return site
 
     def _find_site(self, module: Any, path: str) -> Site | None:
-        name, kind = self._describe(module)
+        name, kind = self._describe_region(module)
         selection = self._first(name, path)
         if selection is None:
             return None
@@ -308,11 +310,11 @@ class Regions:
         facts: dict[str, Any] = {"instance": path, "device": rule.device, "attributes": (("region", kind),)}
         tensors = list_tensors(module) if rule.device else []
         make = functools.partial(Site, rule.name or name, "layer", **facts)
-        return self._shared.select(selection, (name, kind, path), tensors, make)
+        return self._shared.find_or_make_site(selection, (name, kind, path), tensors, make)
 
     # ---------------------------------------------------------------- kinds of region
 
-    def _describe(self, module: Any) -> tuple[str, str]:
+    def _describe_region(self, module: Any) -> tuple[str, str]:
         if isinstance(module, self._torch.jit.ScriptModule):
             return str(getattr(module, "original_name", type(module).__name__)), "scripted"
         if isinstance(module, self._torch.fx.GraphModule):
@@ -352,11 +354,11 @@ class Regions:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
     def verdicts_on_unseen(self) -> list[Verdict]:
-        if self._paths.may_walk():  # no hook has seen some modules
+        if self._paths.may_search_memory():  # no hook has seen some modules
             self._paths.note_modules_in_memory()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk_models():
-            selection = self._first(self._describe(module)[0], path)
+            selection = self._first(self._describe_region(module)[0], path)
             if selection is not None:
                 why = reason or self._explain_unrecorded(module)
                 counts[selection[0].text, why] += bool(why)

@@ -24,15 +24,15 @@ from instrument.instrumentors.arguments import (
     RESULT,
     CallReader,
     Parameter,
-    add_attributes,
-    add_gauges,
+    add_attribute_reader,
+    add_gauge_readers,
+    convert_to_attribute,
     first_name_of_path,
     is_mapping,
     is_mapping_type,
     parameter_of,
     read_key_or_attribute,
-    read_value,
-    split_steps,
+    split_path_steps,
 )
 from instrument.profile.model import FunctionRule, RequestKeys
 from instrument.recorder.attribute_checks import (
@@ -40,11 +40,11 @@ from instrument.recorder.attribute_checks import (
     CHECKSUM_CHARACTERS,
     NO_WEIGHTS,
     UnreadError,
-    contain_number,
-    key_text,
-    refused_keys,
-    take_items,
-    weights_of,
+    check_weights,
+    contains_number,
+    encode_key,
+    find_refused_key_class,
+    read_first_items,
 )
 from instrument.recording.spans import (
     BATCH_KEYS,
@@ -71,21 +71,21 @@ ReadResult = Callable[[Any], Values]
 _native = native.MODULE
 
 
-def make_reader(function: Callable[..., Any], rule: FunctionRule) -> CallReader:
+def make_call_reader(function: Callable[..., Any], rule: FunctionRule) -> CallReader:
     reader = CallReader(function)
-    add_attributes(reader, rule)
+    add_attribute_reader(reader, rule)
     for name, keys in ((KEY, rule.key), (BATCH_KEYS, rule.batch)):
         if keys:
             _add_keys(reader, name, keys, f"{rule.place or rule.text}: {keys.argument}")
     if rule.facts:
         _add_facts(reader, rule)
-    add_gauges(reader, rule)
+    add_gauge_readers(reader, rule)
     return reader
 
 
 def _add_keys(reader: CallReader, name: str, keys: RequestKeys, place: str) -> None:
     first, weights = first_name_of_path(keys.argument), first_name_of_path(keys.weights)
-    for parameter in reader.find(keys.argument):
+    for parameter in reader.find_path_parameter(keys.argument):
         weighed: Parameter | None = None
         if keys.weights and weights != first:
             of_weights = "" if parameter is RESULT else parameter_of(reader.function, weights)
@@ -94,7 +94,7 @@ def _add_keys(reader: CallReader, name: str, keys: RequestKeys, place: str) -> N
                 keys = replace(keys, weights="")
             else:
                 weighed = of_weights
-        reader.add(parameter, _make_keys_reader(parameter, name, keys, weighed, place))
+        reader.add_value_reader(parameter, _make_keys_reader(parameter, name, keys, weighed, place))
 
 
 def _make_keys_reader(
@@ -119,7 +119,7 @@ def _make_keys_reader(
             FAULTS.note_unreadable_value(place, f"the keys cannot be read: {reason}")
             return {}
 
-    paths = [split_steps(path) for path in (keys.argument, keys.weights)]
+    paths = [split_path_steps(path) for path in (keys.argument, keys.weights)]
     if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
         return read_values
     steps, of_each = zip(*map(_split_at_container, paths), strict=True)
@@ -218,9 +218,9 @@ def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
     names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
     singles: dict[str, list[_FactPath]] = {}
     for fact in rule.facts:
-        steps, keys = split_steps(fact.argument), fact.key or rule.batch
+        steps, keys = split_path_steps(fact.argument), fact.key or rule.batch
         paths = [fact.argument, keys.argument if keys and EACH in steps else fact.argument]
-        parameters = [parameter for path in paths for parameter in reader.find(path)]
+        parameters = [parameter for path in paths for parameter in reader.find_path_parameter(path)]
         if len(parameters) == 2 and (parameters[0] is RESULT) != (parameters[1] is RESULT):
             reader.missing.append(f"{paths[0]} and {paths[1]} are not both of the call, or of its result")
         elif len(parameters) == 2:
@@ -229,9 +229,9 @@ def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
             place = f"{rule.place or rule.text}: fact {fact.name}"
             path = _FactPath(sys.intern(fact.name), place, parameters[0], steps[at:], take)
             if at:
-                readers = _make_values_reader(steps[:at]), _make_values_reader(split_steps(paths[1]))
+                readers = _make_values_reader(steps[:at]), _make_values_reader(split_path_steps(paths[1]))
                 texts = _make_texts_converter(keys.cut if keys else "")
-                reader.add(
+                reader.add_value_reader(
                     path.parameter, _FactsOfSeveral(path, parameters[1], *readers, texts, names).read_facts_and_keys
                 )
             else:
@@ -256,8 +256,8 @@ def convert_to_fact(value: Any) -> AttributeValue:
     """Convert a value to a fact: a number, a bool or a text. A member of an enumeration becomes its name."""
     kind: Any = type(value)
     if kind is int or kind is str or not issubclass(kind, Enum):
-        return read_value(value)
-    return read_value(str(value) if _defines_str(kind) else value.name)
+        return convert_to_attribute(value)
+    return convert_to_attribute(str(value) if _defines_str(kind) else value.name)
 
 
 @lru_cache(maxsize=256)
@@ -266,23 +266,26 @@ def _defines_str(kind: type) -> bool:
 
 
 def _make_key_reader(keys: RequestKeys) -> ReadResult:
-    of_key, text = _make_values_reader(split_steps(keys.argument)), _make_text_converter(keys.cut)
+    of_key, text = _make_values_reader(split_path_steps(keys.argument)), _make_text_converter(keys.cut)
 
-    def read(value: Any) -> Values:
+    def read_key(value: Any) -> Values:
         value = of_key(value)
         key = text(value)
         if not key and value is not None and not (issubclass(type(value), str) and not len(value)):
             raise UnreadError(f"{type(value).__name__}; {ALLOWED_KEYS}")
         return {KEY: key} if key else {}
 
-    return read
+    return read_key
 
 
 def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
-    of_keys, texts = _make_values_reader(split_steps(request_keys.argument)), _make_texts_converter(request_keys.cut)
-    of_weights = _make_values_reader(split_steps(request_keys.weights)) if request_keys.weights else None
+    of_keys, texts = (
+        _make_values_reader(split_path_steps(request_keys.argument)),
+        _make_texts_converter(request_keys.cut),
+    )
+    of_weights = _make_values_reader(split_path_steps(request_keys.weights)) if request_keys.weights else None
 
-    def read(value: Any, *weighed: Any) -> Values:
+    def read_batch(value: Any, *weighed: Any) -> Values:
         batch = of_keys(value)
         if batch is None:
             return {}
@@ -301,37 +304,37 @@ def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., V
             FAULTS.note_unreadable_value(f"{place}: keys", f"allowed: {BATCH_LIMIT}, found more")
             del keys[BATCH_LIMIT:]
         values: dict[str, AttributeValue] = {BATCH_KEYS: (batch := texts(keys))}
-        if refused := refused_keys(keys, batch):
+        if refused := find_refused_key_class(keys, batch):
             FAULTS.note_unreadable_value(place, f"{refused} cannot be a key; {ALLOWED_KEYS}")
         if weights is not None:
             weight_items = _take_items(weights, len(keys))
-            numbers = weights_of(weight_items) if len(weight_items) == len(keys) else None
+            numbers = check_weights(weight_items) if len(weight_items) == len(keys) else None
             if numbers is not None:
                 values[BATCH_WEIGHTS] = numbers
-            elif of_weights is not None or contain_number(weight_items):
+            elif of_weights is not None or contains_number(weight_items):
                 weights_place = f"{place}: {request_keys.weights or 'weights'}"
                 FAULTS.note_unreadable_value(weights_place, f"{len(keys)} keys need as many weights, {NO_WEIGHTS}")
         return values
 
-    return read
+    return read_batch
 
 
 def _take_items(iterable: Any, most: int) -> list[Any]:
     """Return up to `most` items of an iterable. Raises `UnreadError` for generators, files, and arrays on a device."""
     if hasattr(type(iterable), "__next__"):
         raise UnreadError(f"{type(iterable).__name__}, whose items can be taken only once")
-    return take_items(iterable, most)
+    return read_first_items(iterable, most)
 
 
 def _make_values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
     if EACH not in steps:
 
-        def plain(value: Any) -> Any:
+        def follow_steps(value: Any) -> Any:
             for step in steps:
                 value = read_key_or_attribute(value, step)
             return value
 
-        return plain
+        return follow_steps
     at = len(steps) - 1 - steps[::-1].index(EACH)
     before, after = _make_values_reader(steps[:at]), steps[at + 1 :]
     attributes = [(step, attrgetter(step)) for step in after]
@@ -353,7 +356,7 @@ def _make_text_converter(cut: str) -> Callable[[Any], str]:
     becomes ""."""
 
     def make_plain_text(value: Any) -> str:
-        return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
+        return value if type(value) is str and len(value) <= KEY_LIMIT else encode_key(value)
 
     if not cut:
         return make_plain_text
@@ -361,7 +364,7 @@ def _make_text_converter(cut: str) -> Callable[[Any], str]:
 
     def shorten(value: Any) -> str:
         if type(value) is str and KEY_LIMIT < len(value) <= CHECKSUM_CHARACTERS:
-            return key_text(expression.sub("", value))  # the end of a long text decides its shortened form
+            return encode_key(expression.sub("", value))  # the end of a long text decides its shortened form
         return text_cache[make_plain_text(value)]
 
     return shorten

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors import functions, targets
 from instrument.instrumentors.functions import Instrumentor, Probe, undo_all
-from instrument.instrumentors.lineages import Lineage, all_subclasses, is_recorded
+from instrument.instrumentors.lineages import Lineage, all_subclasses, is_method_recorded
 from instrument.instrumentors.references import (
     Kept,
     Name,
@@ -23,19 +23,19 @@ from instrument.instrumentors.references import (
     is_own_object,
     isinstance_of,
     module_namespace,
-    rebind,
+    rebind_objects,
     type_namespace,
 )
-from instrument.instrumentors.request_keys import make_reader
-from instrument.instrumentors.targets import Target, Unreachable, matches
+from instrument.instrumentors.request_keys import make_call_reader
+from instrument.instrumentors.targets import Target, Unreachable, matches_pattern
 from instrument.instrumentors.verdict import RECORDING, Verdict, suggest_nearest
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.metrics import OPERATION, operation_of
+from instrument.recording.metrics import OPERATION, operation_of_route
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.main_module import MAINS, is_main, names_of, script_name
+from instrument.runtime.main_module import MAINS, is_main_module, list_names_of_module, script_name
 from instrument.runtime.unpatched import RLock
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Functions(Instrumentor):
         self._counted = {label for rule in self.rules if rule.counted for label in rule.match}
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
-    def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
+    def change_rules(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
         """Apply other rules to the imported modules. Probes that are the same under the new rules remain."""
         with self._lock:
             self._change_rules(rules, modules)
@@ -79,10 +79,10 @@ class Functions(Instrumentor):
         undo_all(self._undos)
         modules = list(modules)
         for module in modules if rules else ():
-            self._watch_registrations(module)
+            self._watch_handler_registrations(module)
         before_lineages, self._lineages = self._lineages, {}
-        modules = [module for module in modules if any(map(self.may_select_in, names_of(module)))]
-        self._modules = {names_of(module)[-1]: module for module in modules}
+        modules = [module for module in modules if any(map(self.may_select_in, list_names_of_module(module)))]
+        self._modules = {list_names_of_module(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
         for module in modules:
             for index, label in sorted(self._find_selected(module), key=lambda table: table[0]):
@@ -96,7 +96,7 @@ class Functions(Instrumentor):
             if (
                 owner is None
                 or replace(rule, match=second.match, exclude=second.exclude, text=second.text) != second
-                or probe.site.kind != self._kind_of(label, self.rules[owner])
+                or probe.site.kind != self._find_span_kind(label, self.rules[owner])
                 or self._is_in_lineage(probe, before_lineages) != self._is_in_lineage(probe, self._lineages)
             ):
                 obsolete.append(probe)
@@ -123,7 +123,7 @@ class Functions(Instrumentor):
     def probes_by_name(self) -> Mapping[str, Any]:
         return {probe.target.label: probe.site for probe in self._probes}
 
-    def sites_of(self, label: str) -> set[Site]:
+    def find_sites(self, label: str) -> set[Site]:
         verdicts = (targets.get(label) for targets in list(self._found.values()))
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
@@ -131,24 +131,24 @@ class Functions(Instrumentor):
         return module_name in functions.SEAMS or self.may_select_in(module_name)
 
     def may_select_in(self, module_name: str) -> bool:
-        return any(matches(text, module_name) for text in self._module_patterns)
+        return any(matches_pattern(text, module_name) for text in self._module_patterns)
 
     def attach_to(self, module: ModuleType) -> bool:
         with self._lock:
-            self._watch_registrations(module)
-            return any(map(self.may_select_in, names_of(module))) and self._attach_selected(module)
+            self._watch_handler_registrations(module)
+            return any(map(self.may_select_in, list_names_of_module(module))) and self._attach_selected(module)
 
-    def _watch_registrations(self, module: ModuleType) -> None:
-        if names_of(module)[0] in functions.SEAMS:
-            self._undos += functions.intercept_registrations(module, self._probe_registered)
+    def _watch_handler_registrations(self, module: ModuleType) -> None:
+        if list_names_of_module(module)[0] in functions.SEAMS:
+            self._undos += functions.intercept_registrations(module, self._record_registered_handler)
 
     def _attach_selected(self, module: ModuleType) -> bool:
-        self._modules[names_of(module)[-1]] = module
+        self._modules[list_names_of_module(module)[-1]] = module
         attachable = list(self._pick_targets(self._find_selected(module)))
-        shared = [target for _, target in attachable if functions.count_other_refs(target) > 0]
+        shared = [target for _, target in attachable if functions.count_other_references(target) > 0]
         names = find_names_in_modules(target.function for target in shared)
         ref_counts = [
-            (target, functions.count_other_refs(target) - _count_other_names(target, names)) for target in shared
+            (target, functions.count_other_references(target) - _count_other_names(target, names)) for target in shared
         ]
         # A target's own module or class refers to it, too.
         counts = {
@@ -156,7 +156,9 @@ class Functions(Instrumentor):
         }
         tied = [target for target, count in ref_counts if count > 0]
         raws = {id(target.raw) for target in tied}
-        search = Search(Kept(target.function for target in tied), counts, lambda obj: id(obj) in raws or _is_ours(obj))
+        search = Search(
+            Kept(target.function for target in tied), counts, lambda obj: id(obj) in raws or _belongs_to_package(obj)
+        )
         probes: dict[int, tuple[int, Probe]] = {}
         for index, target in attachable:
             holders = search.others.get(id(target.function), ())
@@ -165,7 +167,8 @@ class Functions(Instrumentor):
                 and id(target.function) not in self._early
                 and self._is_selected_by_module_wildcard(index, target)
             ):
-                why = f"{_list_users(holders)}, which may compare it; a rule that names its module without * records it"
+                why = f"{_describe_references(holders)}, which may compare it; "
+                why += "a rule that names its module without * records it"
                 self._note_verdict(index, "unreachable", target.label, why)
             elif (probe := self._attach_target(index, target)) is not None:
                 probes.setdefault(id(target.function), (index, probe))
@@ -174,12 +177,12 @@ class Functions(Instrumentor):
                 module_namespace(owner)[name] = probes[key][1].wrapped
         for owner, name, key in search.in_classes:
             if key in probes:
-                probes[key][1].set_in_class(owner, name)
+                probes[key][1].attach_in_class(owner, name)
         for key in probes.keys() & search.others.keys():
             self._note_references(*probes[key], search.others[key])
         return bool(probes)
 
-    def _probe_registered(self, function: FunctionType) -> Any:
+    def _record_registered_handler(self, function: FunctionType) -> Any:
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
             probe_of_function = next((probe for probe in self._probes if probe.target.function is function), None)
@@ -188,10 +191,10 @@ class Functions(Instrumentor):
             selected = {}
             for index, rule in enumerate(self.rules):
                 for text in rule.match:
-                    for name in _match_name(text, module):
+                    for name in _match_module_name(text, module):
                         target = Target(module, function.__name__, None, function, name, function.__qualname__)
                         qualname = text.partition(":")[2].removesuffix(targets.SUBCLASSES)
-                        if matches(qualname, target.qualname) and not _is_excluded(rule, target):
+                        if matches_pattern(qualname, target.qualname) and not _is_excluded(rule, target):
                             selected[index, target.label] = target
             for index, target in list(self._pick_targets(selected)):
                 self._found[index].pop(target.label, None)  # it was out of reach inside an object up to now
@@ -223,28 +226,28 @@ class Functions(Instrumentor):
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
             probe.undo()
-        rebind((probe.wrapped, probe.target.function) for probe in probes)
+        rebind_objects((probe.wrapped, probe.target.function) for probe in probes)
 
         def restore() -> None:
             off = [probe for probe in probes if not probe.is_set and probe in self._probes]  # else the rules changed
             for probe in off:
-                probe.set()
-            rebind((probe.target.function, probe.wrapped) for probe in off if probe.target.raw is not None)
+                probe.attach()
+            rebind_objects((probe.target.function, probe.wrapped) for probe in off if probe.target.raw is not None)
 
         return restore if probes else None
 
     def _remove_probes(self, probes: Sequence[Probe]) -> None:
         for probe in reversed(probes):
             FAULTS.attempt("way back of a probe", probe.undo)
-            self._recorder.retire(probe.wrapped)
-        rebind((probe.wrapped, probe.target.function) for probe in probes)
+            self._recorder.retire_wrapper(probe.wrapped)
+        rebind_objects((probe.wrapped, probe.target.function) for probe in probes)
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
     def _find_selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
-                for name in _match_name(text, module):
+                for name in _match_module_name(text, module):
                     things = list(targets.find_functions(module, text, name))
                     if text.endswith(targets.SUBCLASSES):
                         things += [thing for base_thing in things for thing in self._find_overrides(index, base_thing)]
@@ -256,15 +259,15 @@ class Functions(Instrumentor):
             return
         key = (id(thing.owner), thing.attribute)
         if key not in self._lineages:
-            lineage = self._lineages[key] = Lineage(thing.owner, thing.attribute, self._attach_subclass)
+            lineage = self._lineages[key] = Lineage(thing.owner, thing.attribute, self._attach_overrides_of_class)
             for target in [probe.target for probe in self._probes]:
                 if lineage.contains_method(target.owner, target.attribute):
                     lineage.add_class(target.owner)
         self._wanting.setdefault(key, set()).add(index)
-        for cls in self._lineages[key].overrides():
+        for cls in self._lineages[key].overriding_classes():
             yield from targets.find_in_override(cls, thing.attribute)
 
-    def _attach_subclass(self, cls: type[Any]) -> None:
+    def _attach_overrides_of_class(self, cls: type[Any]) -> None:
         with self._lock:
             names = type_namespace(cls)
             lineages = [
@@ -318,15 +321,18 @@ class Functions(Instrumentor):
         if early is not None and early.target.label == target.label:
             del self._early[id(target.function)]
             early.target = target
-            early.set()
+            early.attach()
             return early
         rule = self.rules[index]
-        name, kind = target.fill_fields(rule.name) if rule.name else target.name, self._kind_of(target.label, rule)
+        name, kind = (
+            target.fill_fields(rule.name) if rule.name else target.span_name,
+            self._find_span_kind(target.label, rule),
+        )
         options: Any = {"device": rule.device, "phase": rule.phase, "min_ns": rule.min_ns}
-        site = targets.site_of(target.function, name=name, kind=kind, **options)
+        site = targets.make_site(target.function, name=name, kind=kind, **options)
         if rule.gen_ai:
-            site = replace(site, attributes=(*site.attributes, (OPERATION, operation_of(""))))
-        reader = make_reader(target.function, rule)
+            site = replace(site, attributes=(*site.attributes, (OPERATION, operation_of_route(""))))
+        reader = make_call_reader(target.function, rule)
         attributes, results, missing = reader.of_call, reader.of_result, reader.missing
         if self.watch is not None and not (rule.key or rule.batch or rule.facts):
             attributes, results = self.watch.make_examiners(target.function, target.label)
@@ -334,10 +340,10 @@ class Functions(Instrumentor):
             lineages = self._lineages.values()
             lineage = next((line for line in lineages if line.contains_method(target.owner, target.attribute)), None)
             if lineage is not None and target.owner is lineage.base:
-                lineage.watch()
+                lineage.watch_new_subclasses()
             passes = None if lineage is None else lineage.add_class(target.owner)
             probe = Probe(target, site, self._recorder, attributes, passes, results)
-            probe.set()
+            probe.attach()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
             self._note_verdict(index, "unreachable", target.label, why)
@@ -350,7 +356,7 @@ class Functions(Instrumentor):
         self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)
         return probe
 
-    def _kind_of(self, label: str, rule: FunctionRule) -> str:
+    def _find_span_kind(self, label: str, rule: FunctionRule) -> str:
         return "step" if rule.kind == "op" and label in self._counted else rule.kind
 
     def _note_verdict(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
@@ -362,8 +368,9 @@ class Functions(Instrumentor):
 
     def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
         if not self._pickling:
-            self._pickling.append(functions.keep_picklable())
-        why = f"{_list_users(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
+            self._pickling.append(functions.keep_functions_picklable())
+        they = "it" if len(users) == 1 else "them"
+        why = f"{_describe_references(users)}, and calls through {they} are not recorded: "
         why += "use @profiled where it is defined, or a rule for a function that it calls"
         verdict = self._found[index][probe.target.label]
         why = "; ".join(filter(None, [why, verdict.why]))
@@ -372,15 +379,18 @@ class Functions(Instrumentor):
     def verdicts(self) -> list[Verdict]:
         with self._lock:
             for lineage in list(self._lineages.values()):
-                for cls in list(lineage.overrides()):
-                    self._attach_subclass(cls)  # in case its base has not reported it
+                for cls in list(lineage.overriding_classes()):
+                    self._attach_overrides_of_class(cls)  # in case its base has not reported it
             verdicts: list[Verdict] = []
             for index, rule in enumerate(self.rules):
                 rows = [self._add_overrides(index, verdict) for verdict in self._found[index].values()]
                 of_main = [text for text in rule.match if text.partition(":")[0] in MAINS and "*" not in text]
                 missing = [text for text in of_main if rows and text not in self._found[index]]
-                rows += [replace(self._explain_missed(replace(rule, match=(text,))), target=text) for text in missing]
-                verdicts += rows or [self._explain_missed(rule)]
+                rows += [
+                    replace(self._explain_missing_functions(replace(rule, match=(text,))), target=text)
+                    for text in missing
+                ]
+                verdicts += rows or [self._explain_missing_functions(rule)]
             return verdicts
 
     def _add_overrides(self, index: int, verdict: Verdict) -> Verdict:
@@ -392,7 +402,9 @@ class Functions(Instrumentor):
         if not isinstance_of(owner, type) or attribute in ("__init__", "__init_subclass__"):
             return verdict
         overriding = [cls for cls in all_subclasses(owner) if attribute in type_namespace(cls)]
-        labels = sorted(targets.override_label(cls, attribute) for cls in overriding if not is_recorded(cls, attribute))
+        labels = sorted(
+            targets.override_label(cls, attribute) for cls in overriding if not is_method_recorded(cls, attribute)
+        )
         missed = [label for label in labels if not any(_matches_label(text, label) for text in rule.exclude)]
         if not missed:
             return verdict
@@ -401,9 +413,11 @@ class Functions(Instrumentor):
         why += f"{verdict.target}{targets.SUBCLASSES} takes subclasses, too"
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
-    def _explain_missed(self, rule: FunctionRule) -> Verdict:
+    def _explain_missing_functions(self, rule: FunctionRule) -> Verdict:
         names = list(dict.fromkeys(text.partition(":")[0] for text in rule.match))
-        modules = [module for module in self._modules.values() if any(_match_name(text, module) for text in rule.match)]
+        modules = [
+            module for module in self._modules.values() if any(_match_module_name(text, module) for text in rule.match)
+        ]
         if not modules and set(names) <= set(MAINS):
             state, why = "waiting", "__main__ is the program that runs; instrument check P -- script.py runs one"
         elif not modules:
@@ -411,9 +425,10 @@ class Functions(Instrumentor):
             if (script := script_name()) in names:
                 why += f", but run as the program: a rule calls it __main__, not {script}"
         elif main := next(
-            (module for module in modules if is_main(module) and self._has_selected_functions(rule, module)), None
+            (module for module in modules if is_main_module(module) and self._has_selected_functions(rule, module)),
+            None,
         ):
-            state, program = "unreachable", names_of(main)[0]
+            state, program = "unreachable", list_names_of_module(main)[0]
             why = "__main__" if program == "__main__" else f"{program} runs as __main__, and"
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
             why += "@profiled, or put it into a module of its own"
@@ -433,18 +448,18 @@ def _count_other_names(target: Target, names: Sequence[Name]) -> int:
     return sum(module_namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
 
 
-def _is_ours(holder: Any) -> bool:
+def _belongs_to_package(holder: Any) -> bool:
     """Return True for an object of this package, except a detached recording function that is still in use."""
     return is_own_object(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 
-def _list_users(references: Sequence[str]) -> str:
+def _describe_references(references: Sequence[str]) -> str:
     more = f" and {len(references) - 3} more" if len(references) > 3 else ""
     return f"also referenced by {' and '.join(sorted(references)[:3])}{more}"
 
 
-def _match_name(text: str, module: ModuleType) -> tuple[str, ...]:
-    return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
+def _match_module_name(text: str, module: ModuleType) -> tuple[str, ...]:
+    return tuple(name for name in list_names_of_module(module) if matches_pattern(text.partition(":")[0], name))[:1]
 
 
 def _is_excluded(rule: FunctionRule, thing: Target | Unreachable) -> bool:
@@ -453,4 +468,4 @@ def _is_excluded(rule: FunctionRule, thing: Target | Unreachable) -> bool:
 
 def _matches_label(text: str, label: str) -> bool:
     module, _, qualname = label.partition(":")
-    return matches(text.partition(":")[0], module) and matches(text.partition(":")[2], qualname)
+    return matches_pattern(text.partition(":")[0], module) and matches_pattern(text.partition(":")[2], qualname)

@@ -25,7 +25,7 @@ from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
 from instrument.runtime import environment, imports, main_module
 from instrument.runtime.environment import CHECK_FOLDER
-from instrument.runtime.main_module import names_of
+from instrument.runtime.main_module import list_names_of_module
 from instrument.runtime.unpatched import RLock
 
 if TYPE_CHECKING:
@@ -108,11 +108,11 @@ class Selection:
                 return self._families.get(key)
             family = self._load_family(key)
             for _, module in loaded_modules() if self._undo_imports is not None else ():
-                if _is_wanted(family, module) and not imports.is_lazy(module):
+                if _is_wanted(family, module) and not imports.is_unloaded_lazy_module(module):
                     if _is_being_imported(module):
                         self._unfinished.append(module)
                     elif family.attach_to(module):
-                        self.late.append(names_of(module)[0])
+                        self.late.append(list_names_of_module(module)[0])
             return family
 
     def _families_to_load(self, module_name: str) -> list[str]:
@@ -134,18 +134,22 @@ class Selection:
         """
         with self._lock:
             for _, module in loaded_modules():
-                for key in {key for name in names_of(module) for key in self._families_to_load(name)}:
+                for key in {key for name in list_names_of_module(module) for key in self._families_to_load(name)}:
                     self._load_family(key)
-        loaded = [module for _, module in loaded_modules() if any(map(self.may_match, names_of(module)))]
+        loaded = [module for _, module in loaded_modules() if any(map(self.may_match, list_names_of_module(module)))]
         watch = main_module.Watch(self.may_match, self.attach_to)
         expect = watch.await_body if main else lambda: None
-        self._undo_imports = imports.install(
+        self._undo_imports = imports.install_import_hook(
             lambda name: self.may_match(name) or name in ENGINES or name in self._loading_packages,
             *(self.attach_to, expect, lambda name: self.begun(name) if name in ENGINES else None, watch),
         )
         for module in loaded:
-            if (main or not main_module.is_main(module)) and not imports.is_lazy(module) and self.attach_to(module):
-                self.late.append(names_of(module)[0])
+            if (
+                (main or not main_module.is_main_module(module))
+                and not imports.is_unloaded_lazy_module(module)
+                and self.attach_to(module)
+            ):
+                self.late.append(list_names_of_module(module)[0])
         if main:
             self._watch = watch
             watch.begin()
@@ -166,13 +170,13 @@ class Selection:
                 if family is not None and not anew and rules == family.rules:
                     continue
                 if family is not None and key in KEEPING:
-                    family.change(rules, loaded)
+                    family.change_rules(rules, loaded)
                     continue
                 if family is not None:
                     family.undo()
                     self._families = {name: awake for name, awake in self._families.items() if name != key}
                 self._attach_or_defer(key)
-                names = (name for module in loaded for name in names_of(module))
+                names = (name for module in loaded for name in list_names_of_module(module))
                 is_loaded = key in self._families or any(key in self._families_to_load(name) for name in names)
                 if rules and (family is not None or is_loaded):
                     family = self._families.get(key) or self._load_family(key)
@@ -181,9 +185,11 @@ class Selection:
                             family.attach_to(module)
             # Modules whose import began before a rule wanted them: no hook will report its end.
             self._unfinished = [
-                module for module in loaded if _is_being_imported(module) and any(map(self.may_match, names_of(module)))
+                module
+                for module in loaded
+                if _is_being_imported(module) and any(map(self.may_match, list_names_of_module(module)))
             ]
-            self._seen, self._looks_left = {name for module in loaded for name in names_of(module)}, LOOKS
+            self._seen, self._looks_left = {name for module in loaded for name in list_names_of_module(module)}, LOOKS
             after = self._list_probes()
         attached = [name for name, probe in after.items() if before.get(name) != probe]
         late = {name.partition(":")[0] for name in attached if ":" in name}
@@ -201,7 +207,7 @@ class Selection:
             for module in waiting:
                 if _is_being_imported(module):
                     self._unfinished.append(module)
-                elif any(map(self.may_match, names_of(module))):
+                elif any(map(self.may_match, list_names_of_module(module))):
                     self.attach_to(module)
             return bool(self._unfinished or self._looks_left)
 
@@ -267,7 +273,7 @@ class Selection:
 
     def has_requests(self) -> bool:
         family = self._families.get("requests")
-        return family is not None and bool(family.has_begun())
+        return family is not None and bool(family.has_begun_request())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
         family = self._families.get("requests")
@@ -276,7 +282,7 @@ class Selection:
     def note_connections(self, ports: Iterable[int]) -> None:
         self._ports |= frozenset(ports)
 
-    def look_for_connections(self) -> None:
+    def note_current_connections(self) -> None:
         is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
         if is_asked and environment.has_listening_socket():
             connections = environment.connections_of(Path("/proc/self"))
@@ -286,26 +292,26 @@ class Selection:
         functions: Functions | None = self._families.get("functions")
         return None if functions is None else functions.watch
 
-    def sites_of(self, label: str) -> set[Site]:
+    def find_sites(self, label: str) -> set[Site]:
         functions: Functions | None = self._families.get("functions")
         with self._lock:
-            return set() if functions is None else functions.sites_of(label)
+            return set() if functions is None else functions.find_sites(label)
 
     def detach(self, site: Site) -> Undo | None:
         with self._lock:
             for key in ("functions", "layers"):
                 family: Functions | Layers | None = self._families.get(key)
                 if family is not None and (attach := family.detach(site)) is not None:
-                    return partial(self._attach_again, attach)
+                    return partial(self._attach_with_lock, attach)
         return None
 
-    def _attach_again(self, attach: Callable[[], object]) -> None:
+    def _attach_with_lock(self, attach: Callable[[], object]) -> None:
         with self._lock:
             attach()
 
 
 def _is_wanted(family: Instrumentor, module: ModuleType) -> bool:
-    return any(map(family.may_match, names_of(module)))
+    return any(map(family.may_match, list_names_of_module(module)))
 
 
 def _is_being_imported(module: ModuleType) -> bool:

@@ -73,7 +73,7 @@ class StartupWatch(Instrumentor):
 
     def attach_to(self, module: ModuleType) -> bool:
         if module.__name__ == _DYNAMO:
-            self._watch_dynamo(module)
+            self._watch_compilations(module)
             return False
         return self._functions.attach_to(module)
 
@@ -89,7 +89,7 @@ class StartupWatch(Instrumentor):
         # Without a site no verdict becomes `uncalled`: no service has to call all functions that load.
         return [replace(verdict, site=None) for verdict in verdicts]
 
-    def _watch_dynamo(self, module: ModuleType) -> None:
+    def _watch_compilations(self, module: ModuleType) -> None:
         if self._undos:
             return
         owner = getattr(module, _HANDLER, None)
@@ -98,7 +98,7 @@ class StartupWatch(Instrumentor):
             why = "this version of torch does not report when it compiles"
             self._dynamo = Verdict("startup", "unreachable", "torch.compile", why)
             return
-        recorder, span = self._recorder, self._recorder.span_of(COMPILED)
+        recorder, span = self._recorder, self._recorder.make_span_factory(COMPILED)
 
         @contextmanager
         def install_callbacks(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:

@@ -33,7 +33,7 @@ from instrument.instrumentors.references import (
 )
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import NamedTuple, dataclass, field, late_pattern
-from instrument.runtime.main_module import names_of
+from instrument.runtime.main_module import list_names_of_module
 
 Put = Callable[[Any], Any]
 """A function that puts another function into a decorator's object, and returns that object or a new one."""
@@ -77,7 +77,7 @@ class Target:
         return f"{self.module}:{self.qualname}"
 
     @property
-    def name(self) -> str | None:
+    def span_name(self) -> str | None:
         """The name of spans of a function whose own name says nothing, such as `<lambda>`. None for other functions."""
         own_name = getattr(self.function, "__name__", "")
         part = self.qualname.rpartition(".")[2]
@@ -112,11 +112,11 @@ def compile_dotted_pattern(text: str) -> Pattern[str]:
     return compile_pattern(expression + r"\Z")
 
 
-def matches(text: str, name: str) -> bool:
+def matches_pattern(text: str, name: str) -> bool:
     return compile_dotted_pattern(text).match(name) is not None
 
 
-def site_of(
+def make_site(
     function: Any,
     *,
     name: str | None = None,
@@ -151,16 +151,18 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
     name = name or module.__name__
     label = f"{name}:{qualname}"
     if "*" in qualname:
-        for thing in _find_matching(module, module, "", qualname, set(), called=name):
+        for thing in _find_matching_functions(module, module, "", qualname, set(), called=name):
             is_made_in_c = isinstance(thing, Target) and type(thing.function) is BuiltinFunctionType
             if not (is_made_in_c and "*" in match.partition(":")[0]):
                 yield thing
         first = qualname.partition(".")[0]
         holder = module_namespace(module).get(first)
-        inner_class = None if "*" in first else _find_class_inside(holder, module.__name__, first)
+        inner_class = None if "*" in first else _find_decorated_class(holder, module.__name__, first)
         if inner_class is not None:
-            things = _find_matching(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name)
-            yield from _add_notes(things, holder)
+            things = _find_matching_functions(
+                module, inner_class, first + ".", qualname, {id(inner_class)}, called=name
+            )
+            yield from _add_decorator_notes(things, holder)
         return
     owner: Any = module
     holder = None
@@ -171,13 +173,15 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
         owner = _raw_attribute(owner, segment)
         if owner is None:
             return
-        inner_class = _find_class_inside(owner, module.__name__, ".".join(path[: index + 1]))
+        inner_class = _find_decorated_class(owner, module.__name__, ".".join(path[: index + 1]))
         if inner_class is not None and type_attribute(inner_class, [*path, last][index + 1]) is not None:
             owner, holder = inner_class, owner
-    yield from _add_notes(_find_named(module, owner, last, qualname, label), holder)
+    yield from _add_decorator_notes(_find_named_functions(module, owner, last, qualname, label), holder)
 
 
-def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
+def _find_named_functions(
+    module: ModuleType, owner: Any, last: str, qualname: str, label: str
+) -> Iterator[Target | Unreachable]:
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -189,25 +193,27 @@ def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label:
             why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
             yield Unreachable(label, why)
         return
-    inner_class = _find_class_inside(value, module.__name__, qualname)
+    inner_class = _find_decorated_class(value, module.__name__, qualname)
     if inner_class is not None:
-        yield from _add_notes(_find_public_methods(module, inner_class, qualname, label), value)
+        yield from _add_decorator_notes(_find_public_methods(module, inner_class, qualname, label), value)
     elif isinstance_of(value, type):
         yield from _find_public_methods(module, value, qualname, label)
     else:
         is_own = isinstance_of(owner, type) or last in (instance_dict(owner) or ())
-        yield from _find_in_value(module.__name__, owner if is_own else type(owner), last, value, label)
+        yield from _find_functions_in_value(module.__name__, owner if is_own else type(owner), last, value, label)
 
 
 def _find_public_methods(
     module: ModuleType, cls: type[Any], qualname: str, label: str
 ) -> Iterator[Target | Unreachable]:
     home, called = type_attribute(cls, "__module__"), label.partition(":")[0]
-    below = _find_matching(module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called)
+    below = _find_matching_functions(
+        module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called
+    )
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
-def _add_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
+def _add_decorator_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
             yield thing
@@ -225,7 +231,7 @@ def _raw_attribute(owner: Any, attribute: str) -> Any:
     return type_attribute(type(owner), attribute)
 
 
-def _find_matching(
+def _find_matching_functions(
     module: ModuleType, owner: Any, prefix: str, qualname: str, visited: set[int], *, called: str, methods_of: str = ""
 ) -> Iterator[Target | Unreachable]:
     home = methods_of or module.__name__
@@ -235,16 +241,18 @@ def _find_matching(
         if isinstance_of(raw, type):
             if raw.__module__ == home and id(raw) not in visited and not methods_of:
                 visited.add(id(raw))
-                yield from _find_matching(module, raw, name + ".", qualname, visited, called=called)
+                yield from _find_matching_functions(module, raw, name + ".", qualname, visited, called=called)
             continue
-        if not matches(qualname, name) or (methods_of and not is_public(attribute)):
+        if not matches_pattern(qualname, name) or (methods_of and not is_public_method(attribute)):
             continue
         is_special = attribute[:2] == attribute[-2:] == "__" and attribute not in ("__init__", "__call__")
         if is_special and not qualname.rpartition(".")[2].startswith("__"):
             continue
         if isinstance_of(raw, (property, functools.cached_property, partial, functools.partialmethod)):
             continue
-        for thing in _find_in_value(module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False):
+        for thing in _find_functions_in_value(
+            module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False
+        ):
             if isinstance(thing, Target) and getattr(thing.function, "__module__", None) == home:
                 yield thing
 
@@ -257,7 +265,7 @@ def recording_site(function: Any) -> Site | None:
     return site if type(site) is Site else None
 
 
-def is_public(method: str) -> bool:
+def is_public_method(method: str) -> bool:
     return not method.startswith("_") or method == "__call__"
 
 
@@ -269,7 +277,9 @@ def _is_function(thing: Any) -> bool:
 
 def find_in_override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
     home: str = type_attribute(cls, "__module__")
-    yield from _find_in_value(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
+    yield from _find_functions_in_value(
+        home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute)
+    )
 
 
 def override_label(cls: type[Any], attribute: str) -> str:
@@ -277,7 +287,7 @@ def override_label(cls: type[Any], attribute: str) -> str:
     return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
 
 
-def _find_in_value(
+def _find_functions_in_value(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
     module, _, qualname = label.partition(":")
@@ -292,7 +302,7 @@ def _find_in_value(
     if isinstance_of(raw, _MADE_IN_C) or (isinstance(owner, type) and isinstance_of(raw, BuiltinFunctionType)):
         yield Unreachable(label, "it is a method made in C")
         return
-    inside, put = _find_decorated(raw, home, qualname)
+    inside, put = _find_decorated_object(raw, home, qualname)
     if inside is not None:
         note = f"inside a {type(raw).__module__}.{type(raw).__name__}"
         if put is None:
@@ -369,14 +379,16 @@ def _set_accessor(raw: property, index: int, new: Any) -> property:
     return raw
 
 
-def _find_class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
+def _find_decorated_class(raw: Any, module: str, qualname: str) -> type[Any] | None:
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
-    cls: type[Any] | None = _find_decorated(raw, module, qualname, type)[0]
+    cls: type[Any] | None = _find_decorated_object(raw, module, qualname, type)[0]
     return cls
 
 
-def _find_decorated(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
+def _find_decorated_object(
+    raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType
+) -> tuple[Any, Put | None]:
     """Find a function or class inside an object that a framework's decorator made. Also return a function that replaces
     it, None if it cannot be replaced."""
     visited, near = {id(raw)}, Kept([raw])
@@ -431,6 +443,6 @@ def all_labels(modules: Iterable[ModuleType]) -> list[str]:
     things = (
         thing
         for module in modules
-        for thing in _find_matching(module, module, "", "**", set(), called=names_of(module)[-1])
+        for thing in _find_matching_functions(module, module, "", "**", set(), called=list_names_of_module(module)[-1])
     )
     return [thing.label for thing in things if isinstance(thing, Target)]

@@ -25,9 +25,9 @@ from typing import Any
 
 from instrument.errors import error_name
 from instrument.instrumentors.execution import exclude_from_compiler, get_compiling_test, get_evaluator_setter
-from instrument.instrumentors.functions import Switch, replace_attribute, replaces
+from instrument.instrumentors.functions import Switch, replace_attribute, replaces_attribute
 from instrument.instrumentors.lineages import all_subclasses
-from instrument.instrumentors.targets import site_of
+from instrument.instrumentors.targets import make_site
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -84,7 +84,7 @@ class Phases(Switch):
     def attach_to(self, torch: Any) -> None:
         if self._attached:
             return
-        self._attach()
+        self._mark_attached()
         version = getattr(torch, "version", None)
         self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
         self._is_compiling = get_compiling_test(torch)
@@ -159,7 +159,7 @@ class Phases(Switch):
             if recording is None:
                 evaluate = self._evaluate(None)
                 try:
-                    recording = self._make_recording(phase, function, subject)
+                    recording = self._make_recording_function(phase, function, subject)
                 finally:
                     self._evaluate(evaluate)
         except Exception as fault:
@@ -171,12 +171,12 @@ class Phases(Switch):
         finally:
             inside.phase = before
 
-    def _make_recording(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
+    def _make_recording_function(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
         key = phase, id(subject), id(function)
         site = self._find_site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
         is_first = key not in self._recordings
-        recording = self._record_once(function, site, self._recordings, key, works)
+        recording = self._make_shared_recording(function, site, self._recordings, key, works)
         if is_first and subject is not None:
             weakref.finalize(subject, self._recordings.pop, key, None)
         self.hits.setdefault(phase, set()).add(site.instance)
@@ -185,7 +185,7 @@ class Phases(Switch):
     def _find_site(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Site:
         owner, name = ("torch.autograd", "backward") if subject is None else (subject.__module__, subject.__qualname__)
         inner = inspect.unwrap(getattr(subject, "step" if phase == OPTIMIZER else "forward", function))
-        site = site_of(inner, name=phase, phase=phase, device=self._has_device)
+        site = make_site(inner, name=phase, phase=phase, device=self._has_device)
         facts: Any = {"instance": "" if subject is None else subject.__name__, "suspends": False}
         new = dataclasses.replace(site, module=owner, qualname=name, **facts)
         return self._sites.setdefault((phase, owner, name), new)
@@ -194,9 +194,9 @@ class Phases(Switch):
 
     def _watch_optimizers(self, base: Any) -> None:
         """Wrap the `step` of each optimizer class when its first object is made, as torch itself does."""
-        patch, attach = base._patch_step_function, self._attach_step
+        patch, attach = base._patch_step_function, self._wrap_optimizer_step
 
-        @replaces(base, "_patch_step_function")
+        @replaces_attribute(base, "_patch_step_function")
         def undo(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             out = patch(self, *args, **kwargs)
             FAULTS.attempt("step of an optimizer", lambda: attach(type(self)))
@@ -207,7 +207,7 @@ class Phases(Switch):
             if hasattr(vars(cls).get("step"), "hooked"):
                 attach(cls)
 
-    def _attach_step(self, cls: type[Any]) -> None:
+    def _wrap_optimizer_step(self, cls: type[Any]) -> None:
         owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
         step = None if owner is None or not self._attached else vars(owner)["step"]
         if isinstance(step, FunctionType) and not hasattr(step, "__instrument_phase__"):
@@ -293,7 +293,7 @@ class Comm(Switch):
         if group is None or work is None:
             self._why = "this torch.distributed has no process groups"
             return
-        self._attach()
+        self._mark_attached()
         self._is_compiling = get_compiling_test(module.torch)
         wrappers: list[tuple[Any, str, Any]] = [(work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait))]
         for name, operation in OPERATIONS.items():

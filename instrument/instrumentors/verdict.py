@@ -63,7 +63,7 @@ class Verdict:
         calls = calls_of(self.site)
         return replace(self, calls=calls, state="uncalled" if self.state == "attached" and not calls else self.state)
 
-    def facts(self) -> dict[str, Any]:
+    def fields_as_json(self) -> dict[str, Any]:
         """Return all fields except `site` as JSON values, for `Verdict(**facts)`."""
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
@@ -73,7 +73,7 @@ class Verdict:
         return replace(first, calls=sum(counts) if counts else None)
 
 
-def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
+def merge_verdicts(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Merge the verdicts of several processes into one per target, in order of appearance.
 
     A verdict on a whole rule remains only if no process has a target of the rule.
@@ -119,7 +119,7 @@ def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iter
         hint = next(filter(None, hints), "") if verdict.state == "waiting" else ""
         return replace(verdict, why=verdict.why + hint) if hint else verdict
 
-    described = [add_nearest_module(verdict).facts() for verdict in verdicts]
+    described = [add_nearest_module(verdict).fields_as_json() for verdict in verdicts]
     facts = {"pid": os.getpid(), "calls": calls, "verdicts": described}
     path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
     try:

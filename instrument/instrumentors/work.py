@@ -127,7 +127,7 @@ class CallWork:
         self._torch: Any = None
 
     @classmethod
-    def of(cls, recorder: Recorder, function: Any) -> CallWork:
+    def make_for_function(cls, recorder: Recorder, function: Any) -> CallWork:
         if type(function) is not FunctionType:
             return cls(recorder, False)
         in_class = "." in function.__qualname__.rpartition("<locals>.")[2]

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 
-def _load() -> tuple[Any, str]:
+def _load_extension() -> tuple[Any, str]:
     has_lock = getattr(sys, "_is_gil_enabled", None)
     if has_lock is not None and not has_lock():
         return None, "this Python runs free-threaded; start the service with a Python that has the lock"
@@ -23,7 +23,7 @@ def _load() -> tuple[Any, str]:
         return None, str(error)
 
 
-MODULE, reason = _load()
+MODULE, reason = _load_extension()
 """The extension module `_recorder`, None if it is missing, and the reason why it is missing."""
 
 WHY_MISSING = f"the recorder in C is missing: {reason}" if reason else ""

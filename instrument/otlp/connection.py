@@ -99,7 +99,7 @@ class TlsConnection(TcpConnection):
             try:
                 result = step()
             except self._want_read:
-                self._flush(left_s)
+                self._send_pending_bytes(left_s)
                 data = bytearray(_CHUNK)
                 size = super().receive_into(data, left_s)
                 if size:
@@ -108,13 +108,13 @@ class TlsConnection(TcpConnection):
                     self._incoming.write_eof()
             except OSError:
                 with suppress(OSError):
-                    self._flush(left_s)  # the alert: or the other side would wait for more
+                    self._send_pending_bytes(left_s)  # the alert: or the other side would wait for more
                 raise
             else:
-                self._flush(left_s)
+                self._send_pending_bytes(left_s)
                 return result
 
-    def _flush(self, left_s: Callable[[], float]) -> None:
+    def _send_pending_bytes(self, left_s: Callable[[], float]) -> None:
         if self._outgoing.pending:
             super().send(self._outgoing.read(), left_s)
 

@@ -138,7 +138,7 @@ class ExportFacts:
     metered: MeteredFacts
 
 
-def facts_as_json(facts: ExportFacts) -> dict[str, Any]:
+def encode_facts(facts: ExportFacts) -> dict[str, Any]:
     return {
         "seeds": list(facts.ids.seeds),
         "instance": facts.ids.instance,
@@ -166,7 +166,7 @@ def decode_facts(document: Any) -> ExportFacts | None:
         return None
 
 
-def settings_as_json(settings: Otlp) -> dict[str, Any]:
+def encode_collector_settings(settings: Otlp) -> dict[str, Any]:
     """Return the settings of a collector as JSON. Paths are absolute, because the reading process may have another
     folder."""
     document = asdict(settings)

@@ -81,7 +81,7 @@ class ExportLoop:
 
     # ---------------------------------------------------------------- recordings
 
-    def begin(
+    def begin_export(
         self, number: int, fd: int, exporter: Exporter, generation: int = 0, *, sends: bool = True
     ) -> RecordingExport:
         exporter.settled = self.note_sent
@@ -109,7 +109,7 @@ class ExportLoop:
             action()
         except Exception as problem:  # what another process has recorded may be anything
             self.faults += 1
-            self.end(number, problem)
+            self.end_export(number, problem)
 
     def attempt_dataset(self, action: Callable[[], object]) -> None:
         try:
@@ -118,11 +118,11 @@ class ExportLoop:
             self.faults += 1
             logger.warning("export.parquet: %.500s", problem)
         for dataset in self.datasets.values():
-            if lost := dataset.take_lost():
+            if lost := dataset.take_lost_row_count():
                 member = next((export for export in dataset.members if export.reading is not None), None)
                 (self._report_unstored if member is None else member.note_unstored)(lost)
 
-    def end(self, number: int, problem: Exception | None = None) -> None:
+    def end_export(self, number: int, problem: Exception | None = None) -> None:
         export, ended = self.recordings.pop(number, None), EndedExport({}, problem)
         if export is None and problem is None:
             return
@@ -137,7 +137,7 @@ class ExportLoop:
                     for dataset in self.datasets.values():
                         if export in dataset.members:
                             self.attempt_dataset(partial(dataset.finish_recording, export))
-                    ended = ended._replace(fates=export.finish() if export.has_ended else {})
+                    ended = ended._replace(fates=export.finish_export() if export.has_ended else {})
         except Exception as fault:
             ended = ended._replace(problem=problem or fault)
         self._report_end(number, ended)
@@ -148,14 +148,14 @@ class ExportLoop:
 
     def _end_if_settled(self, number: int, export: RecordingExport) -> None:
         if export.is_over and export.settle_remaining():
-            self.end(number)
+            self.end_export(number)
 
     def end_datasets(self, until: float) -> None:
         for place, dataset in list(self.datasets.items()):
             for export in dataset.members:
                 if export.source is not None:
                     self.attempt_dataset(partial(dataset.put_window, export))
-            self.attempt_dataset(partial(dataset.end, until))
+            self.attempt_dataset(partial(dataset.end_dataset, until))
             del self.datasets[place]
 
     def close(self) -> None:
@@ -183,11 +183,11 @@ class ExportLoop:
         """True if the reading of a recording has stopped because the exporter has no space for more spans."""
         return any(export.is_behind for export in list(self.recordings.values()))
 
-    def read_new(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
+    def read_new_rows(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
         """Read the new rows of all recordings. Return True if rows are left after `MOST_LOOKS` attempts."""
         return all(self.read_and_settle(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
 
-    def read_rest(self, until: float) -> None:
+    def read_remaining_rows(self, until: float) -> None:
         while (self.read_and_settle() or self.is_behind) and time.monotonic() < until:
             time.sleep(FULL_RETRY_S if self.is_behind else 0)
         while self.read_and_settle(is_last=True) and time.monotonic() < until:
@@ -195,7 +195,7 @@ class ExportLoop:
 
     def send_now(self, export: RecordingExport) -> bool:
         """Send all spans and metrics that a process has recorded so far. Return False if there was no space for all."""
-        has_more = self.read_new(at_once=True, metered=export)
+        has_more = self.read_new_rows(at_once=True, metered=export)
         export.settle_remaining()
         return not (has_more or export.is_behind or export.reading is None)
 
@@ -204,20 +204,20 @@ class ExportLoop:
 
         Return False if there was no space for earlier spans within `UNREAD_LIMIT_S`.
         """
-        spans, until = export.spans_of(begin_ns, end_ns), time.monotonic() + UNREAD_LIMIT_S
+        spans, until = export.read_spans_between(begin_ns, end_ns), time.monotonic() + UNREAD_LIMIT_S
         export.keep_open(spans)
-        while self.read_new(at_once=True) or self.is_behind:
+        while self.read_new_rows(at_once=True) or self.is_behind:
             if time.monotonic() > until:
                 return False
             time.sleep(FULL_RETRY_S)
-        export.send(export.select_unsent(spans))
+        export.send_spans(export.select_unsent(spans))
         return True
 
-    def metered(self, exports: Sequence[RecordingExport]) -> dict[str, Metered]:
+    def read_current_metrics(self, exports: Sequence[RecordingExport]) -> dict[str, Metered]:
         for export in exports:
             export.is_scraped = True
-            export.before_scrape()
-        self.read_new()
+            export.prepare_scrape()
+        self.read_new_rows()
         metered_of = {
             export.key: export.read_metrics_for_scrape() for export in self.recordings.values() if export in exports
         }
@@ -236,7 +236,7 @@ class ExportLoop:
         has_more: list[int] = []
 
         def read(number: int, export: RecordingExport) -> None:
-            if export.read(is_last=is_last, meters=export is metered or is_last):
+            if export.read_new_rows(is_last=is_last, meters=export is metered or is_last):
                 has_more.append(number)
 
         for number, export in list(self.recordings.items()):
@@ -248,14 +248,14 @@ class ExportLoop:
         if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
             self._settle_requests(now_ns, is_last=is_last, at_once=at_once and not has_more)
         for number, export in list(self.recordings.items()):
-            self.attempt(number, partial(self._finish_look, number, export))
+            self.attempt(number, partial(self._finish_reading, number, export))
         if self.datasets:
             self.attempt_dataset(self._close_datasets)
         self._has_looked()
         return bool(has_more) or (self._settling.has_more and not is_behind)
 
-    def _finish_look(self, number: int, export: RecordingExport) -> None:
-        export.take_metrics()
+    def _finish_reading(self, number: int, export: RecordingExport) -> None:
+        export.take_due_metrics()
         self._write_kept(number, export, at_once=False)
         if self.is_behind and not export.is_behind:  # the next look begins with those for which there was no room
             self.recordings[number] = self.recordings.pop(number)
@@ -263,7 +263,7 @@ class ExportLoop:
     def _write_kept(self, number: int, export: RecordingExport, *, at_once: bool) -> None:
         files = self._files.get(number)
         if files is not None and (at_once or files.is_due):
-            count, is_written = files.write()
+            count, is_written = files.write_spans()
             if not export.sends:
                 export.note_written(count, is_written=is_written)
 
@@ -285,7 +285,7 @@ class ExportLoop:
         )
         for place, settled in settled_by_place.items():
             number, export, _ = readings[place]
-            self.attempt(number, partial(export.take_settled, settled, self._settling.settled_ns))
+            self.attempt(number, partial(export.take_settled_rows, settled, self._settling.settled_ns))
         for number, export, _ in readings:
             self.attempt(number, partial(export.write_progress, self._settling.settled_ns))
 

@@ -16,13 +16,13 @@ from instrument.otlp.senders import THREAD_NAME, Response, Sender, import_once, 
 from instrument.otlp.service_sdk import (
     detect_attributes,
     drop_parent_id,
+    merge_resource_attributes,
     provider_attributes,
-    resource_attributes,
     suppress_instrumentation,
 )
 from instrument.otlp.span_queue import FATES, SENDING, QueuedRequest, RequestQueue, Source
 from instrument.recording.spans import Origin
-from instrument.runtime.environment import environment_attributes
+from instrument.runtime.environment import parse_resource_attributes
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.threads import Pace, Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
@@ -150,8 +150,8 @@ class Exporter:
         return self._metrics_source is source
 
     def resource(self) -> dict[str, object]:
-        detected = environment_attributes() if self._detected is None else self._detected
-        return resource_attributes(self.own.origin, self.own.ids.instance, detected, provider_attributes())
+        detected = parse_resource_attributes() if self._detected is None else self._detected
+        return merge_resource_attributes(self.own.origin, self.own.ids.instance, detected, provider_attributes())
 
     def start(self) -> None:
         """Start the export thread unless it runs. The thread also sends spans that were offered before.
@@ -159,7 +159,7 @@ class Exporter:
         The first start imports modules on the calling thread, in about 0.1 s. A child forked during an import on the
         export thread could never import that module.
         """
-        self.prepare()
+        self.import_sending_modules()
         for name in _PACKING:
             import_module(name)
         with self._queue.lock:
@@ -174,7 +174,7 @@ class Exporter:
             self._thread = None
             raise
 
-    def prepare(self) -> None:
+    def import_sending_modules(self) -> None:
         for name in self._sender.modules:
             import_once(name)
         if self._detected is None:
@@ -192,20 +192,20 @@ class Exporter:
     def send(self, bodies: Iterable[Body]) -> Delivery:
         """Send packed requests on the calling thread, in place of `start` and `submit`. Stops at the first request that
         fails."""
-        self.prepare()
+        self.import_sending_modules()
         with self._queue.lock:
             sender = self._open_sender()
             self._is_patient = False
         before = self.counts()
         try:
             for body in bodies:
-                self._queue.offer(body, self.own)
+                self._queue.offer_request(body, self.own)
                 self._send_queue(sender)
                 counts = self.counts()
                 if any(counts[fate] > before[fate] for fate in ("rejected", "failed", "dropped")):
                     break
         except BaseException as fault:
-            self._queue.give_up(f"{type(fault).__name__}: {fault}")
+            self._queue.give_up_requests(f"{type(fault).__name__}: {fault}")
             raise
         finally:
             sender.close()
@@ -217,7 +217,7 @@ class Exporter:
         pace = Pace() if self._is_in_service else None
         bodies = []
         try:
-            for body in source.requests(trace, rows, self.request_bytes, **facts):
+            for body in source.pack_requests(trace, rows, self.request_bytes, **facts):
                 bodies.append(body)
                 if pace is not None and self._stop_at_ns == _NEVER_NS:
                     pace.pause_if_due()
@@ -234,7 +234,7 @@ class Exporter:
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> None:
         """Queue packed OTLP requests of a source, by default of this process."""
         for body in bodies:
-            self._queue.offer(body, source or self.own)
+            self._queue.offer_request(body, source or self.own)
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
             self.send_soon()
 
@@ -268,7 +268,7 @@ class Exporter:
         return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
     def _have_waiting_metrics(self) -> bool:
-        return any(metered.metrics is not None and metered.metrics.has_waiting() for metered in self._metered)
+        return any(metered.metrics is not None and metered.metrics.has_waiting_metrics() for metered in self._metered)
 
     def _is_deferred_beyond(self, time_ns: int) -> bool:
         metrics_ns = 0 if self._queue.pending else self._metrics_deferred_until_ns
@@ -286,10 +286,10 @@ class Exporter:
         sender, thread = self._sender, self._thread
         with self._queue.lock:
             self._queue.is_closed, self._thread = True, None
-            self._queue.give_up(sender.obstacle or "stopped before the collector had answered")
+            self._queue.give_up_requests(sender.obstacle or "stopped before the collector had answered")
         for metered in self._metered:
             if metered.metrics is not None:
-                metered.metrics.drop_waiting()
+                metered.metrics.drop_waiting_metrics()
         self._wake.put(None)
         if thread is not None:
             sender.abort()
@@ -326,7 +326,7 @@ class Exporter:
                 settled = False
                 with self._queue.lock:
                     if self._is_current(sender):
-                        self._queue.give_up(f"{type(fault).__name__}: {fault}")
+                        self._queue.give_up_requests(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
             try:
                 self._send_metrics(sender, at_once=reply is not None)
@@ -340,7 +340,7 @@ class Exporter:
     def _send_queue(self, sender: Sender) -> None:
         while True:
             with self._queue.lock:
-                request = self._queue.take_next() if self._is_current(sender) else None
+                request = self._queue.take_next_request() if self._is_current(sender) else None
             if request is None:
                 return
             self._deliver_request(sender, request)
@@ -351,13 +351,13 @@ class Exporter:
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
             deferred_ns = max(self._deferred_until_ns, self._metrics_deferred_until_ns)
-            if metrics is None or not (metrics.is_due(now_ns) or (at_once and metrics.has_waiting())):
+            if metrics is None or not (metrics.is_due(now_ns) or (at_once and metrics.has_waiting_metrics())):
                 continue
             if now_ns < deferred_ns:
                 return
             self._metrics_source = source
             try:
-                is_taken = self._send_metrics_of(sender, source, metrics)
+                is_taken = self._send_process_metrics(sender, source, metrics)
                 self.settled(source)
             finally:
                 self._metrics_source = None
@@ -366,7 +366,7 @@ class Exporter:
                 with self._queue.lock:  # the source may have been removed meanwhile
                     self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
-    def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
+    def _send_process_metrics(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
         """Send a process's metrics. Return False if the collector does not accept them. Other metrics must then wait.
 
         A pause that the collector asks for delays later metrics, not spans.
@@ -375,17 +375,17 @@ class Exporter:
         timeout_ns = self._settings.timeout_ns
         patience_ns = timeout_ns if self._stop_at_ns != _NEVER_NS else min(timeout_ns, PATIENCE_NS)
         try:
-            for request in metrics.requests(source.origin) if source in self._metered else ():
+            for request in metrics.make_requests(source.origin) if source in self._metered else ():
                 left_s = partial(self._remaining_s, sender, time.monotonic_ns() + patience_ns)
                 verdict = sender.send_metrics(source.resource(), request.series, left_s, self._pause)
                 self._are_metrics_late = verdict.is_late
                 if verdict.wait_s:
                     self._metrics_deferred_until_ns = _end_of_pause_ns(verdict)
-                metrics.settle(request, verdict)
+                metrics.settle_request(request, verdict)
                 if not (verdict.taken and self._is_current(sender)):
                     return bool(metrics.off)
         except Exception as fault:
-            metrics.drop_waiting()
+            metrics.drop_waiting_metrics()
             FAULTS.note("OTLP export of metrics", fault)
         return True
 

@@ -70,7 +70,7 @@ def require_client() -> None:
         ) from missing
 
 
-def registry_of(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegistry:
+def make_registry(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegistry:
     """Return a registry for the writers of `prometheus_client`. Each output calls `make` for its metrics."""
     from prometheus_client import CollectorRegistry
 
@@ -89,14 +89,14 @@ def format_metrics(metrics: Iterable[MetricAndOrigin], *, openmetrics: bool = Fa
     from prometheus_client.openmetrics import exposition as of_openmetrics
 
     encode = of_openmetrics.generate_latest if openmetrics else generate_latest
-    return encode(registry_of(lambda: metrics)).decode()
+    return encode(make_registry(lambda: metrics)).decode()
 
 
 def metrics_of_process(metered: Metered, why_alone: str) -> Iterator[MetricAndOrigin]:
     yield from _make_totals([((), metered)])
     yield from _make_gauges([((), metered)])
     description = f"Processes that these metrics are of: this one alone, {why_alone}."
-    yield replace(PROCESSES.metric({(): 1}), description=description), metered.origin
+    yield replace(PROCESSES.make_metric({(): 1}), description=description), metered.origin
 
 
 def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[MetricAndOrigin]:
@@ -114,7 +114,7 @@ def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metri
     yield from _make_gauges([((), _merge_samples(living))] if living else [], of_processes=False)
     counts = Counter(process.origin.service for process in living)
     series: dict[Labels, float] = {key: counts[name] for name, key in labels.items()}
-    yield PROCESSES.metric(series or {(): 0}), Origin(0, "", 0, 0)
+    yield PROCESSES.make_metric(series or {(): 0}), Origin(0, "", 0, 0)
 
 
 def _merge_samples(living: Sequence[Metered]) -> Metered:
@@ -159,7 +159,7 @@ def _make_gauges(
         yield metric, parts[0][1].origin
 
 
-def texts_by_name(labels: Labels) -> dict[str, str]:
+def make_label_texts(labels: Labels) -> dict[str, str]:
     return {_make_label(key): str(value).lower() if isinstance(value, bool) else str(value) for key, value in labels}
 
 
@@ -167,7 +167,7 @@ def _make_label(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9]+", "_", name)
 
 
-def make_name(name: str, unit: str) -> str:
+def make_metric_name(name: str, unit: str) -> str:
     """Return the name of a metric in Prometheus's format, without the suffix of a counter."""
     unit_name = UNITS.get(unit) or _UNITS_OF_RATES.get(unit, "")
     plain = _make_label(name)
@@ -178,12 +178,12 @@ def _make_family(metric: Metric, origin: Origin) -> Family:
     from prometheus_client.metrics_core import Metric as Family
     from prometheus_client.samples import Exemplar as BucketExemplar
 
-    name = make_name(metric.name, metric.unit)
+    name = make_metric_name(metric.name, metric.unit)
     family = Family(name, metric.description, GAUGE if metric.kind == UPDOWN else metric.kind)
     # Prometheus takes a label that a series has not for an empty one.
     blanks = {_make_label(key): "" for labels in metric.series for key, _ in labels}
     for labels, value in metric.series.items():
-        texts = {**blanks, **texts_by_name(labels)}
+        texts = {**blanks, **make_label_texts(labels)}
         if not isinstance(value, Distribution):
             family.add_sample(f"{name}_total" if metric.kind == COUNTER else name, texts, value)
             continue
@@ -192,7 +192,7 @@ def _make_family(metric: Metric, origin: Origin) -> Family:
             longest = None
             if exemplar is not None:
                 at_s = origin.realtime_of(exemplar.at_ns) / 1e9
-                longest = BucketExemplar(ids_of(exemplar), exemplar.value_ns / 1e9, at_s)
+                longest = BucketExemplar(make_exemplar_labels(exemplar), exemplar.value_ns / 1e9, at_s)
             edge = "+Inf" if bound == math.inf else str(bound)
             family.add_sample(f"{name}_bucket", {**texts, "le": edge}, count, exemplar=longest)
         family.add_sample(f"{name}_count", texts, count)
@@ -200,7 +200,7 @@ def _make_family(metric: Metric, origin: Origin) -> Family:
     return family
 
 
-def ids_of(exemplar: Exemplar) -> dict[str, str]:
+def make_exemplar_labels(exemplar: Exemplar) -> dict[str, str]:
     return {"trace_id": f"{exemplar.trace_id:032x}", "span_id": f"{exemplar.span_id:016x}"}
 
 
@@ -251,7 +251,7 @@ def pack_families(metrics: Iterable[MetricAndOrigin]) -> bytes:
 
 
 def _pack_family(metric: Metric, origin: Origin) -> bytes:
-    name = make_name(metric.name, metric.unit) + ("_total" if metric.kind == COUNTER else "")
+    name = make_metric_name(metric.name, metric.unit) + ("_total" if metric.kind == COUNTER else "")
     kind = {COUNTER: b"\x18\x00", HISTOGRAM: b"\x18\x04"}.get(metric.kind, b"\x18\x01")
     points = []
     for labels, value in metric.series.items():
@@ -259,7 +259,7 @@ def _pack_family(metric: Metric, origin: Origin) -> bytes:
             packed = pack_field(b"\x3a", _pack_histogram(metric, labels, value, origin))
         else:
             packed = pack_field(b"\x1a" if metric.kind == COUNTER else b"\x12", _pack_double(0x09, value))
-        points.append(pack_field(b"\x22", _pack_labels(texts_by_name(labels)) + packed))
+        points.append(pack_field(b"\x22", _pack_labels(make_label_texts(labels)) + packed))
     return pack_text(b"\x0a", name) + pack_text(b"\x12", metric.description) + kind + b"".join(points)
 
 
@@ -276,7 +276,7 @@ def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Or
             seconds, nanos = divmod(max(origin.realtime_of(exemplar.at_ns), 0), 10**9)
             value = _pack_double(0x11, exemplar.value_ns / 1e9)
             time = pack_field(b"\x1a", b"\x08" + encode_varint(seconds) + b"\x10" + encode_varint(nanos))
-            packed += pack_field(b"\x1a", _pack_labels(ids_of(exemplar)) + value + time)
+            packed += pack_field(b"\x1a", _pack_labels(make_exemplar_labels(exemplar)) + value + time)
         buckets.append(pack_field(b"\x1a", packed))
     total = b"\x08" + encode_varint(count) + _pack_double(0x11, of.sum_ns / 1e9)
     return total + b"".join(buckets) + _pack_native(make_exponential(of, has_extremes=False))

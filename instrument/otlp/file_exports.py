@@ -91,7 +91,7 @@ class DatasetExport:
         digest = blake2b(repr((key, settings.path)).encode(errors="surrogatepass"), digest_size=8).hexdigest()
         root = Path(tempfile.gettempdir()) / f"instrument-{os.geteuid()}-dataset"  # this user's
         root.mkdir(mode=0o700, exist_ok=True)
-        agent_socket.refuse_shared(root)
+        agent_socket.refuse_shared_folder(root)
         self._spool = root / digest
         self.counts: Counter[str] = Counter()
         self._uploads = None if self._folder.is_local else _Uploads(self._folder, self._spool, disk_bytes, self.counts)
@@ -122,14 +122,14 @@ class DatasetExport:
             self._whole_windows = {key: (int(end_ns), Counter(losses)) for key, (end_ns, losses) in windows.items()}
             for part in journal["parts"]:
                 self._local.remove(str(part))
-            self._count_lost(lost, "its exporter was killed before it had closed the files")
+            self._count_lost_rows(lost, "its exporter was killed before it had closed the files")
         (self._spool / JOURNAL).unlink(missing_ok=True)
         if self._uploads is not None:
             for path in sorted(self._spool.rglob("*.parquet")):
                 with suppress(OSError, ValueError):
                     self._uploads.add(path)
 
-    def _count_lost(self, rows: int, why: object) -> None:
+    def _count_lost_rows(self, rows: int, why: object) -> None:
         self.counts["unstored"] += rows
         if rows and str(why) != self._problem:
             self._problem = str(why)
@@ -137,12 +137,12 @@ class DatasetExport:
 
     def put_settled(self, members: Sequence[RecordingExport], decisions: Decisions, now_ns: int) -> None:
         processes = [_describe_process(member) for member in members]
-        intervals_of = [member.intervals_of for member in members]
+        intervals_of = [member.find_device_intervals for member in members]
         try:
             rows = SettledRows(decisions, processes, intervals_of, self._remembered, now_ns)
             self.buffer_rows(rows.make_tables(np.array([member in self.members for member in members], np.bool_)))
         except Exception as fault:  # what another process has recorded may be anything
-            self._count_lost(1, f"{type(fault).__name__}: {fault}")
+            self._count_lost_rows(1, f"{type(fault).__name__}: {fault}")
 
     def put_window(self, member: RecordingExport) -> None:
         since = self._windows.get(member) or self._whole_windows.get(member.key)
@@ -189,16 +189,16 @@ class DatasetExport:
         self._settle_unwritten(is_written=False)
         if self._writer is not None:
             self._writer.discard()
-        self._count_lost(self._rows, problem)
+        self._count_lost_rows(self._rows, problem)
         self._writer, self._rows, self._waiting = None, 0, {}
 
     def _write_journal(self) -> None:
-        self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.rows)
-        parts = [] if self._writer is None else self._writer.parts
+        self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.waiting_rows)
+        parts = [] if self._writer is None else self._writer.part_names
         with suppress(OSError), file_writing.open_replacement(self._spool / JOURNAL) as file:
             file.write(json.dumps({"rows": self._rows, "parts": parts, "windows": self._whole_windows}).encode())
 
-    def take_lost(self) -> int:
+    def take_lost_row_count(self) -> int:
         before, self._reported = self._reported, self.counts["unstored"]
         return self._reported - before
 
@@ -227,7 +227,7 @@ class DatasetExport:
                     self._uploads.add(Path(name))
         self._write_journal()
 
-    def end(self, until: float) -> None:
+    def end_dataset(self, until: float) -> None:
         """Close all files, and upload them until the monotonic time `until`."""
         self.close_files()
         if self._uploads is not None:
@@ -261,7 +261,7 @@ class _Uploads:
         self._thread.start()
 
     @property
-    def rows(self) -> int:
+    def waiting_rows(self) -> int:
         with self._changed:
             return sum(file.rows for file in self._files)
 
@@ -292,7 +292,7 @@ class _Uploads:
                     return
                 file = self._files[0]
             try:
-                self._upload(file)
+                self._upload_file(file)
             except (OSError, InstrumentError) as problem:
                 if str(problem) != self._problem:
                     self._problem = str(problem)
@@ -311,7 +311,7 @@ class _Uploads:
                 self._changed.notify_all()
             file.path.unlink(missing_ok=True)
 
-    def _upload(self, file: _SpooledFile) -> None:
+    def _upload_file(self, file: _SpooledFile) -> None:
         directory, _, base = file.name.rpartition("/")
         part = f"{directory}/.{base}.part"
         with file.path.open("rb") as source, self._folder.create(part) as sink:
@@ -369,7 +369,7 @@ class KeptFiles:
     def is_due(self) -> bool:
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
-    def write(self) -> tuple[int, bool]:
+    def write_spans(self) -> tuple[int, bool]:
         """Write the kept spans. Return their number, and False if they are lost. The first failure is logged."""
         spans, self._spans = self._spans, []
         if not spans or self._source is None:
@@ -379,7 +379,7 @@ class KeptFiles:
         service = re.sub(r"[^\w.-]+", "_", origin.service)[:96].lstrip(".") or "service"
         while (path := self._path(service, origin.pid)).exists():  # another exporter has written it
             self._number += 1
-        self._make_room(self._last_bytes)
+        self._remove_oldest_files(self._last_bytes)
         try:
             start_ns, end_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
             losses = {REMOVED: self._removed} if self._removed else {}
@@ -393,13 +393,13 @@ class KeptFiles:
                 logger.warning("capture.to: %s: %s", lost, problem)
             return count, False
         self._removed_before[path], self._removed = self._removed, 0
-        self._make_room(0, path)
+        self._remove_oldest_files(0, path)
         return count, True
 
     def _path(self, service: str, pid: int) -> Path:
         return self._folder / f"{service}-{self._run}-{pid}-{self._number}-kept.npz"
 
-    def _make_room(self, wanted_bytes: int, newest: Path | None = None) -> None:
+    def _remove_oldest_files(self, wanted_bytes: int, newest: Path | None = None) -> None:
         files = []
         for path in self._folder.glob("*-kept.npz"):
             with suppress(OSError):
@@ -407,5 +407,5 @@ class KeptFiles:
                 files.append((facts.st_mtime_ns, facts.st_size, path))
         over_bytes = sum(size for _, size, _ in files) + wanted_bytes - self._disk_bytes
         oldest = ((path, size) for _, size, path in sorted(files) if path != newest)
-        removed = file_writing.remove_until_freed(oldest, over_bytes)
+        removed = file_writing.remove_files_until_freed(oldest, over_bytes)
         self._removed += sum(1 + self._removed_before.pop(path, 0) for path in removed)

@@ -106,7 +106,7 @@ class Metrics:
         self._reason = ""
         self._request_samples = REQUEST_SAMPLES
 
-    def state(self) -> dict[str, Any]:
+    def save_state(self) -> dict[str, Any]:
         """Return, as values for JSON, the losses and the values that the collector has, for `restore_state`."""
         with self._lock:
             state = _State(
@@ -148,7 +148,7 @@ class Metrics:
         else:
             self._snapshot = snapshot
 
-    def has_waiting(self) -> bool:
+    def has_waiting_metrics(self) -> bool:
         return bool(self._waiting) or self._snapshot is not self._delivered
 
     def is_due(self, now_ns: int) -> bool:
@@ -157,7 +157,7 @@ class Metrics:
     def make_due(self) -> None:
         self._oldest_ns = 0
 
-    def drop_waiting(self) -> None:
+    def drop_waiting_metrics(self) -> None:
         with self._lock:
             self._lost["samples of gauges dropped"] += len(self._waiting)
             self._waiting.clear()
@@ -168,7 +168,7 @@ class Metrics:
 
     # ---------------------------------------------------------------- requests
 
-    def requests(self, origin: Origin) -> Iterator[MetricsRequest]:
+    def make_requests(self, origin: Origin) -> Iterator[MetricsRequest]:
         """Yield OTLP requests with the waiting snapshot, then with the waiting samples. The caller settles each
         request, and stops after a failure."""
         snapshot = self._tried = self._snapshot
@@ -234,7 +234,7 @@ class Metrics:
         # Not before its start, where the wall clock was set back.
         return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
-    def settle(self, request: MetricsRequest, verdict: Response) -> None:
+    def settle_request(self, request: MetricsRequest, verdict: Response) -> None:
         lost = min(verdict.rejected, request.count) if verdict.taken else request.count
         with self._lock:
             if not request.values:
@@ -249,7 +249,7 @@ class Metrics:
             if verdict.refused:
                 self.off, self._has_metrics = f"the collector takes none ({self._reason})", True
         if verdict.refused:
-            self.drop_waiting()
+            self.drop_waiting_metrics()
 
     def losses(self) -> dict[str, int]:
         return {f"{reason} by the OTLP export": lost for reason, lost in self._lost.items() if lost}

@@ -25,7 +25,7 @@ from instrument.otlp.packing import (
     HAS_IS_REMOTE,
     IS_REMOTE,
     LINK_NAMES,
-    find_cause,
+    find_cause_link,
     find_status,
     make_device_attributes,
     make_own_attributes,
@@ -130,7 +130,7 @@ class SpanPacker:
             more = np.where(self._with_more[place] == rows, place + 1, 0)
         pieces = np.empty((count, 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _make_pieces_by_row(self._pack_site, site, is_server, thread)
+        pieces[:, 2], size = _make_pieces_by_row(self._pack_shared_piece, site, is_server, thread)
         size += len(form.end)
         rare = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
         if len(rare):
@@ -150,7 +150,7 @@ class SpanPacker:
             size[rare] -= len(form.end)
             hides = np.array([bool(part[2]) for part in parts], dtype=np.bool_)
             for at, hidden in zip(rare[hides[group]].tolist(), group[hides[group]].tolist(), strict=True):
-                facts = self._pack_site(int(site[at]), int(is_server[at]), int(thread[at]), parts[hidden][2])
+                facts = self._pack_shared_piece(int(site[at]), int(is_server[at]), int(thread[at]), parts[hidden][2])
                 size[at] += len(facts) - len(pieces[at, 2])
                 pieces[at, 2] = facts
         self._add_tracestates(pieces, size, ids.remote)
@@ -160,12 +160,12 @@ class SpanPacker:
         stated = np.flatnonzero(self._ids.have_states[remote])
         if len(stated):
             states, lengths = _make_pieces_by_row(
-                lambda number: self._form.state(self._ids.state_of(number)), remote[stated]
+                lambda number: self._form.encode_tracestate(self._ids.find_tracestate(number)), remote[stated]
             )
             pieces[stated, 3] = states + pieces[stated, 3]
             size[stated] += lengths
 
-    def _pack_site(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
+    def _pack_shared_piece(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
         key = (site, is_server, thread)
         packed = None if hidden else self._facts.get(key)
         if packed is None:
@@ -175,7 +175,7 @@ class SpanPacker:
             attributes["thread.id"] = native_id
             if (thread_name := self._threads.get(native_id)) is not None:
                 attributes["thread.name"] = thread_name
-            packed = self._form.facts(place.name, bool(is_server), attributes)
+            packed = self._form.encode_shared_facts(place.name, bool(is_server), attributes)
             if not hidden:
                 self._facts[key] = packed
         return packed
@@ -188,7 +188,11 @@ class SpanPacker:
         failed = None if error == NONE else trace.errors[error]
         attributes = make_own_attributes(site, values, failed, bool(trace.clipped[row]))
         links = list(self._links.get(row, ())) if has_more else []
-        cause = find_cause(values, lambda *ids: self._ids.links([ids], row)[0]) if LINK_NAMES & values.keys() else None
+        cause = (
+            find_cause_link(values, lambda *ids: self._ids.make_links([ids], row)[0])
+            if LINK_NAMES & values.keys()
+            else None
+        )
         if cause is not None:
             links.insert(0, cause)
         interruptions = self._interruptions.get(row, ()) if has_more else ()
@@ -196,7 +200,7 @@ class SpanPacker:
         placed = [(at_ns + self._offset_ns, name, facts) for at_ns, name, facts in events]
         members = RareMembers(find_status(failed, values), links, placed, dropped)
         hidden = frozenset(attributes) & make_site_attributes(site).keys() if values else frozenset()
-        return self._form.attributes(attributes), self._form.members(members), frozenset(hidden)
+        return self._form.attributes(attributes), self._form.encode_rare_members(members), frozenset(hidden)
 
     def _pack_intervals(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
@@ -209,19 +213,19 @@ class SpanPacker:
             return None
         at = np.arange(len(of)) + (firsts - np.cumsum(counts) + counts)[of]
 
-        def facts_of(site: int, of_set: int, device: int, stream: int, label: int) -> bytes:
+        def pack_interval_piece(site: int, of_set: int, device: int, stream: int, label: int) -> bytes:
             if self._part is not None:
                 device, stream = self._part.devices.get(device, device), self._part.streams.get(stream, stream)
             place = trace.sites[site]
             facts = make_device_attributes(
                 place, sets[of_set - 1] if of_set else {}, device, stream, work.labels[label]
             )
-            return form.facts(f"{place.name} (device)", False, facts)
+            return form.encode_shared_facts(f"{place.name} (device)", False, facts)
 
         pieces = np.empty((len(of), 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
         pieces[:, 2], size = _make_pieces_by_row(
-            facts_of, trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at]
+            pack_interval_piece, trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at]
         )
         new_ids = self._ids.make_device_ids(len(of), int(rows[0]))
         flags = ids.flags[of] & ~np.uint32(IS_REMOTE)
@@ -247,14 +251,14 @@ class SpanPacker:
         }
         widths: dict[str, Int64s] = {
             "parent": (ids.parent != 0).astype(np.int64),
-            **{name: form.widths(name, columns[name]) for name in ("flags", "start", "end")},
+            **{name: form.measure_values(name, columns[name]) for name in ("flags", "start", "end")},
         }
         for name, (values, is_there) in numbers.items():
-            columns[name], width = values, form.widths(name, values)
+            columns[name], width = values, form.measure_values(name, values)
             widths[name] = width if is_there is None else width * is_there
         kind, firsts = number_combinations(*widths.values())
         layouts = [{name: int(width[first]) for name, width in widths.items()} for first in firsts.tolist()]
-        heads = [form.head({**layout, "length": 0}) for layout in layouts]
+        heads = [form.list_head_parts({**layout, "length": 0}) for layout in layouts]
         bare = np.array([sum(part if isinstance(part, int) else len(part) for _, part in head) for head in heads])
         columns["length"] = bare[kind] + size - form.around
         length_widths = form.length_widths(columns["length"])
@@ -271,7 +275,7 @@ class SpanPacker:
 def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
     """Return the heads of spans with the same layout. A head has bytes that all spans share, and the fields of its
     span."""
-    parts = form.head(layout)
+    parts = form.list_head_parts(layout)
     widths = [part if isinstance(part, int) else len(part) for _, part in parts]
     shared = b"".join(bytes(part) for _, part in parts)
     places = [(*part, end - width) for part, width, end in zip(parts, widths, accumulate(widths), strict=True)]
@@ -287,7 +291,7 @@ def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDA
     table = np.empty(len(columns["own"]), types)
     table.view(np.uint8).reshape(-1, len(shared))[:] = np.frombuffer(shared, dtype=np.uint8)
     for name, width, _ in fields:
-        table[name] = form.values(name, columns[name], width)
+        table[name] = form.encode_values(name, columns[name], width)
     return table.view(f"V{len(shared)}").astype(object)
 
 
@@ -347,8 +351,8 @@ class SpanIds:
         span, parent, root = trace.span_id[rows], trace.parent_id[rows], trace.root_id[rows]
         is_root = span == root
         is_top = is_root | (parent == 0)
-        span_ids, above = self._mix_numbers(span, rows, 0), self._mix_numbers(parent, rows, 0)
-        high, low = self._mix_numbers(root, rows, 1), self._mix_numbers(root, rows, 2)
+        span_ids, above = self._convert_numbers_to_ids(span, rows, 0), self._convert_numbers_to_ids(parent, rows, 0)
+        high, low = self._convert_numbers_to_ids(root, rows, 1), self._convert_numbers_to_ids(root, rows, 2)
         above[is_top] = 0
         flags = np.full(len(rows), HAS_IS_REMOTE | OWN_TRACE_FLAGS, dtype=np.uint32)
         remote = np.full(len(rows), NONE, dtype=np.int64)
@@ -363,15 +367,15 @@ class SpanIds:
             flags[with_remote[tops & (parents != 0) & ~self._local[place]]] |= IS_REMOTE
         return RowIds(high, low, span_ids, above, flags, is_root, remote)
 
-    def state_of(self, remote: int) -> str:
+    def find_tracestate(self, remote: int) -> str:
         return "" if remote == NONE else self._remotes[remote].state
 
-    def links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
+    def make_links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
         """Return links to spans. Each pair in `spans` has the number of a span and the number of its root."""
         span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         rows = np.full(len(spans), row)
         requests = ((span_ids, 0), (root_ids, 1), (root_ids, 2))
-        own_ids, high, low = (self._mix_numbers(numbers, rows, part).tolist() for numbers, part in requests)
+        own_ids, high, low = (self._convert_numbers_to_ids(numbers, rows, part).tolist() for numbers, part in requests)
         linked = [
             LinkedSpan(upper << 64 | lower, span_id) for span_id, upper, lower in zip(own_ids, high, low, strict=True)
         ]
@@ -382,7 +386,7 @@ class SpanIds:
                 linked[at] = LinkedSpan(remote.trace_id, own_ids[at], remote.state)
         return linked
 
-    def links_by_row(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
+    def make_links_by_row(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
         """Return links by row: from a batch to the requests that it serves, from a nested request to the outer span."""
         trace, served = self._trace, joined.served
         pairs = {row: [began] for row, began in find_outer_spans(trace, joined).items()}
@@ -391,7 +395,7 @@ class SpanIds:
         request_pairs = zip(trace.span_id[rows].tolist(), trace.root_id[rows].tolist(), strict=True)
         for batch, pair in dict.fromkeys(zip(served.batch[known_requests].tolist(), request_pairs, strict=True)):
             pairs.setdefault(batch, []).append(pair)
-        links = iter(self.links([*chain.from_iterable(pairs.values())], 0))
+        links = iter(self.make_links([*chain.from_iterable(pairs.values())], 0))
         return {row: list(islice(links, len(request_pairs))) for row, request_pairs in pairs.items()}
 
     def make_device_ids(self, count: int, row: int) -> UInt64s:
@@ -399,7 +403,7 @@ class SpanIds:
         first = self._ids[number].take_device_numbers(count)
         return mix_span_ids(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
 
-    def _mix_numbers(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
+    def _convert_numbers_to_ids(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
         process, trace = self._process, self._trace
         if process is None or self._order is None:
             return mix_span_ids(self._seeds[0, part], numbers.astype(np.uint64))

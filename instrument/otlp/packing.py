@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from instrument.recording.distributions import Distribution, Exemplar, bucket_middle
 from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, Site, Span
-from instrument.recording.trace_context import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, LinkedSpan, remote_of
+from instrument.recording.trace_context import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, LinkedSpan, parse_remote
 from instrument.runtime.cheap_start import dataclass, field
 
 SCOPE = "instrument"
@@ -57,14 +57,14 @@ _FILLED = frozenset(
 )
 
 
-def find_cause(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
+def find_cause_link(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
     """Return the link in a span's attributes. It leads to the ended span that started the task or thread, or to the
     caller's span."""
     state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
     if isinstance(remote, str):
-        parent = remote_of(f"00-{remote}-00".encode("ascii", "replace"))
+        parent = parse_remote(f"00-{remote}-00".encode("ascii", "replace"))
         return None if parent is None else LinkedSpan(parent.trace_id, parent.span_id, state)
     link = attributes.get(LINK)
     if not isinstance(link, tuple | list) or len(link) != 2 or set(map(type, link)) != {int}:

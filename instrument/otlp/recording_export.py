@@ -36,7 +36,7 @@ from instrument.recording.spans import Span
 from instrument.recording.trace_context import is_sampled
 from instrument.runtime.unpatched import RLock
 from instrument.trace.columns import DeviceIntervals, Int64s
-from instrument.trace.of_recording import read_origin, read_saved
+from instrument.trace.of_recording import read_origin, read_spans_and_tally
 from instrument.trace.request_trees import Interruptions
 from instrument.trace.sent_rows import Settled
 from instrument.trace.trace import columns_of_spans, spans_of
@@ -100,7 +100,7 @@ class RecordingExport:
                     self._reading.metering.end()
             finally:
                 with self._lock:
-                    self.note_settled()
+                    self.write_counts()
                     self.is_ours = False
 
     def after_fork_in_child(self) -> None:
@@ -110,7 +110,7 @@ class RecordingExport:
 
     # ---------------------------------------------------------------- reading
 
-    def read(self, *, is_last: bool = False, meters: bool = False) -> bool:
+    def read_new_rows(self, *, is_last: bool = False, meters: bool = False) -> bool:
         ended = self.has_ended
         if ended and not self.ended_ns:
             self.ended_ns = time.monotonic_ns()
@@ -124,16 +124,16 @@ class RecordingExport:
             reading.reader.rows.opened = {}
         return has_more
 
-    def take_metrics(self) -> None:
+    def take_due_metrics(self) -> None:
         if self._reading is not None and self.is_ours:
             self._reading.metering.after_read(is_complete=not (self._has_more or self.is_behind))
 
     def _read_rows(self) -> bool:
         if not self.is_ours:
-            self.is_ours = self._place.take()
+            self.is_ours = self._place.acquire()
             if not self.is_ours:
                 return False  # the process does so itself, or another agent
-            self._progress = self._place.read()
+            self._progress = self._place.read_progress()
         if self._is_superseded():
             self.has_ended = True
             return False
@@ -148,12 +148,12 @@ class RecordingExport:
         reading.source.update_origin()
         reading.derived.update_origin()
         reading.reader.note_interval_count()
-        ended = reading.reader.read()
+        ended = reading.reader.read_new_rows()
         if self._is_superseded():
             self.is_spoilt = True
             self.has_ended = True
             return False  # what was read last may be another session's
-        reading.metering.count(ended)
+        reading.metering.count_ended_requests(ended)
         self.write_progress()
         return reading.reader.has_more
 
@@ -162,7 +162,7 @@ class RecordingExport:
         """The current reading, None before the first read, or while another exporter has the recording."""
         return self._reading if self.is_ours else None
 
-    def take_settled(self, settled: Settled, settled_ns: int) -> None:
+    def take_settled_rows(self, settled: Settled, settled_ns: int) -> None:
         reading = self._reading
         if reading is None:
             return
@@ -175,7 +175,7 @@ class RecordingExport:
             rows, hits = reading.interruptions.attach(trace)
             is_first = trace.are_of_kind("request") & (trace.span_id == trace.root_id)
             for request in spans_of(trace, rows[is_first[rows]]):
-                reading.metering.note_exemplar(request)
+                reading.metering.add_request_exemplar(request)
         with self._lock:
             intervals = 0 if trace is None else len(trace.device)
             self._count_kept(len(rows), intervals)
@@ -189,19 +189,19 @@ class RecordingExport:
         if settled.derived and self.sends:
             stages = columns_of_spans(settled.derived)
             self._exporter.submit_rows(reading.derived, stages, np.arange(len(stages)))
-        self.note_settled()
+        self.write_counts()
 
     def note_written(self, count: int, *, is_written: bool) -> None:
         if (reading := self._reading) is not None:
             reading.source.counts["exported" if is_written else "unwritten"] += count
-            self.note_settled()
+            self.write_counts()
 
     def note_unstored(self, rows: int) -> None:
         if rows and self._reading is not None:
             self._progress.fates["unstored"] += rows
-            self.note_settled()
+            self.write_counts()
 
-    def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
+    def find_device_intervals(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
         reading = self._reading
         return (
             DeviceIntervals.make_empty() if reading is None else reading.reader.intervals_of(span_id, asking, start_ns)
@@ -213,7 +213,7 @@ class RecordingExport:
 
     def _is_superseded(self) -> bool:
         """Return True if a later session of the process has begun and has overwritten the rows."""
-        return self.mapped.generation_now() != self._generation
+        return self.mapped.read_generation() != self._generation
 
     def _read_facts(self) -> ExportFacts | None:
         header = self.mapped.header if self.mapped.published_ns != self._published_ns else None
@@ -227,13 +227,13 @@ class RecordingExport:
         return facts
 
     def _begin_reading(self, facts: ExportFacts) -> _Reading:
-        self.mapped.tree()
+        self.mapped.read_tree()
         progress = self._progress
         if progress.generation != self._generation:
-            progress = Progress(self._generation, before=progress.unreported())
+            progress = Progress(self._generation, before=progress.unreported_counts())
         elif progress.is_reported:
             self._reported_fates, progress.is_reported = Counter(progress.fates), False
-        unsettled, unanswered = progress.unsettled, progress.unanswered
+        unsettled, unanswered = progress.unsettled_spans, progress.unanswered_spans
         reading = _Reading(self.mapped, progress, facts, self._exporter, self._place, self.sends)
         with self._lock:
             self._progress, self._reading = progress, reading
@@ -262,13 +262,13 @@ class RecordingExport:
             fates.update(untimed=reading.reader.untimed, abandoned=reading.earlier["abandoned"] + max(left_over, 0))
             counts = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
             fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.undecided_count, 0)
-            self.note_settled()
+            self.write_counts()
 
     def _count_kept(self, spans: int, intervals: int) -> None:
         self._progress.fates["intervals"] += intervals
         self._progress.fates["kept"] += spans + intervals
 
-    def note_settled(self) -> None:
+    def write_counts(self) -> None:
         """Write the counts of spans into the recording: spans that are being sent, and ended spans by fate."""
         with self._lock:
             reading = self._reading
@@ -279,11 +279,11 @@ class RecordingExport:
             lost = sum(derived[fate] for fate in ENDS if fate != "exported")
             self._progress.fates[DERIVED_LOST] = reading.earlier[DERIVED_LOST] + lost
             self._progress.fates.update(deriving=derived["pending"], queueing=reading.metering.unsaved)
-            self._place.write(self._progress)
+            self._place.write_progress(self._progress)
 
     def note_sent(self) -> None:
         """Write into the recording which spans and metrics were sent or lost."""
-        self.note_settled()
+        self.write_counts()
         with self._lock:
             if self.is_ours and self._reading is not None:
                 self._reading.metering.note_sent()
@@ -302,15 +302,15 @@ class RecordingExport:
             return list(spans)
         rows = reading.reader.rows
         sample = rows.sampler.capture.sample
-        unsent_spans = [span for span in spans if not _is_sent(span, rows, sample)]
+        unsent_spans = [span for span in spans if not _is_or_will_be_sent(span, rows, sample)]
         rows.drop_requests({span.root_id for span in unsent_spans if span.root_id & REQUEST_BIT})
         return unsent_spans
 
-    def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
-        spans = read_saved(self.mapped, begin_ns).trace.spans
+    def read_spans_between(self, begin_ns: int, end_ns: int) -> list[Span]:
+        spans = read_spans_and_tally(self.mapped, begin_ns).trace.spans
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
-    def send(self, spans: Sequence[Span]) -> None:
+    def send_spans(self, spans: Sequence[Span]) -> None:
         """Send the spans that tail sampling has dropped from a window."""
         reading = self._reading
         if reading is None or not spans:
@@ -319,7 +319,7 @@ class RecordingExport:
             self._count_kept(len(spans), sum(len(span.device) for span in spans))
             self.write_progress()
         self._exporter.submit_rows(reading.source, columns_of_spans(spans), np.arange(len(spans)))
-        self.note_settled()
+        self.write_counts()
 
     @property
     def fates(self) -> Mapping[str, int]:
@@ -330,7 +330,7 @@ class RecordingExport:
     def key(self) -> str:
         return f"{read_origin(self.mapped.header).pid}-{self._generation}"
 
-    def before_scrape(self) -> None:
+    def prepare_scrape(self) -> None:
         if self._reading is not None and self.is_ours:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
@@ -350,16 +350,16 @@ class RecordingExport:
         if reading is None:
             return True
         if self.is_over and not reading.reader.rows.lingers:
-            reading.metering.take_last()
+            reading.metering.take_last_metrics()
         if reading.source.counts["pending"] or reading.derived.counts["pending"]:
             self._exporter.send_soon()
             return False
         if not self._is_superseded():
-            return reading.metering.is_settled and not reading.reader.rows.lingers
+            return reading.metering.has_settled_metrics and not reading.reader.rows.lingers
         self._superseded_at = self._superseded_at or time.monotonic()
-        return reading.metering.is_settled or time.monotonic() - self._superseded_at > LAST_METRICS_S
+        return reading.metering.has_settled_metrics or time.monotonic() - self._superseded_at > LAST_METRICS_S
 
-    def finish(self) -> Mapping[str, int]:
+    def finish_export(self) -> Mapping[str, int]:
         """End the export. Return the unreported counts of spans by fate; requests that never ended are abandoned.
 
         The session must have ended, and no span may be waiting.
@@ -370,24 +370,24 @@ class RecordingExport:
                 self.write_progress()
                 reading.earlier["abandoned"] += reading.reader.rows.undecided_count
                 progress.fates["abandoned"] += reading.reader.rows.undecided_count
-                self.note_settled()
+                self.write_counts()
                 count_undecided_as_lost(progress.fates)
-            fates = Counter(progress.unreported())
+            fates = Counter(progress.unreported_counts())
             fates.subtract(self._reported_fates)
             if reading is not None:
                 fates[METRICS_LOST] += reading.metering.drop_at_end()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
-                fates["unread"] += self._place.count_unread()  # nobody counts it once this is reported
+                fates["unread"] += self._place.count_unread_rows()  # nobody counts it once this is reported
             progress.is_reported, progress.before = True, Progress().before
             if self.is_ours:
-                self._place.write(progress)
+                self._place.write_progress(progress)
         if self.sends or self.keep_spans is not None:
             return dict(fates)
         # Without a collector or files nothing was to go anywhere. A dataset writes rows after the end.
         return {fate: fates[fate] for fate in ("missed", "unread", "unstored") if self.has_dataset and fates[fate]}
 
 
-def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
+def _is_or_will_be_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
     if not span.root_id & REQUEST_BIT:
         return (
             is_sampled(rows.ids.trace_id(span.root_id), sample)

@@ -25,7 +25,7 @@ from instrument.recording.export_checkpoint import (
     MeterState,
     losses_by_name,
 )
-from instrument.recording.mapped import Mapped, read_own_metrics
+from instrument.recording.mapped import Mapped, read_service_metrics
 from instrument.recording.memory_layout import Row, is_request_root
 from instrument.recording.metrics import (
     EXPORTED_SPANS,
@@ -34,7 +34,7 @@ from instrument.recording.metrics import (
     PROCESSED_SPANS,
     RECORDING_MEMORY,
     STARTED_SPANS,
-    metrics_of,
+    make_metrics,
 )
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
@@ -123,8 +123,8 @@ class Metering:
     def _count_earlier_rows(self, places: Mapping[int, int]) -> None:
         if not self._facts.metered.asks:
             return
-        for rows in self._reader.reread(places):
-            self._meter.count([row for row in rows if is_request_root(row)])
+        for rows in self._reader.reread_rows(places):
+            self._meter.count_requests([row for row in rows if is_request_root(row)])
             if self._meter.watches:
                 self._meter.count_items_and_batches(rows, self._facts.metered.streams)
 
@@ -139,37 +139,37 @@ class Metering:
 
     # ---------------------------------------------------------------- counting
 
-    def count(self, ended: Sequence[Row]) -> None:
-        self._meter.count(ended)
+    def count_ended_requests(self, ended: Sequence[Row]) -> None:
+        self._meter.count_requests(ended)
 
     def count_served(self, request: ServedRequest) -> None:
         self.unsaved += 1
-        self._meter.count_served(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
+        self._meter.count_queue_and_batches(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
 
-    def note_exemplar(self, request: Span) -> None:
+    def add_request_exemplar(self, request: Span) -> None:
         self._meter.add_exemplar(request, *self._facts.ids.ids_of_root(request))
 
     def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
         """Store which requests have ended. The recording is read afterwards, so that the read finds all of them."""
         if meters:
             self._asked_ns, self._due_ns = time.monotonic_ns(), 0
-        if (self._is_due or scrapes) and self._facts.metered.asks and self._ended is None:
+        if (self._is_snapshot_due or scrapes) and self._facts.metered.asks and self._ended is None:
             self._ended = time.monotonic_ns(), self._meter.count_ended()
 
     def after_read(self, *, is_complete: bool) -> None:
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
-            self._settle_ended()
-        if self._is_due:
+            self._count_lost_requests()
+        if self._is_snapshot_due:
             self._take_snapshot(until_ns if is_complete else 0)
 
-    def _settle_ended(self) -> None:
-        if self._ended is not None and self._mapped.generation_now() == self._generation:
+    def _count_lost_requests(self) -> None:
+        if self._ended is not None and self._mapped.read_generation() == self._generation:
             self._meter.count_lost_requests(self._ended[1])
         self._ended = None
 
     @property
-    def _is_due(self) -> bool:
+    def _is_snapshot_due(self) -> bool:
         return time.monotonic_ns() >= self._due_ns
 
     def _take_snapshot(self, until_ns: int) -> None:
@@ -205,8 +205,8 @@ class Metering:
         if (newest := decode_facts(self._mapped.header.facts.get("export"))) is not None:
             self.change_facts(newest)
         facts = self._facts.metered
-        numbers = tuple(metrics_of(read_own_metrics(self._mapped)[1]))
-        has_rows = sum(self._mapped.read_heads().values()) or self._mapped.ended_rows
+        numbers = tuple(make_metrics(read_service_metrics(self._mapped)[1]))
+        has_rows = sum(self._mapped.count_written_rows().values()) or self._mapped.ended_rows
         has_recorded = has_rows or (not self._meter.has_ended and self._reader.open_rows())
         if not (facts.asks and has_recorded):  # many processes only start others
             return Snapshot(facts.start_ns, time.monotonic_ns(), numbers) if numbers else None
@@ -218,12 +218,12 @@ class Metering:
             queued=facts.queued,
         )
         used_bytes = 0 if self._meter.has_ended else self._mapped.header.memory_bytes
-        memory = RECORDING_MEMORY.metric({(): used_bytes})
+        memory = RECORDING_MEMORY.make_metric({(): used_bytes})
         return replace(snapshot, metrics=(*snapshot.metrics, memory, *self._make_sdk_metrics(), *numbers))
 
     def _make_sdk_metrics(self) -> list[Metric]:
         fates, live = self._fates, 0 if self._meter.has_ended else len(self._mapped.open_spans())
-        started = sum(self._mapped.read_heads().values()) + self._mapped.ended_rows + live
+        started = sum(self._mapped.count_written_rows().values()) + self._mapped.ended_rows + live
         processed, exported = (
             self._meter.highest_values(
                 metric.name, {error: sum(map(fates.__getitem__, lost)) for error, lost in of.items()}
@@ -233,11 +233,11 @@ class Metering:
         exporter = self._exporter.component_type if self._sends else "instrument.file_span_exporter"
         waiting = max(fates["kept"] - sum(fates[fate] for fate in ENDS), 0)
         return [
-            LIVE_SPANS.metric({(): live}),
-            STARTED_SPANS.metric({(): started}),
-            PROCESSED_SPANS.metric(_label_errors("instrument.tail_sampler", processed)),
-            INFLIGHT_SPANS.metric(_label_errors(exporter, {"": waiting})),
-            EXPORTED_SPANS.metric(_label_errors(exporter, exported)),
+            LIVE_SPANS.make_metric({(): live}),
+            STARTED_SPANS.make_metric({(): started}),
+            PROCESSED_SPANS.make_metric(_label_errors("instrument.tail_sampler", processed)),
+            INFLIGHT_SPANS.make_metric(_label_errors(exporter, {"": waiting})),
+            EXPORTED_SPANS.make_metric(_label_errors(exporter, exported)),
         ]
 
     def read_totals_for_scrape(self) -> Metered | None:
@@ -249,30 +249,30 @@ class Metering:
 
     # ---------------------------------------------------------------- the end
 
-    def take_last(self) -> None:
+    def take_last_metrics(self) -> None:
         if not self._has_last:
             self._has_last = self._meter.has_ended = True
             until_ns = time.monotonic_ns()
             if self._facts.metered.asks:
                 self._ended = until_ns, self._meter.count_ended()
-                self._settle_ended()
+                self._count_lost_requests()
             self._take_snapshot(until_ns)
 
     @property
-    def is_settled(self) -> bool:
+    def has_settled_metrics(self) -> bool:
         """True if the last metrics were sent, or were tried and dropped."""
-        if not self.metrics.has_waiting():
+        if not self.metrics.has_waiting_metrics():
             return True
         self._exporter.send_soon()
         # In this order: who sends them says so before it takes them.
         if not (self.metrics.is_due(time.monotonic_ns()) or self._exporter.is_sending_metrics(self._source)):
-            self.metrics.drop_waiting()
+            self.metrics.drop_waiting_metrics()
             self._write_state()
             return True
         return False
 
     def drop_at_end(self) -> int:
-        self.metrics.drop_waiting()
+        self.metrics.drop_waiting_metrics()
         return 0 if self.metrics.off else sum(self.metrics.losses().values())
 
     def note_sent(self) -> None:
@@ -287,9 +287,9 @@ class Metering:
         with self._lock:
             if self._state is None:
                 return
-            if not self.metrics.has_waiting():
+            if not self.metrics.has_waiting_metrics():
                 self._settled_ns = max(self._settled_ns, self._taken_ns)
-            state = replace(self._state, settled_ns=self._settled_ns, delivered=self.metrics.state())
+            state = replace(self._state, settled_ns=self._settled_ns, delivered=self.metrics.save_state())
             is_written = self._place.write_meter(state)
         if not is_written and not self._is_said:
             self._is_said = True

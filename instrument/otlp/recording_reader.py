@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from instrument.otlp.export_facts import ExportFacts
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import Mapped
-from instrument.recording.mapped_facts import Records, RingRows, detail_of, facts_in
-from instrument.recording.memory_layout import REQUEST_BIT, SPAN_ID, Row, unpacked_rows
+from instrument.recording.mapped_facts import Records, RingRows, parse_detail, parse_facts
+from instrument.recording.memory_layout import REQUEST_BIT, SPAN_ID, Row, unpack_rows
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Columns, DeviceIntervals, Int64s, device_intervals
-from instrument.trace.of_recording import find_first_request, read_origin
+from instrument.trace.of_recording import find_first_request_ns, read_origin
 from instrument.trace.unsettled import Details, TailSampler, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
@@ -54,11 +54,11 @@ class RecordingReader:
         self.has_more = False
         self.ahead = 0
         """The number of rows read since the last round of settling."""
-        sampler = TailSampler(facts.capture, lambda: self.totals(merged=True))
+        sampler = TailSampler(facts.capture, lambda: self.read_totals(merged=True))
         self.rows = UnsettledRows(facts.ids, self._find_site, sampler, facts.spans_per_request)
         self.rows.caller = read_origin(mapped.header).remote
         if self.rows.caller is not None:
-            self.rows.served_from_ns = find_first_request(mapped)
+            self.rows.served_from_ns = find_first_request_ns(mapped)
         self._details_at = 0
         self._marks: set[int] = set()
         self._watched: list[Row] | None = None
@@ -84,19 +84,21 @@ class RecordingReader:
         return self._find_site(row[0])
 
     def _find_site(self, node: int) -> Site:
-        return self._mapped.known_tree.site(node)
+        return self._mapped.last_tree.site(node)
 
-    def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
+    def read_totals(
+        self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None
+    ) -> Tally:
         """Return the current totals of the sites that `is_counted` selects in a call tree, by default of requests."""
         tally = self._mapped.tally(is_counted or (lambda tree: tree.map_sites(is_request)))
         return tally.merge_threads() if merged else tally
 
-    def reread(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
+    def reread_rows(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
         if all(places.get(ring, 0) >= place for ring, place in self.places.items()):
             return
-        details, _ = self._mapped.details_since(0)
+        details, _ = self._mapped.read_details_since(0)
         marks = {span_id for span_id, (_, text) in details.items() if any(name in text for name in _WATCHED)}
-        for rings in self._read_pieces(places):
+        for rings in self._read_rows_in_pieces(places):
             for ring in rings:
                 rows = ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]
                 is_read = _are_request_roots(rows) | np.isin(rows["span_id"], np.fromiter(marks, np.uint64, len(marks)))
@@ -104,14 +106,14 @@ class RecordingReader:
 
     # ---------------------------------------------------------------- reading
 
-    def read(self) -> list[Row]:
+    def read_new_rows(self) -> list[Row]:
         if self.ahead > AHEAD_ROWS:
             self.has_more = True
             return []
         now_ns, ended_rows = time.monotonic_ns(), self._mapped.ended_rows
         opened = {span.span_id: span for span in self._mapped.open_spans()}
         rings = self._mapped.rows(self.places, ROWS_AT_ONCE)
-        details, self._details_at = self._mapped.details_since(self._details_at)
+        details, self._details_at = self._mapped.read_details_since(self._details_at)
         self._marks.update(
             span_id for span_id, (_, text) in details.items() if any(name in text for name in _WATCHED)
         )  # fmt: skip
@@ -146,23 +148,23 @@ class RecordingReader:
         They belong to open requests, to requests that ended after `settled_ns`, or to spans that may serve such
         requests.
         """
-        self._mapped.tree()
+        self._mapped.read_tree()
         opened = {span.span_id: span for span in self._mapped.open_spans()}
         roots = [np.array([row for row in opened if row & REQUEST_BIT], np.uint64)]
-        for rings in self._read_pieces({}):
+        for rings in self._read_rows_in_pieces({}):
             for ring in rings:
                 unsettled_roots = ring.rows[_are_request_roots(ring.rows) & (ring.rows["end_ns"] > settled_ns)]
                 roots.append(unsettled_roots["span_id"])
         undecided = np.concatenate(roots)
-        details, _ = self._mapped.details_since(0)
-        for rings in self._read_pieces({}):
+        details, _ = self._mapped.read_details_since(0)
+        for rings in self._read_rows_in_pieces({}):
             old = [
                 ring._replace(rows=ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]) for ring in rings
             ]
             self.rows.adopt_rows(old, opened, details, undecided, settled_ns)
 
-    def _read_pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
-        until = self._mapped.read_heads()
+    def _read_rows_in_pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
+        until = self._mapped.count_written_rows()
         while any(places.get(ring, 0) < head for ring, head in until.items()):
             rings = self._mapped.rows(places, ROWS_AT_ONCE)
             yield rings
@@ -201,9 +203,9 @@ class RecordingReader:
 
 def _unpack_rows(rows: Records, details: Details) -> list[Row]:
     unpacked = []
-    for row in unpacked_rows(rows.tobytes()):
+    for row in unpack_rows(rows.tobytes()):
         if (detail := details.get(row[SPAN_ID])) is not None:
-            active_ns, error, attributes = detail_of(detail[0], facts_in(detail[1]))
+            active_ns, error, attributes = parse_detail(detail[0], parse_facts(detail[1]))
             row = (*row[:8], active_ns, error, attributes or None)
         unpacked.append(row)
     return unpacked

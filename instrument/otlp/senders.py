@@ -87,7 +87,7 @@ class Sender(ABC):
     """The addresses to which spans and metrics are sent."""
 
     def send(self, request: bytes, spans: int, left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
-        return self._send(self._places[0], request, spans, left_s, pause)
+        return self._send_with_retries(self._places[0], request, spans, left_s, pause)
 
     def send_metrics(
         self,
@@ -99,9 +99,11 @@ class Sender(ABC):
         packed = [(metric.name.startswith(NAMESPACE), pack_metric(metric)) for metric in series]
         pieces, foreign = ([metric for of_gen_ai, metric in packed if of_gen_ai == flag] for flag in (False, True))
         body = packing.pack_request(packing.pack_resource(resource), pieces, foreign)
-        return self._send(self._places[1], body, sum(len(metric.points) for metric in series), left_s, pause)
+        return self._send_with_retries(
+            self._places[1], body, sum(len(metric.points) for metric in series), left_s, pause
+        )
 
-    def _send(
+    def _send_with_retries(
         self, place: Any, body: bytes, count: int, left_s: Callable[[], float], pause: Callable[[float], None]
     ) -> Response:
         body = self._compress(body)
@@ -400,5 +402,5 @@ def make_sender(settings: Otlp) -> Sender:
     return _SENDERS[settings.protocol](settings)
 
 
-def modules_of(settings: Otlp) -> tuple[str, ...]:
+def list_sender_modules(settings: Otlp) -> tuple[str, ...]:
     return _SENDERS[settings.protocol].modules

@@ -15,7 +15,7 @@ from typing import Any
 from instrument.otlp.packing import find_version
 from instrument.recording.spans import Origin
 from instrument.recording.trace_context import RemoteParent, sanitise_tracestate
-from instrument.runtime.environment import environment_attributes
+from instrument.runtime.environment import parse_resource_attributes
 from instrument.runtime.faults import FAULTS
 
 _UNNAMED = "unknown_service"
@@ -28,7 +28,7 @@ def detect_attributes() -> dict[str, object]:
 
         return dict(Resource.create().attributes)
     except RuntimeError:  # threads and exit handlers can no longer be made
-        return environment_attributes()
+        return parse_resource_attributes()
     except Exception as fault:  # a detector that somebody configured
         FAULTS.note("OpenTelemetry resource", fault)
         return {}
@@ -40,7 +40,7 @@ def drop_parent_id(detected: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in detected.items() if key != "service.instance.id" or key in variable}
 
 
-def resource_of(origin: Origin, instance: str) -> dict[str, object]:
+def make_resource(origin: Origin, instance: str) -> dict[str, object]:
     attributes: dict[str, object] = {
         "service.name": origin.service or _UNNAMED,
         "service.instance.id": instance,
@@ -60,12 +60,12 @@ CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.d
 """The resource attributes that no other SDK may set, because this process knows their values itself."""
 
 
-def resource_attributes(
+def merge_resource_attributes(
     origin: Origin, instance: str, detected: Mapping[str, object], provider: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the resource of this process. The provider's attributes have priority, then the profile's, then detected
     ones."""
-    own_attributes = resource_of(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
+    own_attributes = make_resource(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
     merged = {**own_attributes, **detected}
     for attributes in ({"service.name": origin.service}, provider):
         unnamed = str(attributes.get("service.name") or _UNNAMED).startswith(_UNNAMED)

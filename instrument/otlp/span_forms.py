@@ -99,10 +99,10 @@ class ProtobufForm:
     length_widths = staticmethod(count_varint_bytes)
     """Return the encoded size of the length of each entry, in bytes."""
 
-    def widths(self, name: str, values: NDArray[Any]) -> Int64s:
+    def measure_values(self, name: str, values: NDArray[Any]) -> Int64s:
         return np.zeros(len(values), dtype=np.int64) if name in _TYPES else count_varint_bytes(values)
 
-    def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
+    def list_head_parts(self, widths: Mapping[str, int]) -> Sequence[Part]:
         """Return the parts of a head, for the widths of its fields in bytes. A width of 0 leaves a field out."""
         parts: list[Part] = [("", b"\x12"), ("length", widths["length"]), ("", b"\x0a\x10"), ("high", 8), ("low", 8)]
         parts += [("", b"\x12\x08"), ("own", 8)]
@@ -113,16 +113,16 @@ class ProtobufForm:
                 parts += [("", pack_int_head(b"\x4a", name, width)), (name, width)]
         return [part for part in parts if part[1]]
 
-    def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
+    def encode_values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
         """Return the encoded values of a field, or unencoded ones for a field in `types`."""
         return values if name in _TYPES else encode_varints(values, width)
 
-    def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
+    def encode_shared_facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
         return pack_text(b"\x2a", name) + (SERVER_KIND if is_server else INTERNAL_KIND) + pack_attributes(attributes)
 
     attributes = staticmethod(pack_attributes)
 
-    def members(self, members: RareMembers) -> bytes:
+    def encode_rare_members(self, members: RareMembers) -> bytes:
         packed: list[bytes] = []
         if members.status is not None:
             failed, why = members.status
@@ -133,7 +133,7 @@ class ProtobufForm:
         packed += [b"\x60" + encode_varint(members.dropped)] if members.dropped else []
         return b"".join([*packed, *map(pack_link, members.links)])
 
-    def state(self, state: str) -> bytes:
+    def encode_tracestate(self, state: str) -> bytes:
         """Encode a `tracestate`, which precedes the other members."""
         return pack_text(b"\x1a", state)
 
@@ -168,7 +168,7 @@ SPANS_IN_A_LINE = 1_000
 """The number of spans after which a line ends. The line still completes the current span tree."""
 
 
-def json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
+def make_json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
     """Yield pieces of JSON lines for the spans of one process. Each line has complete trees."""
     scope = {"scope": {"name": SCOPE, "version": find_version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
     line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
@@ -235,7 +235,7 @@ _IDS = frozenset(("high", "low", "own", "parent"))
 
 
 @cache
-def _make_digits() -> NDArray[np.uint32]:
+def _make_four_digit_texts() -> NDArray[np.uint32]:
     return np.frombuffer(b"".join(b"%04d" % number for number in range(10_000)), dtype=np.uint32)
 
 
@@ -244,7 +244,7 @@ def encode_decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
     digits = np.empty((len(remainder), parts), dtype=np.uint32)
     for place in range(parts - 1, -1, -1):
         remainder, part = np.divmod(remainder, 10_000)
-        digits[:, place] = _make_digits()[part]
+        digits[:, place] = _make_four_digit_texts()[part]
     text = np.ascontiguousarray(digits.view(np.uint8)[:, parts * 4 - width :])
     text[numbers < 0, 0] = ord("-")
     return text.view(f"V{width}").reshape(-1)
@@ -257,13 +257,13 @@ class JsonForm:
     around = 0
     types: Mapping[str, str] = {}
 
-    def widths(self, name: str, values: NDArray[Any]) -> Int64s:
+    def measure_values(self, name: str, values: NDArray[Any]) -> Int64s:
         return np.asarray(np.searchsorted(_POWERS, np.abs(values), side="right") + 1 + (values < 0))
 
     def length_widths(self, lengths: Int64s) -> Int64s:
         return np.zeros(len(lengths), dtype=np.int64)
 
-    def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
+    def list_head_parts(self, widths: Mapping[str, int]) -> Sequence[Part]:
         parts: list[Part] = [("", b',{"traceId":"'), ("high", 16), ("low", 16), ("", b'","spanId":"'), ("own", 16)]
         parts += [("", b'","parentSpanId":"'), ("parent", 16)] if widths["parent"] else []
         parts += [("", b'","flags":'), ("flags", widths["flags"])]
@@ -276,12 +276,12 @@ class JsonForm:
                 comma = b","
         return parts
 
-    def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
+    def encode_values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
         if name in _IDS:
             return _HEX[values.astype(">u8").view(np.uint8)].view("V16")
         return encode_decimals(values, width)
 
-    def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
+    def encode_shared_facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
         kind = SERVER if is_server else INTERNAL
         return b'%b],"name":%b,"kind":%d' % (
             self.attributes(attributes),
@@ -292,7 +292,7 @@ class JsonForm:
     def attributes(self, attributes: Mapping[str, object]) -> bytes:
         return b"".join([b",%b" % attribute for attribute in _encode_attributes(attributes)])
 
-    def members(self, members: RareMembers) -> bytes:
+    def encode_rare_members(self, members: RareMembers) -> bytes:
         facts: dict[str, Any] = {}
         if members.links:
             facts["links"] = [
@@ -315,7 +315,7 @@ class JsonForm:
             facts["status"] = {"code": ERROR, "message": why} if failed else {"code": OK}
         return _encode_members(facts) + b"}"
 
-    def state(self, state: str) -> bytes:
+    def encode_tracestate(self, state: str) -> bytes:
         return _encode_members({"traceState": convert_to_plain(state)})
 
 

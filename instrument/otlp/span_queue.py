@@ -65,7 +65,7 @@ class Source:
         self.origin = replace(self.origin, monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)
         self.renewed_ns = monotonic_ns
 
-    def requests(
+    def pack_requests(
         self, trace: Columns, rows: Int64s, most_bytes: int, ids: SpanIds | None = None, **facts: Any
     ) -> Iterator[Body]:
         from instrument.otlp.packed_spans import SpanIds, SpanPacker
@@ -109,7 +109,7 @@ class RequestQueue:
         self.queued_bytes = 0
         self._counts = dict.fromkeys((*FATES, "requests"), 0)
 
-    def offer(self, body: Body, source: Source) -> None:
+    def offer_request(self, body: Body, source: Source) -> None:
         """Queue one request. Drop the oldest ones above `QUEUE_BYTES`."""
         with self.lock:
             self._count_offered(source, body.spans)
@@ -129,7 +129,7 @@ class RequestQueue:
         with self.lock:
             return dict(self._counts)
 
-    def take_next(self) -> QueuedRequest | None:
+    def take_next_request(self) -> QueuedRequest | None:
         """Move the oldest request into flight, and return it."""
         with self.lock:
             if not self._waiting:
@@ -160,7 +160,7 @@ class RequestQueue:
             self.reason = reason
             self._count_fate(source, "failed", spans)
 
-    def give_up(self, reason: str) -> None:
+    def give_up_requests(self, reason: str) -> None:
         """Count the spans in flight as failed. Once the queue is closed, count waiting spans as dropped."""
         with self.lock:
             if self._in_flight or (self.is_closed and self._waiting):

@@ -86,10 +86,10 @@ class Document:
         self.remarks: list[str] = []
         """Sentences on environment variables that are ignored."""
 
-    def read(self, read: Read) -> Any:
+    def read_root(self, read: Read) -> Any:
         """Read the root node, None if it was refused. An empty text is an empty mapping."""
         with suppress(_Refused):
-            return _parse_root(self).attempt(read)
+            return _parse_root(self).attempt_read(read)
         return None
 
     @property
@@ -97,7 +97,7 @@ class Document:
         return list(dict.fromkeys(problem for _, _, problem in sorted(self.noted)))
 
     @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
+    def refuse_incomplete_node(self) -> Iterator[None]:
         """Refuse the current node after the `with` block if a part of it was refused in the block."""
         faults = self.faults
         yield
@@ -153,7 +153,7 @@ class YamlNode:
     def path_of_key(self, name: str) -> str:
         return f"{self.key_path}.{name}" if self.key_path else name
 
-    def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
+    def note_problem(self, allowed: str, *, actual: str = "", near: str = "") -> None:
         """Note a problem. `allowed` and `actual` describe the allowed and the actual value. `near` is the value that
         was probably meant."""
         document, path = self.document, self.key_path
@@ -164,13 +164,13 @@ class YamlNode:
         document.faults += 1
 
     def refuse(self, allowed: str, *, actual: str = "", near: str = "") -> NoReturn:
-        self.note(allowed, actual=actual, near=near)
+        self.note_problem(allowed, actual=actual, near=near)
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
         """Return True if `read` accepts the node. Otherwise note its problems as remarks that end with `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
-        self.attempt(read)
+        self.attempt_read(read)
         if document.faults == faults:
             return True
         document.remarks += [
@@ -180,7 +180,7 @@ class YamlNode:
         document.faults = faults
         return False
 
-    def attempt(self, read: Read) -> Any:
+    def attempt_read(self, read: Read) -> Any:
         if self.kind == "broken":
             self.document.faults += 1
             return None
@@ -312,7 +312,7 @@ class _Tree:
         if kind not in _SHAPES[source.id]:
             near = f'"{clip_text(source.tag)}"' if _PATTERN.fullmatch(source.tag) else ""
             hint = "; a pattern that begins with ! needs quotes" if near else ""
-            at.note(f"values without tags{hint}", actual=f"the tag {clip_text(source.tag)!r}", near=near)
+            at.note_problem(f"values without tags{hint}", actual=f"the tag {clip_text(source.tag)!r}", near=near)
             return at
         if source.id == "scalar":
             return self.make_scalar(source, kind, at)
@@ -334,10 +334,10 @@ class _Tree:
                 for name, pair in self.merged_pairs(value, mapping):
                     merged.setdefault(name, pair)
             elif key.id != "scalar":
-                at.note("words as keys", actual="a list or mapping as a key")
+                at.note_problem("words as keys", actual="a list or mapping as a key")
             elif key.value in pairs_of_mapping:
                 first = pairs_of_mapping[key.value][0].line
-                at.note(f"once (first in line {first})", actual=f"the key {clip_text(key.value)!r} twice")
+                at.note_problem(f"once (first in line {first})", actual=f"the key {clip_text(key.value)!r} twice")
             else:
                 pairs_of_mapping[key.value] = (at, self.make_node(value, mapping.path_of_key(key.value)))
         return {**merged, **pairs_of_mapping}
@@ -346,42 +346,44 @@ class _Tree:
         for part in value.value if value.id == "sequence" else (value,):
             node = self.make_node(part, mapping.key_path)
             if node.kind != "mapping":
-                replace(node, key_path=mapping.path_of_key("<<")).note("an alias of a mapping, or a list of them")
+                replace(node, key_path=mapping.path_of_key("<<")).note_problem(
+                    "an alias of a mapping, or a list of them"
+                )
             yield from node.pairs.items()
 
     def make_scalar(self, source: Any, kind: str, at: YamlNode) -> YamlNode:
         plain = source.style is None
         text, variable, unset, written = source.value, "", None, ""
         references = list(_REFERENCE.finditer(text))
-        if any(map(self.is_secret, references)):
+        if any(map(self.is_secret_variable, references)):
             written = _REFERENCE.sub(
-                lambda part: part[0] if self.is_secret(part) else self.value_of_variable(part), text
+                lambda part: part[0] if self.is_secret_variable(part) else self.resolve_reference(part), text
             )
         for reference in references:
             if broken := reference["broken"]:
                 forms = "${VAR}, ${env:VAR}, ${VAR:-default}, and $$ for a dollar sign"
-                at.note(forms, actual=f"the malformed reference {clip_text('$' + broken)!r}")
+                at.note_problem(forms, actual=f"the malformed reference {clip_text('$' + broken)!r}")
                 return at
         if (only := _REFERENCE.fullmatch(text)) and only["name"]:
             variable = only["name"] if self.document.environ.get(only["name"]) else ""
             if variable.startswith(STANDARD):
                 default = only["default"] or ""
                 unset = replace(at, kind=self.kind_of_text(source, default, kind), text=default, plain=plain)
-            text = self.value_of_variable(only)
+            text = self.resolve_reference(only)
             kind = self.kind_of_text(source, text, kind)
         else:
-            text = _REFERENCE.sub(self.value_of_variable, text)
+            text = _REFERENCE.sub(self.resolve_reference, text)
         return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
 
     def kind_of_text(self, source: Any, text: str, quoted: str) -> str:
         return _kind_of_tag(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
-    def value_of_variable(self, reference: re.Match[str]) -> str:
+    def resolve_reference(self, reference: re.Match[str]) -> str:
         if reference["escape"]:
             return "$"
         return self.document.environ.get(reference["name"]) or reference["default"] or ""
 
-    def is_secret(self, reference: re.Match[str]) -> bool:
+    def is_secret_variable(self, reference: re.Match[str]) -> bool:
         """Return True for a variable that messages must not show. Only OTEL_* variables except headers are shown."""
         name = reference["name"] or ""
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
@@ -413,12 +415,12 @@ def with_schema(shape: Shape) -> Callable[[Reading], Reading]:
     return register_reader
 
 
-def syntax_shape(syntax: str) -> Shape:
+def make_text_schema(syntax: str) -> Shape:
     return {"type": "string", "pattern": f"^(?:{syntax})$"}
 
 
 @with_schema({"type": "string", "minLength": 1})
-def string(node: YamlNode) -> str:
+def read_string(node: YamlNode) -> str:
     if node.kind != "text":
         node.refuse("text", near=f'"{clip_text(node.text)}"' if node.text else "")
     if not node.text:
@@ -427,13 +429,13 @@ def string(node: YamlNode) -> str:
 
 
 @with_schema({"type": "boolean"})
-def flag(node: YamlNode) -> bool:
+def read_flag(node: YamlNode) -> bool:
     if node.kind != "bool":
         node.refuse("true, false", near=find_most_similar(node.text, ("true", "false")))
     return node.text.lower() in ("true", "yes", "on")
 
 
-def one_of(*words: str) -> Read:
+def make_choice_reader(*words: str) -> Read:
     @with_schema({"enum": [*words, *([False] if "off" in words else [])]})
     def read(node: YamlNode) -> str:
         text = "off" if node.is_off else node.text
@@ -447,7 +449,7 @@ def one_of(*words: str) -> Read:
 _WHOLE = late_pattern(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 
 
-def whole_number(least: int) -> Read:
+def make_whole_number_reader(least: int) -> Read:
     @with_schema({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
     def read(node: YamlNode) -> int:
         # The text is read here because YAML 1.1 takes 010 for eight and 1:30 for ninety.
@@ -475,7 +477,7 @@ def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
     return int(parts[1] + fraction) * units[parts[3]] // int("1" + "0" * len(fraction))
 
 
-def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
+def make_quantity_reader(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
     """Return a reader of a number with a unit, such as 64MiB, in the smallest unit. 0 needs no unit. `also` names other
     allowed values for messages."""
     bound = f", from {least}" if least else ""
@@ -505,9 +507,9 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
 def text_reader(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
     """Return a reader of text that matches `syntax`. `suggest` returns the probable meaning of an invalid text."""
 
-    @with_schema(syntax_shape(syntax))
+    @with_schema(make_text_schema(syntax))
     def read(node: YamlNode) -> str:
-        text = string(node)
+        text = read_string(node)
         if not re.fullmatch(syntax, text):
             near = suggest(text)
             node.refuse(allowed, near=near if re.fullmatch(syntax, near) else "")
@@ -531,8 +533,8 @@ def list_reader(read_item: Read, allowed: str) -> Read:
     def read(node: YamlNode) -> tuple[Any, ...]:
         if node.kind != "list":
             node.refuse(allowed)
-        with node.document.all_or_nothing():
-            return tuple(item.attempt(read_item) for item in node.items)
+        with node.document.refuse_incomplete_node():
+            return tuple(item.attempt_read(read_item) for item in node.items)
 
     return read
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.profile import model
-from instrument.profile.document import REFERENCE, SHAPES, Shape, syntax_shape
+from instrument.profile.document import REFERENCE, SHAPES, Shape, make_text_schema
 from instrument.profile.keys import KEYS, Key
 from instrument.profile.model import PHASES
 from instrument.profile.values import (
@@ -63,7 +63,7 @@ TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"):
 """The defaults of keys whose reader changes the value, as written in a profile."""
 
 
-def schema() -> dict[str, Any]:
+def make_schema() -> dict[str, Any]:
     old = json.loads(FILE.read_text("utf-8"))
     sections = {
         section: _section_schema(section, old["$defs"].get(section, {}) if section else old) for section in KEYS
@@ -83,13 +83,16 @@ def schema() -> dict[str, Any]:
             "reference": {"description": texts, "type": "string", "pattern": r"\$\{"},
             "left_out": {"anyOf": [{"type": "null"}, REFERENCE]},
             **sections,
-            "function_pattern": syntax_shape(FUNCTION_SYNTAX),
-            "layer_pattern": syntax_shape(LAYER_SYNTAX),
+            "function_pattern": make_text_schema(FUNCTION_SYNTAX),
+            "layer_pattern": make_text_schema(LAYER_SYNTAX),
             "duration": _quantity_schema(DURATION_UNITS),
             "size": _quantity_schema(SIZE_UNITS),
-            "usual": {"description": usual, **syntax_shape(USUAL_SYNTAX)},
-            "compared": {"description": compared, **syntax_shape(WHERE_SYNTAX)},
-            "rate": {"description": "A count a second, minute or hour, such as 30/min.", **syntax_shape(RATE_SYNTAX)},
+            "usual": {"description": usual, **make_text_schema(USUAL_SYNTAX)},
+            "compared": {"description": compared, **make_text_schema(WHERE_SYNTAX)},
+            "rate": {
+                "description": "A count a second, minute or hour, such as 30/min.",
+                **make_text_schema(RATE_SYNTAX),
+            },
         },
     }
 
@@ -152,10 +155,10 @@ def _quantity_text(value: int, units: Mapping[str, int]) -> str:
     return f"{value // unit}{name}"
 
 
-def schema_text() -> str:
-    return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
+def format_schema() -> str:
+    return json.dumps(make_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    FILE.write_text(schema_text(), encoding="utf-8")
+    FILE.write_text(format_schema(), encoding="utf-8")
     sys.stdout.write(f"{FILE}\n")

@@ -27,14 +27,14 @@ from instrument.profile.document import (
     YamlNode,
     clip_text,
     find_most_similar,
-    flag,
     list_or_item,
     list_reader,
-    one_of,
+    make_choice_reader,
+    make_whole_number_reader,
+    read_flag,
+    read_string,
     read_text,
     reader_or_off,
-    string,
-    whole_number,
     with_schema,
 )
 from instrument.profile.presets import ENGINES, PRESETS, merge_preset, preset_of_file, preset_path
@@ -78,7 +78,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
         preset_texts.update(of_preset)
         return _read_fields(whole, "")
 
-    values = document.read(read)
+    values = document.read_root(read)
     if document.problems:
         raise ProfileError(document.problems)
     origins = {**document.origins, **dict.fromkeys(preset_texts, "preset")}
@@ -121,12 +121,12 @@ def _read_fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]
     if node.kind != "mapping":
         node.refuse(f"{also}a mapping of {', '.join(keys)}")
     values = {}
-    with node.document.all_or_nothing():
+    with node.document.refuse_incomplete_node():
         for name, (place, _) in node.pairs.items():
             if (section, name) in REMOVED:
-                place.note(REMOVED[section, name], actual=f"the key {name!r}, which was removed")
+                place.note_problem(REMOVED[section, name], actual=f"the key {name!r}, which was removed")
             elif name not in keys:
-                place.note(
+                place.note_problem(
                     ", ".join(keys), actual=f"the unknown key {clip_text(name)!r}", near=find_most_similar(name, keys)
                 )
         for name, key in keys.items():
@@ -143,9 +143,9 @@ def _read_fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]
                 if value is not None and value.public_text != value.text:
                     node.document.shown[path] = value.public_text
             if value:
-                values[key.field] = value.attempt(read)
+                values[key.field] = value.attempt_read(read)
             elif key.required:
-                replace(node, key_path=path).note(key.required, actual="nothing")
+                replace(node, key_path=path).note_problem(key.required, actual="nothing")
     return values
 
 
@@ -155,7 +155,7 @@ def _find_variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | Non
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
             if value.is_readable(read, _INSTEAD.get(path, "it is not followed")):
                 return variable, read, value
-    return "default", string, None
+    return "default", read_string, None
 
 
 _INSTEAD = {"export.otlp.protocol": "http/protobuf is used"}
@@ -166,7 +166,12 @@ def section_shape(section: str) -> Shape:
 
 
 _PAIR = "[start, end]: skip start steps, record up to end, once; 0 <= start < end."
-_STEPS = {"type": "array", "minItems": 2, "maxItems": 2, "items": {"anyOf": [SHAPES[whole_number(0)], REFERENCE]}}
+_STEPS = {
+    "type": "array",
+    "minItems": 2,
+    "maxItems": 2,
+    "items": {"anyOf": [SHAPES[make_whole_number_reader(0)], REFERENCE]},
+}
 PAIR_OF_STEPS: Shape = {"description": _PAIR, **_STEPS}
 
 
@@ -206,7 +211,7 @@ def _make_export_key(way: str) -> Key:
 
 
 @with_schema(section_shape("functions"))
-def _function_rule(node: YamlNode) -> model.FunctionRule:
+def _read_function_rule(node: YamlNode) -> model.FunctionRule:
     values = _read_fields(node, "functions")
     written = values.pop("match")
     match, exclude = split_patterns(written)
@@ -223,14 +228,14 @@ def _function_rule(node: YamlNode) -> model.FunctionRule:
 
 
 @with_schema(section_shape("functions.attributes"))
-def _argument(node: YamlNode) -> model.Argument:
+def _read_argument(node: YamlNode) -> model.Argument:
     argument = model.Argument(**_read_fields(node, "functions.attributes"))
     suffix = "" if argument.record == "value" else f".{argument.record}"
     return argument if argument.name else replace(argument, name=argument.argument + suffix)
 
 
 @with_schema(section_shape("functions.facts"))
-def _fact(node: YamlNode) -> model.Fact:
+def _read_fact(node: YamlNode) -> model.Fact:
     fact = model.Fact(**_read_fields(node, "functions.facts"))
     if fact.key and "[]" not in fact.argument:
         node.refuse(
@@ -239,7 +244,7 @@ def _fact(node: YamlNode) -> model.Fact:
     return fact
 
 
-def _request_keys(section: str, path: Read) -> Read:
+def _make_request_keys_reader(section: str, path: Read) -> Read:
     @with_schema({"anyOf": [SHAPES[path], section_shape(section)]})
     def read(node: YamlNode) -> model.RequestKeys:
         if node.kind == "mapping":
@@ -250,7 +255,7 @@ def _request_keys(section: str, path: Read) -> Read:
 
 
 @with_schema(section_shape("layers"))
-def _layer_rule(node: YamlNode) -> model.LayerRule:
+def _read_layer_rule(node: YamlNode) -> model.LayerRule:
     values = _read_fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
     match, exclude = split_patterns(written)
@@ -262,18 +267,18 @@ def _layer_rule(node: YamlNode) -> model.LayerRule:
 
 
 @with_schema(section_shape("copies"))
-def _copy_rule(node: YamlNode) -> model.CopyRule:
+def _read_copy_rule(node: YamlNode) -> model.CopyRule:
     rule = model.CopyRule(**_read_fields(node, "copies"))
     of = "" if rule.frameworks == model.COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
     return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B{of}")
 
 
 _FRAMEWORKS = f"auto, off, or a list of {', '.join(model.FRAMEWORKS)}"
-_framework = one_of(*model.FRAMEWORKS)
+_framework = make_choice_reader(*model.FRAMEWORKS)
 
 
 @with_schema(section_shape("frameworks"))
-def _framework_rule(node: YamlNode) -> model.FrameworkRule:
+def _read_framework_rule(node: YamlNode) -> model.FrameworkRule:
     if node.kind != "mapping":
         return model.FrameworkRule(_framework(node), line=node.line)
     return model.FrameworkRule(**_read_fields(node, "frameworks"), line=node.line)
@@ -287,25 +292,27 @@ def _framework_rule(node: YamlNode) -> model.FrameworkRule:
         ]
     }
 )
-def _frameworks(node: YamlNode) -> tuple[model.FrameworkRule, ...]:
+def _read_frameworks(node: YamlNode) -> tuple[model.FrameworkRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return tuple(model.FrameworkRule(name, auto=True, line=node.line) for name in model.FRAMEWORKS)
     if node.is_off:
         return ()
     if node.kind != "list":
         node.refuse(_FRAMEWORKS, near=find_most_similar(node.text, ("auto", "off", *model.FRAMEWORKS)))
-    rules: tuple[model.FrameworkRule, ...] = list_reader(_framework_rule, _FRAMEWORKS)(node)
+    rules: tuple[model.FrameworkRule, ...] = list_reader(_read_framework_rule, _FRAMEWORKS)(node)
     first: dict[str, int] = {}
-    with node.document.all_or_nothing():
+    with node.document.refuse_incomplete_node():
         for rule, item in zip(rules, node.items, strict=True):
             if rule.name in first:
-                item.note(f"each framework once (first in line {first[rule.name]})", actual=f"{rule.name} twice")
+                item.note_problem(
+                    f"each framework once (first in line {first[rule.name]})", actual=f"{rule.name} twice"
+                )
             first.setdefault(rule.name, rule.line)
     return rules
 
 
 @with_schema({"anyOf": [{"enum": ["auto", "off", False]}, section_shape("requests")]})
-def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
+def _read_requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return (model.RequestsRule(line=node.line),)
     if node.is_off:
@@ -322,10 +329,10 @@ def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
 
 
 @with_schema({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
-def _schedule(node: YamlNode) -> model.Schedule:
+def _read_schedule(node: YamlNode) -> model.Schedule:
     if node.kind != "list":
         return model.Schedule(**_read_fields(node, "schedule"))
-    steps = list_reader(whole_number(0), "a list")(node)
+    steps = list_reader(make_whole_number_reader(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
         shown = f"[{', '.join(item.public_text for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
         node.refuse("[start, end] with 0 <= start < end, or a mapping", actual=shown)
@@ -336,7 +343,7 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 @with_schema({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
-def _otlp(node: YamlNode) -> model.Otlp | None:
+def _read_otlp(node: YamlNode) -> model.Otlp | None:
     """Read the settings of the collector, None without a collector. For `auto`, an environment variable names the
     collector."""
     if node.is_off:
@@ -352,7 +359,7 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
     if origin == "default" and (is_misnamed or not is_asked):
         document.remarks += ["no other endpoint is set: nothing is sent to a collector"] * is_misnamed
         return None
-    if not http and not _is_written(node, "protocol") and find_spec("grpc") is None:
+    if not http and not _is_in_profile(node, "protocol") and find_spec("grpc") is None:
         document.remarks.append("grpc needs instrument-sdk[grpc]: nothing is sent to a collector")
         return None
     endpoint = values.pop("endpoint", "http://localhost:4318" if http else "http://localhost:4317")
@@ -360,7 +367,7 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
         return None
     if values.get("client_key") and not values.get("client_certificate"):
         key_node = replace(node, key_path=node.path_of_key("client_key"))
-        if _is_written(node, "client_key"):
+        if _is_in_profile(node, "client_key"):
             key_node.refuse("a key with its client_certificate", actual="a key alone")
         document.remarks.append(f"{key_node.key_path}: found a key without its client_certificate; it is not followed")
         del values["client_key"]
@@ -371,15 +378,15 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
     return model.Otlp(endpoint, **values)
 
 
-def _is_written(node: YamlNode, name: str) -> bool:
+def _is_in_profile(node: YamlNode, name: str) -> bool:
     return node.document.origins[node.path_of_key(name)] == "profile" and node.pairs[name][1].unset is None
 
 
-_exports = list_or_item(one_of(*(name for name, _ in fields_of(model.Export))))
+_exports = list_or_item(make_choice_reader(*(name for name, _ in fields_of(model.Export))))
 
 
 @with_schema({"anyOf": [section_shape("export"), SHAPES[_exports]]})
-def _export(node: YamlNode) -> model.Export:
+def _read_export(node: YamlNode) -> model.Export:
     if node.kind in ("text", "list"):
         ways = {
             way: (node, replace(node, key_path=node.path_of_key(way), kind="mapping", items=()))
@@ -394,159 +401,159 @@ _RULES = "a list of rules, each with a '-' of its own"
 KEYS: Mapping[str, Keys] = {
     "": Keys(
         model.Profile,
-        service=string,
-        preset=one_of(*PRESETS),
-        tracer_option=one_of(*model.TRACER_OPTIONS),
-        state=one_of(*model.STATES),
-        clock=one_of(*model.CLOCKS),
-        budget=readers.percent,
-        functions=list_reader(_function_rule, _RULES),
-        layers=list_reader(_layer_rule, _RULES),
-        copies=list_reader(_copy_rule, _RULES),
-        loaders=one_of("auto", "off"),
-        phases=one_of("auto", "off"),
-        comm=one_of("auto", "off"),
-        engines=one_of("auto", "off"),
-        frameworks=_frameworks,
-        requests=_requests,
-        logs=one_of("auto", "off"),
-        startup=one_of("auto", "off"),
-        schedule=_schedule,
+        service=read_string,
+        preset=make_choice_reader(*PRESETS),
+        tracer_option=make_choice_reader(*model.TRACER_OPTIONS),
+        state=make_choice_reader(*model.STATES),
+        clock=make_choice_reader(*model.CLOCKS),
+        budget=readers.read_percent,
+        functions=list_reader(_read_function_rule, _RULES),
+        layers=list_reader(_read_layer_rule, _RULES),
+        copies=list_reader(_read_copy_rule, _RULES),
+        loaders=make_choice_reader("auto", "off"),
+        phases=make_choice_reader("auto", "off"),
+        comm=make_choice_reader("auto", "off"),
+        engines=make_choice_reader("auto", "off"),
+        frameworks=_read_frameworks,
+        requests=_read_requests,
+        logs=make_choice_reader("auto", "off"),
+        startup=make_choice_reader("auto", "off"),
+        schedule=_read_schedule,
         capture=_section_reader("capture", readers.make_capture),
         limits=_section_reader("limits"),
         device=_section_reader("device"),
-        agent=one_of("auto", "off"),
+        agent=make_choice_reader("auto", "off"),
         control=_section_reader("control"),
-        export=_export,
+        export=_read_export,
     ),
     "functions": Keys(
         model.FunctionRule,
         match=Key(
             "match", list_or_item(readers.function_pattern), required="module:qualname, or a list of such patterns"
         ),
-        name=string,
-        kind=one_of(*model.KINDS),
-        phase=string,
-        device=flag,
-        first_request=flag,
-        metrics=flag,
-        gen_ai=flag,
+        name=read_string,
+        kind=make_choice_reader(*model.KINDS),
+        phase=read_string,
+        device=read_flag,
+        first_request=read_flag,
+        metrics=read_flag,
+        gen_ai=read_flag,
         where=_section_reader("functions.where", dict),
-        attributes=list_or_item(_argument),
-        key=_request_keys("functions.key", readers.key_path),
-        batch=_request_keys("functions.batch", readers.keys_path),
-        facts=list_or_item(_fact),
+        attributes=list_or_item(_read_argument),
+        key=_make_request_keys_reader("functions.key", readers.key_path),
+        batch=_make_request_keys_reader("functions.batch", readers.keys_path),
+        facts=list_or_item(_read_fact),
         gauges=list_or_item(_section_reader("functions.gauges")),
     ),
     "functions.key": Keys(
         model.RequestKeys,
         argument=Key("argument", readers.key_path, required="where the key is, such as request.request_id"),
-        cut=readers.expression,
+        cut=readers.read_expression,
     ),
     "functions.batch": Keys(
         model.RequestKeys,
         argument=Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
         weights=readers.keys_path,
-        cut=readers.expression,
+        cut=readers.read_expression,
     ),
-    "functions.where": Keys(model.FunctionRule, min_duration=Key("min_ns", readers.duration("50us"))),
+    "functions.where": Keys(model.FunctionRule, min_duration=Key("min_ns", readers.make_duration_reader("50us"))),
     "functions.attributes": Keys(
         model.Argument,
         argument=Key("argument", readers.argument_path, required="a parameter of the function, such as prompt"),
-        record=one_of(*model.RECORDED),
-        name=string,
+        record=make_choice_reader(*model.RECORDED),
+        name=read_string,
     ),
     "functions.facts": Keys(
         model.Fact,
         argument=Key("argument", readers.keys_path, required="where the value is, such as request.num_tokens"),
         name=Key("name", readers.attribute_name, required="the name of the attribute"),
-        record=one_of(*model.RECORDED),
-        keep=one_of(*model.KEEPS),
-        key=_request_keys("functions.facts.key", readers.keys_path),
+        record=make_choice_reader(*model.RECORDED),
+        keep=make_choice_reader(*model.KEEPS),
+        key=_make_request_keys_reader("functions.facts.key", readers.keys_path),
     ),
     "functions.facts.key": Keys(
         model.RequestKeys,
         argument=Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
-        cut=readers.expression,
+        cut=readers.read_expression,
     ),
     "functions.gauges": Keys(
         model.OwnGauge,
         argument=Key("argument", readers.key_path, required="where the value is, such as self.cache.usage"),
         name=Key("name", readers.number_name, required="the name of the number, such as cache.usage"),
         unit=readers.number_name,
-        kind=one_of(*model.NUMBERS),
-        record=one_of("value", "size"),
-        every=Key("every_ns", readers.duration("1s", least="10ms")),
+        kind=make_choice_reader(*model.NUMBERS),
+        record=make_choice_reader("value", "size"),
+        every=Key("every_ns", readers.make_duration_reader("1s", least="10ms")),
     ),
     "layers": Keys(
         model.LayerRule,
         match=list_or_item(readers.layer_pattern),
         type=Key("types", list_or_item(readers.class_name)),
-        name=string,
-        device=flag,
+        name=read_string,
+        device=read_flag,
     ),
     "copies": Keys(
         model.CopyRule,
-        directions=list_or_item(one_of(*model.DIRECTIONS)),
-        min_bytes=readers.size("64KiB"),
-        frameworks=list_or_item(one_of(*model.COPY_FRAMEWORKS)),
+        directions=list_or_item(make_choice_reader(*model.DIRECTIONS)),
+        min_bytes=readers.make_size_reader("64KiB"),
+        frameworks=list_or_item(make_choice_reader(*model.COPY_FRAMEWORKS)),
     ),
     "frameworks": Keys(
         model.FrameworkRule, name=Key("name", _framework, required=f"one of {', '.join(model.FRAMEWORKS)}")
     ),
     "requests": Keys(
         model.RequestsRule,
-        servers=list_or_item(one_of(*model.SERVERS)),
+        servers=list_or_item(make_choice_reader(*model.SERVERS)),
         ignore=list_or_item(readers.path_pattern),
         name=readers.request_name,
         attributes=list_or_item(readers.request_attribute),
-        traceparent=one_of(*model.TRACEPARENT),
+        traceparent=make_choice_reader(*model.TRACEPARENT),
         gen_ai=list_or_item(readers.path_pattern),
-        provider=string,
+        provider=read_string,
         by=readers.attribute_name,
-        at_most=whole_number(1),
-        server_timing=readers.server_timing,
+        at_most=make_whole_number_reader(1),
+        server_timing=readers.read_server_timing,
     ),
     "schedule": Keys(
         model.Schedule,
-        skip_first=whole_number(0),
-        closed=whole_number(0),
-        ready=whole_number(0),
-        record=Key("record", whole_number(1), required="how many steps to record, from 1"),
-        repeat=whole_number(0),
+        skip_first=make_whole_number_reader(0),
+        closed=make_whole_number_reader(0),
+        ready=make_whole_number_reader(0),
+        record=Key("record", make_whole_number_reader(1), required="how many steps to record, from 1"),
+        repeat=make_whole_number_reader(0),
         step=readers.function_name,
     ),
     "capture": Keys(
         model.Capture,
-        sample=readers.share,
-        slow=readers.slow_limit,
-        errors=flag,
-        where=readers.conditions,
-        limit=readers.rate,
-        before=Key("before_ns", readers.duration("2s")),
+        sample=readers.read_share,
+        slow=readers.read_slow_limit,
+        errors=read_flag,
+        where=readers.read_conditions,
+        limit=readers.read_rate,
+        before=Key("before_ns", readers.make_duration_reader("2s")),
         to=readers.folder_path,
     ),
     "limits": Keys(
         model.Limits,
-        ring=Key("ring_bytes", readers.ring_size),
+        ring=Key("ring_bytes", readers.read_ring_size),
         ring_dir=Key("ring_folder", readers.ring_folder_or_off),
-        spans_per_request=whole_number(1),
-        disk=Key("disk_bytes", readers.size("1GiB")),
+        spans_per_request=make_whole_number_reader(1),
+        disk=Key("disk_bytes", readers.make_size_reader("1GiB")),
         blocked=Key("blocked_ns", readers.duration_or_off),
     ),
     "device": Keys(
         model.Device,
-        cuda=one_of("auto", "off"),
-        gil=one_of("hold", "release"),
-        nvml=Key("nvml_ns", readers.interval),
-        host=Key("host_ns", readers.interval),
+        cuda=make_choice_reader("auto", "off"),
+        gil=make_choice_reader("hold", "release"),
+        nvml=Key("nvml_ns", readers.read_interval),
+        host=Key("host_ns", readers.read_interval),
     ),
-    "control": Keys(model.Control, watch=flag),
+    "control": Keys(model.Control, watch=read_flag),
     "export": Keys(
         model.Export,
         recording=_make_export_key("recording"),
         chrome=_make_export_key("chrome"),
-        otlp=Key("otlp", _otlp, blank=True),
+        otlp=Key("otlp", _read_otlp, blank=True),
         prometheus=_make_export_key("prometheus"),
         parquet=_make_export_key("parquet"),
         summary=_make_export_key("summary"),
@@ -555,30 +562,30 @@ KEYS: Mapping[str, Keys] = {
     "export.chrome": Keys(model.Chrome, path=readers.chrome_path),
     "export.otlp": Keys(
         model.Otlp,
-        endpoint=readers.url,
-        protocol=one_of(*model.PROTOCOLS),
-        headers=readers.headers,
-        timeout=Key("timeout_ns", readers.duration("10s", least="1ms")),
-        compression=one_of(*model.COMPRESSIONS),
-        certificate=readers.readable_file,
-        client_certificate=readers.readable_file,
-        client_key=readers.readable_file,
+        endpoint=readers.read_url,
+        protocol=make_choice_reader(*model.PROTOCOLS),
+        headers=readers.read_headers,
+        timeout=Key("timeout_ns", readers.make_duration_reader("10s", least="1ms")),
+        compression=make_choice_reader(*model.COMPRESSIONS),
+        certificate=readers.read_file_path,
+        client_certificate=readers.read_file_path,
+        client_key=readers.read_file_path,
     ),
-    "export.prometheus": Keys(model.Prometheus, listen=readers.address),
+    "export.prometheus": Keys(model.Prometheus, listen=readers.read_address),
     "export.parquet": Keys(
-        model.Parquet, path=readers.dataset_path, every=Key("every_ns", readers.duration("5m", least="1s"))
+        model.Parquet, path=readers.dataset_path, every=Key("every_ns", readers.make_duration_reader("5m", least="1s"))
     ),
     "export.summary": Keys(
         model.Summary,
         to=readers.summary_target,
-        views=list_or_item(one_of(*model.VIEWS)),
-        sorted_by=one_of(*model.SORT_KEYS),
-        rows=whole_number(1),
-        least=Key("least_ns", readers.duration("50us")),
-        unit=one_of(*model.TIME_UNITS),
-        per_thread=flag,
-        corrected=flag,
-        skip_first=whole_number(0),
+        views=list_or_item(make_choice_reader(*model.VIEWS)),
+        sorted_by=make_choice_reader(*model.SORT_KEYS),
+        rows=make_whole_number_reader(1),
+        least=Key("least_ns", readers.make_duration_reader("50us")),
+        unit=make_choice_reader(*model.TIME_UNITS),
+        per_thread=read_flag,
+        corrected=read_flag,
+        skip_first=make_whole_number_reader(0),
     ),
 }
 """All keys of `profile.yaml`, by section and name."""

@@ -53,7 +53,7 @@ def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> 
         return
     with suppress(OSError, ValueError), file_writing.open_replacement(path) as file:
         names = sorted(consulted.names)
-        facts = names, _environment_values(names, consulted), _state_of(profile.source), _to_plain(profile)
+        facts = names, _read_variables(names, consulted), _read_file_state(profile.source), _to_plain(profile)
         file.write(json.dumps(facts).encode())
 
 
@@ -63,7 +63,7 @@ def read_shared_profile(path: Path | None, source: str) -> Profile | None:
         return None
     try:
         names, values, state, plain = json.loads(path.read_bytes())
-        if values != _environment_values(names, user_settings()) or state != [*_state_of(source)]:
+        if values != _read_variables(names, user_settings()) or state != [*_read_file_state(source)]:
             return None
         profile: Profile = _from_plain(plain)
     except (OSError, ValueError, TypeError, LookupError):
@@ -71,11 +71,11 @@ def read_shared_profile(path: Path | None, source: str) -> Profile | None:
     return replace(profile, source=source)
 
 
-def _environment_values(names: Any, environ: Mapping[str, str]) -> dict[str, str | None]:
+def _read_variables(names: Any, environ: Mapping[str, str]) -> dict[str, str | None]:
     return {name: environ.get(name) for name in {*names, *(key for key in environ if key.startswith(_ITERATED))}}
 
 
-def _state_of(source: str) -> tuple[int, int]:
+def _read_file_state(source: str) -> tuple[int, int]:
     facts = Path(source).stat()
     return facts.st_mtime_ns, facts.st_size
 

@@ -21,17 +21,17 @@ from instrument.profile.document import (
     clip_text,
     find_most_similar,
     list_or_item,
-    one_of,
-    quantity,
+    make_choice_reader,
+    make_quantity_reader,
+    make_text_schema,
+    read_string,
     reader_or_off,
-    string,
-    syntax_shape,
     text_reader,
     with_schema,
 )
 from instrument.profile.model import COMPRESSIONS, PROTOCOLS, Capture, PercentileThreshold, Profile, Rate, Where
 from instrument.runtime.cheap_start import late_pattern, replace
-from instrument.runtime.environment import memory_bytes
+from instrument.runtime.environment import measure_usable_memory_bytes
 
 DURATION_UNITS: Mapping[str, int] = {
     "ns": 1, "us": 1_000, "ms": 1_000_000, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9,
@@ -77,7 +77,7 @@ _DECIMAL = late_pattern(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]
 
 
 @with_schema({"type": "number", "minimum": 0, "maximum": 1})
-def share(node: YamlNode) -> float:
+def read_share(node: YamlNode) -> float:
     # Plain text too: YAML 1.1 takes 1e-3 for text.
     number = node.kind in ("int", "float") or (node.kind == "text" and node.plain)
     if not number or not _DECIMAL.fullmatch(node.text) or not 0 <= float(node.text) <= 1:
@@ -86,8 +86,8 @@ def share(node: YamlNode) -> float:
 
 
 @with_schema({"type": "string"})
-def expression(node: YamlNode) -> str:
-    text: str = string(node)
+def read_expression(node: YamlNode) -> str:
+    text: str = read_string(node)
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as problem:
@@ -99,45 +99,47 @@ def expression(node: YamlNode) -> str:
 _percent = text_reader(PERCENTS, "a percentage above 0%, up to 100%, such as 1%", lambda text: f"{text}%")
 
 
-@with_schema(syntax_shape(PERCENTS))
-def percent(node: YamlNode) -> float:
+@with_schema(make_text_schema(PERCENTS))
+def read_percent(node: YamlNode) -> float:
     return float(_percent(node)[:-1]) / 100
 
 
-def duration(example: str, least: str = "") -> Read:
-    return with_schema(DURATION)(quantity(DURATION_UNITS, example, least))
+def make_duration_reader(example: str, least: str = "") -> Read:
+    return with_schema(DURATION)(make_quantity_reader(DURATION_UNITS, example, least))
 
 
-def size(example: str, least: str = "") -> Read:
-    return with_schema(SIZE)(quantity(SIZE_UNITS, example, least))
+def make_size_reader(example: str, least: str = "") -> Read:
+    return with_schema(SIZE)(make_quantity_reader(SIZE_UNITS, example, least))
 
 
-_read_ring = size("64MiB", least="64KiB")
+_read_ring = make_size_reader("64MiB", least="64KiB")
 
 
 @with_schema(SIZE)
-def ring_size(node: YamlNode) -> int:
+def read_ring_size(node: YamlNode) -> int:
     """Read the size of the rings. A size above the process's memory is refused, because all of it may be used."""
     size_bytes: int = _read_ring(node)
-    memory = memory_bytes()
+    memory = measure_usable_memory_bytes()
     if memory is not None and size_bytes > memory:
         gib = max(memory / 2**30, 0.01)
         node.refuse(f"at most the memory that this machine has for the process, {gib:.2f} GiB")
     return size_bytes
 
 
-_read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
+_read_interval = make_quantity_reader(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
 
 
 @with_schema({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
-def interval(node: YamlNode) -> int | None:
+def read_interval(node: YamlNode) -> int | None:
     """Read the ns between two readings of gauges: `AUTO_NS` for auto, None for off."""
     if node.is_off:
         return None
     return model.AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
 
 
-duration_or_off = reader_or_off(with_schema(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))
+duration_or_off = reader_or_off(
+    with_schema(DURATION)(make_quantity_reader(DURATION_UNITS, "5ms", "100us", also="off, or "))
+)
 
 
 def _as_rule_pattern(text: str) -> str:
@@ -197,8 +199,8 @@ _timing_header = text_reader(
 )
 
 
-@with_schema({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
-def server_timing(node: YamlNode) -> str:
+@with_schema({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, make_text_schema(rf"header {HEADER_NAME_SYNTAX}")]})
+def read_server_timing(node: YamlNode) -> str:
     """Read the choice of answers with timings. "true" is for all, "header NAME" for requests with this header, "" for
     none."""
     if node.is_off:
@@ -231,7 +233,7 @@ summary_target = text_reader(
 
 
 @with_schema({"$ref": "#/$defs/rate"})
-def rate(node: YamlNode) -> Rate:
+def read_rate(node: YamlNode) -> Rate:
     parts = re.fullmatch(RATE_SYNTAX, node.text) if node.kind == "text" else None
     if not parts:
         near = f"{node.text}/min" if node.kind == "int" else ""
@@ -240,11 +242,13 @@ def rate(node: YamlNode) -> Rate:
     return Rate(int(parts[1]), RATE_UNITS[parts[2]])
 
 
-_read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the endpoint's own such as p99*1.5, or ")
+_read_slow = make_quantity_reader(
+    DURATION_UNITS, "250ms", "", also="a percentile of the endpoint's own such as p99*1.5, or "
+)
 
 
 @with_schema({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
-def slow_limit(node: YamlNode) -> int | PercentileThreshold:
+def read_slow_limit(node: YamlNode) -> int | PercentileThreshold:
     text = node.text if node.kind == "text" else ""
     parts = re.fullmatch(USUAL_SYNTAX, text)
     if parts:
@@ -295,7 +299,7 @@ _COMPARED_LIST = {"type": "array", "items": {"anyOf": _COMPARED_SHAPES}, "minIte
 
 
 @with_schema(_mapping_shape(ATTRIBUTE_SYNTAX, *_COMPARED_SHAPES, _COMPARED_LIST))
-def conditions(node: YamlNode) -> tuple[Where, ...]:
+def read_conditions(node: YamlNode) -> tuple[Where, ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
     names = "an attribute's name of at most 256 characters"
@@ -304,16 +308,16 @@ def conditions(node: YamlNode) -> tuple[Where, ...]:
 
 def _read_pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of a mapping. Names must match `syntax`, and null values are skipped."""
-    with node.document.all_or_nothing():
+    with node.document.refuse_incomplete_node():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(syntax, name):
-                key.note(allowed, actual=f"the {called} {clip_text(name)!r}")
+                key.note_problem(allowed, actual=f"the {called} {clip_text(name)!r}")
             elif value.kind != "null":
-                yield name, value.attempt(read)
+                yield name, value.attempt_read(read)
 
 
-@with_schema(syntax_shape(f"(?:{URL_SYNTAX})?"))
-def url(node: YamlNode) -> str:
+@with_schema(make_text_schema(f"(?:{URL_SYNTAX})?"))
+def read_url(node: YamlNode) -> str:
     """Read a collector's URL. Empty text, as from an unset variable, means no URL."""
     if node.kind == "text" and not node.text:
         return ""
@@ -326,8 +330,8 @@ def url(node: YamlNode) -> str:
     return text
 
 
-@with_schema(syntax_shape(ADDRESS_SYNTAX))
-def address(node: YamlNode) -> str:
+@with_schema(make_text_schema(ADDRESS_SYNTAX))
+def read_address(node: YamlNode) -> str:
     allowed = "host:port, such as 127.0.0.1:9464, 0.0.0.0:9464 or [::1]:9464"
     text: str = text_reader(ADDRESS_SYNTAX, allowed, lambda text: f"127.0.0.1:{text.removeprefix(':')}")(node)
     if int(text.rpartition(":")[2]) > MOST_PORT:
@@ -336,22 +340,22 @@ def address(node: YamlNode) -> str:
 
 
 @with_schema({"type": "string", "minLength": 1})
-def readable_file(node: YamlNode) -> str:
-    path = string(node)
+def read_file_path(node: YamlNode) -> str:
+    path = read_string(node)
     if not os.access(path, os.R_OK) or not Path(path).is_file():
         node.refuse("the path of a file that is there and that this process may read")
     return path
 
 
-def seconds(node: YamlNode) -> int:
+def read_timeout_seconds(node: YamlNode) -> int:
     """Read a timeout variable in seconds, as OpenTelemetry's Python SDK does, and return ns."""
     if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
         node.refuse("a number of seconds, from 0.001")
     return int(float(node.text) * 10**9)
 
 
-@with_schema(_mapping_shape(HEADER_NAME_SYNTAX, syntax_shape(HEADER_VALUE_SYNTAX)))
-def headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
+@with_schema(_mapping_shape(HEADER_NAME_SYNTAX, make_text_schema(HEADER_VALUE_SYNTAX)))
+def read_headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of header names to texts", actual="no mapping (not shown)")
     names = "letters, digits and !#$%&'*+.^_`|~-"
@@ -367,7 +371,7 @@ def _header_value(node: YamlNode) -> str:
     return node.text
 
 
-def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
+def read_header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
     """Read headers from a variable: `name=value,name=value`, URL-encoded."""
     headers = []
     for part in filter(None, (part.strip() for part in node.text.split(","))):
@@ -404,15 +408,15 @@ SERVICE = "INSTRUMENT_SERVICE"
 """The environment variable for a service name that `instrument run` sets if nothing else names the service."""
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
-    "service": (("OTEL_SERVICE_NAME", string), (SERVICE, string)),
-    "export.otlp.endpoint": _otlp_variables("ENDPOINT", url),
-    "export.otlp.protocol": _otlp_variables("PROTOCOL", one_of(*PROTOCOLS)),
-    "export.otlp.headers": _otlp_variables("HEADERS", header_list),
-    "export.otlp.timeout": _otlp_variables("TIMEOUT", seconds),
-    "export.otlp.compression": _otlp_variables("COMPRESSION", one_of(*COMPRESSIONS)),
-    "export.otlp.certificate": _otlp_variables("CERTIFICATE", readable_file),
-    "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
-    "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
+    "service": (("OTEL_SERVICE_NAME", read_string), (SERVICE, read_string)),
+    "export.otlp.endpoint": _otlp_variables("ENDPOINT", read_url),
+    "export.otlp.protocol": _otlp_variables("PROTOCOL", make_choice_reader(*PROTOCOLS)),
+    "export.otlp.headers": _otlp_variables("HEADERS", read_header_list),
+    "export.otlp.timeout": _otlp_variables("TIMEOUT", read_timeout_seconds),
+    "export.otlp.compression": _otlp_variables("COMPRESSION", make_choice_reader(*COMPRESSIONS)),
+    "export.otlp.certificate": _otlp_variables("CERTIFICATE", read_file_path),
+    "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", read_file_path),
+    "export.otlp.client_key": _otlp_variables("CLIENT_KEY", read_file_path),
 }
 """The environment variables for settings that a profile may omit. The first valid one counts."""
 

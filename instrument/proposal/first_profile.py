@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from instrument.instrumentors.argument_watch import ID, SeenPath
 from instrument.instrumentors.arguments import RETURN
-from instrument.instrumentors.known_packages import filter_by_role, presets_for
+from instrument.instrumentors.known_packages import filter_packages_by_role, presets_for
 from instrument.profile.keys import load
 from instrument.profile.presets import preset_path
 from instrument.proposal.function_choice import (
@@ -25,7 +25,7 @@ from instrument.proposal.function_choice import (
     calls_text,
     choose_functions,
     count_text,
-    group_by_label,
+    group_nodes_by_label,
     is_health_check_path,
     share_text,
     time_text,
@@ -71,19 +71,19 @@ class _Path:
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     """Add keys and batches to the rules of a choice. A function without a rule gets one."""
-    inside = _group_called_below(choice.requests)
+    inside = _group_calls_below(choice.requests)
     key_path = _choose_key_path(observation, choice, inside)
     if key_path is None:
         return
     key_values = key_path.ids.digests
-    outside = _group_called_below(choice.units)
+    outside = _group_calls_below(choice.units)
     shared = [
         _Path(label, path, ids)
         for label in outside.keys() - inside.keys()
         for path, ids in observation.keys.get(label, {}).items()
         if ids.digests and len(ids.digests & key_values) >= max(SHARED * len(ids.digests), 2)
     ]
-    singles = _pick_best([path for path in shared if not path.ids.many])
+    singles = _pick_best_paths([path for path in shared if not path.ids.many])
     # A function with one request as its argument serves that request, even if its object has others.
     many = [path for path in shared if path.ids.many and not (path.label in singles and path.path.startswith("self."))]
     least_ns = LEAST_BATCH * CallGroup(choice.units).total_ns
@@ -107,7 +107,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         rule.reasons.append(f"serves {mean:.1f} requests at a time, at most {candidate.ids.largest}")
     for label, candidate in sorted(singles.items(), key=lambda item: (outside[item[0]].first_ns, item[0])):
         paths = outside[label]
-        if label in batches or _is_below(paths, {**batches, **singles}):
+        if label in batches or _is_called_below(paths, {**batches, **singles}):
             continue
         if any(node.parent in batch_parents for node in paths.nodes):
             rule = _get_or_add_rule(choice, label, paths)
@@ -124,7 +124,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         rule = _get_or_add_rule(choice, key_path.label, inside[key_path.label])
         rule.key = key_path.path
         rule.reasons.append(f"{'the result' if key_path.path == RETURN else key_path.path} names the request")
-    choice.rules.sort(key=lambda rule: rule.order)
+    choice.rules.sort(key=lambda rule: rule.sort_key)
 
 
 def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallGroup]) -> _Path | None:
@@ -164,13 +164,13 @@ def _choose_batch_functions(
     paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, CallGroup]
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches. A function's callees replace it if they take most of its time."""
-    best = _pick_best(paths)
+    best = _pick_best_paths(paths)
     chosen: dict[str, _Path] = {}
     for label in sorted(best, key=lambda label: (_min_depth(outside[label]), -outside[label].total_ns, label)):
-        if _is_below(outside[label], chosen):
+        if _is_called_below(outside[label], chosen):
             continue
-        below = [part for part in {**singles, **best} if part != label and _is_below(outside[part], [label])]
-        parts = [part for part in below if not _is_below(outside[part], below)]
+        below = [part for part in {**singles, **best} if part != label and _is_called_below(outside[part], [label])]
+        parts = [part for part in below if not _is_called_below(outside[part], below)]
         has_batch = best[label].path.startswith("self.") and any(part in best for part in parts)
         if has_batch and sum(outside[part].total_ns for part in parts) >= COVERED * outside[label].total_ns:
             continue
@@ -178,7 +178,7 @@ def _choose_batch_functions(
     return dict(list(chosen.items())[:BATCHES])
 
 
-def _pick_best(paths: Iterable[_Path]) -> dict[str, _Path]:
+def _pick_best_paths(paths: Iterable[_Path]) -> dict[str, _Path]:
     best: dict[str, _Path] = {}
     for candidate in paths:
         if candidate.label not in best or candidate.rank < best[candidate.label].rank:
@@ -197,11 +197,11 @@ def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallGroup) -> Ru
     return choice.rules[-1]
 
 
-def _group_called_below(tops: Iterable[ObservedNode]) -> dict[str, CallGroup]:
-    return group_by_label(dict.fromkeys(node for top in tops for node in top.walk() if node.calls))
+def _group_calls_below(tops: Iterable[ObservedNode]) -> dict[str, CallGroup]:
+    return group_nodes_by_label(dict.fromkeys(node for top in tops for node in top.walk() if node.calls))
 
 
-def _is_below(paths: CallGroup, labels: Collection[str]) -> bool:
+def _is_called_below(paths: CallGroup, labels: Collection[str]) -> bool:
     return any(above.callee.label in labels for node in paths.nodes for above in node.iterate_callers())
 
 
@@ -242,7 +242,7 @@ class FirstProfile(NamedTuple):
     summary: str
 
 
-def rules_yaml(key: str, rules: Sequence[RuleProposal]) -> list[str]:
+def format_rules(key: str, rules: Sequence[RuleProposal]) -> list[str]:
     lines = [f"{key}:"] if rules else []
     for rule in rules:
         batch = rule.batch and _quote_yaml(rule.batch)
@@ -336,8 +336,8 @@ def propose_first_profile(observation: Observation, words: Sequence[str], servic
         ],
         [f"service: ${{OTEL_SERVICE_NAME:-{service}}}", f"preset: {preset}  # {PRESET_SAYS[preset]}"],
         [*_comment_lines([*requests, *_describe_preset_calls(observation)]), *_ignored_yaml(ignored)],
-        rules_yaml("functions", choice.rules),
-        rules_yaml("layers", layers),
+        format_rules("functions", choice.rules),
+        format_rules("layers", layers),
         [*wrap_comment(capture), "capture: {sample: 1.0, slow: p99*1.5, errors: true}"] if count else [],
         *map(wrap_comment, _describe_left_out(observation, choice)),
     ]  # fmt: skip
@@ -367,7 +367,7 @@ def _ignored_yaml(paths: Sequence[str]) -> list[str]:
 
 
 def _describe_packages(observation: Observation) -> Iterator[str]:
-    packages = filter_by_role(observation.packages, "web", "server", "engine", "library")
+    packages = filter_packages_by_role(observation.packages, "web", "server", "engine", "library")
     if packages:
         device = " CUDA was used, so rules over layers have `device: true`." if observation.uses_cuda else ""
         yield f"Imported: {', '.join(packages)}.{device}"
@@ -377,14 +377,14 @@ def _describe_packages(observation: Observation) -> Iterator[str]:
 
 def _describe_requests(observation: Observation, choice: FunctionChoice, ignored: Sequence[str]) -> Iterator[str]:
     request_nodes = [node for node in observation.nodes() if node.callee.kind == "request"]
-    served = _list_call_sums(
+    served = _format_call_sums(
         node for node in request_nodes if node.calls and not is_health_check_path(_request_path(node))
     )
     if served:
         yield f"Requests were met at the server, with no rule: {served}."
     if ignored:
         yield "Probes, by their paths; the preset's are here, too."
-    unmet = filter_by_role(observation.packages, "unmet")
+    unmet = filter_packages_by_role(observation.packages, "unmet")
     if not request_nodes and unmet:
         yield (
             f"Requests of {', '.join(unmet)} are not met at the server: they are what the rule with `kind: request` "
@@ -398,7 +398,7 @@ def _describe_requests(observation: Observation, choice: FunctionChoice, ignored
 
 
 def _describe_preset_calls(observation: Observation) -> Iterator[str]:
-    recorded = _list_call_sums(
+    recorded = _format_call_sums(
         node
         for node in observation.nodes()
         if node.calls and not node.callee.label and node.callee.kind not in ("request", "layer")
@@ -407,7 +407,7 @@ def _describe_preset_calls(observation: Observation) -> Iterator[str]:
         yield f"The preset records these, too: {recorded}."
 
 
-def _list_call_sums(nodes: Iterable[ObservedNode]) -> str:
+def _format_call_sums(nodes: Iterable[ObservedNode]) -> str:
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for node in nodes:
         sums[node.callee.name][0] += node.calls
@@ -435,7 +435,7 @@ def _describe_left_out(observation: Observation, choice: FunctionChoice) -> Iter
         )
 
 
-def pattern_of(path: str) -> str:
+def make_layer_pattern(path: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
@@ -448,7 +448,7 @@ def choose_layers(observation: Observation) -> list[RuleProposal]:
         if not any(above.callee.kind == "layer" for above in node.iterate_callers()):
             whole_ns += node.total_ns
         if node.callee.instance:
-            by_pattern[pattern_of(node.callee.instance)].nodes.append(node)
+            by_pattern[make_layer_pattern(node.callee.instance)].nodes.append(node)
     rules = []
     for pattern in _choose_patterns(by_pattern, whole_ns)[:LAYERS]:
         layers, count = by_pattern[pattern], _count_layers(by_pattern[pattern])

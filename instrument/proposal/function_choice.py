@@ -122,7 +122,7 @@ class RuleProposal:
     reasons: list[str] = field(default_factory=list)
 
     @property
-    def order(self) -> tuple[int, int, str]:
+    def sort_key(self) -> tuple[int, int, str]:
         return self.group, self.first_ns, self.label
 
 
@@ -164,7 +164,7 @@ class CallGroup:
         return f"ran {calls_text(self.calls, self.total_ns)}"
 
 
-def group_by_label(nodes: Iterable[ObservedNode]) -> dict[str, CallGroup]:
+def group_nodes_by_label(nodes: Iterable[ObservedNode]) -> dict[str, CallGroup]:
     """Group call paths by the label of their function. Call paths without a label are left out."""
     groups: dict[str, CallGroup] = {}
     for node in nodes:
@@ -183,7 +183,7 @@ def is_health_check_path(path: str) -> bool:
     return path.startswith("/") and _PROBE.search(path) is not None
 
 
-def phase_by_name(name: str) -> str:
+def suggest_phase(name: str) -> str:
     """Return the phase that the name of a function suggests, such as `prepare` for `tokenize`. Return "" for other
     names."""
     return next((phase for phase, names in _PHASES.items() if names.search(name)), "")
@@ -215,18 +215,18 @@ class _Chooser:
         roots = [] if self._requests or self._units else self._observation.roots
         for rule in chain(
             self._propose_requests(),
-            self._propose_loading(),
-            self._propose_below(self._requests, "the requests", LEAST_OF_REQUEST),
+            self._propose_loading_functions(),
+            self._propose_functions_below(self._requests, "the requests", LEAST_OF_REQUEST),
             self._propose_top_units(),
-            self._propose_below(self._units, self._name_of_units, LEAST_OF_WORK),
-            self._propose_below(roots, "the run", LEAST_OF_RUN),
-            self._propose_blocking(rules),
+            self._propose_functions_below(self._units, self._name_of_units, LEAST_OF_WORK),
+            self._propose_functions_below(roots, "the run", LEAST_OF_RUN),
+            self._propose_blocking_functions(rules),
         ):
             rules.setdefault(rule.label, rule)
-        largest = self._keep_largest(list(rules.values()))
+        largest = self._keep_largest_rules(list(rules.values()))
         self._small.update(rules.keys() - {rule.label for rule in largest})
         self._small -= {rule.label for rule in largest} | self._hot.keys()
-        rules_in_order = sorted(largest, key=lambda rule: rule.order)
+        rules_in_order = sorted(largest, key=lambda rule: rule.sort_key)
         return FunctionChoice(rules_in_order, self._hot, self._small, self._requests, self._units)
 
     # ---------------------------------------------------------------- kinds of work
@@ -272,7 +272,7 @@ class _Chooser:
         """Return the functions whose calls are too short or too frequent, with the reason for each."""
         seconds = max(self._observation.seconds, 1e-3)
         hot = {}
-        by_label = group_by_label(self._observation.nodes())
+        by_label = group_nodes_by_label(self._observation.nodes())
         for label, paths in sorted(by_label.items(), key=lambda item: (-item[1].calls, item[0])):
             calls, total_ns = paths.calls, paths.total_ns
             if calls / seconds > HOT:
@@ -297,7 +297,7 @@ class _Chooser:
                 node.callee.label, "request", first_ns=node.first_ns, is_needed=True, group=OF_REQUESTS, reasons=[text]
             )
 
-    def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[RuleProposal]:
+    def _propose_functions_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[RuleProposal]:
         """Propose rules for the functions that the call paths `tops` call. A function needs the share `least` of their
         time as self time. A function also gets a rule if it calls several such functions."""
         base_ns = sum(top.total_ns for top in tops)
@@ -310,22 +310,22 @@ class _Chooser:
             label
             for label, paths in by_label.items()
             if paths.own_ns >= (2 * least if function_name(label).startswith("_") else least) * base_ns
-            and not (self._spans_requests(paths, tops, base_ns) and paths.own_ns < REPEATS_OWN * base_ns)
+            and not (self._covers_whole_requests(paths, tops, base_ns) and paths.own_ns < REPEATS_OWN * base_ns)
         }
         # A middleware spans whole requests, and its self time is spent in the framework.
         large -= {
             label
             for label in large
-            if self._spans_requests(by_label[label], tops, base_ns)
-            and (_MIDDLEWARE.search(label) or self._find_dividing_callees(by_label[label], large))
+            if self._covers_whole_requests(by_label[label], tops, base_ns)
+            and (_MIDDLEWARE.search(label) or self._find_large_callees(by_label[label], large))
         }
         dividing = {
             label
             for label, paths in by_label.items()
             if label not in large
             and paths.total_ns >= LEAST_SPLIT * base_ns
-            and len(self._find_dividing_callees(paths, large)) >= 2
-            and not self._spans_requests(paths, tops, base_ns)
+            and len(self._find_large_callees(paths, large)) >= 2
+            and not self._covers_whole_requests(paths, tops, base_ns)
         }
         for label, paths in by_label.items():
             if label in large or label in dividing:
@@ -345,7 +345,7 @@ class _Chooser:
                 own_ns += child_ns
         return own_ns
 
-    def _find_dividing_callees(self, paths: CallGroup, large: set[str]) -> set[str]:
+    def _find_large_callees(self, paths: CallGroup, large: set[str]) -> set[str]:
         parts: dict[str, int] = defaultdict(int)
         nodes_left = [child for node in paths.nodes for child in node.children.values()]
         for node in nodes_left:
@@ -355,7 +355,7 @@ class _Chooser:
                 nodes_left += node.children.values()
         return {label for label, total_ns in parts.items() if total_ns >= LEAST_PART * paths.total_ns}
 
-    def _spans_requests(self, paths: CallGroup, tops: list[ObservedNode], base_ns: int) -> bool:
+    def _covers_whole_requests(self, paths: CallGroup, tops: list[ObservedNode], base_ns: int) -> bool:
         is_whole = paths.total_ns >= REPEATS_REQUEST * base_ns and paths.calls == sum(top.calls for top in tops)
         return tops is self._requests and is_whole
 
@@ -368,7 +368,7 @@ class _Chooser:
         reasons = [f"{paths}, {share_text(share)} of {of}"]
         if divides:
             reasons.append("parts it between what it calls")
-        phase = phase_by_name(function_name(label))
+        phase = suggest_phase(function_name(label))
         if phase == "compute" and shapes & {"coroutine", "generator"}:
             phase = ""  # it mostly waits for other functions
         if "generator" in shapes:
@@ -394,13 +394,13 @@ class _Chooser:
     def _propose_top_units(self) -> Iterator[RuleProposal]:
         """Propose the units of work outside of requests, such as an engine's step."""
         base_ns = sum(unit.total_ns for unit in self._units)
-        for label, paths in group_by_label(filter(self._may_get_rule, self._units)).items():
+        for label, paths in group_nodes_by_label(filter(self._may_get_rule, self._units)).items():
             share = paths.total_ns / base_ns if base_ns else 0.0
             if share < LEAST_OF_WORK:
                 self._small.add(label)
                 continue
             is_step = bool(STEP.search(function_name(label)))
-            phase = "" if is_step else phase_by_name(function_name(label))
+            phase = "" if is_step else suggest_phase(function_name(label))
             kind = "step" if is_step else "phase" if phase else "op"
             rule = RuleProposal(label, kind, phase, self._runs_on_device(paths.nodes), share=share, group=OUTSIDE)
             rule.first_ns, rule.is_needed = paths.first_ns, is_step
@@ -409,21 +409,24 @@ class _Chooser:
                 rule.reasons.append("a loop calls it again and again, so it is a step")
             yield rule
 
-    def _propose_loading(self) -> Iterator[RuleProposal]:
+    def _propose_loading_functions(self) -> Iterator[RuleProposal]:
         until_ns = CallGroup([*self._requests, *self._units]).first_ns
         for node in self._observation.nodes():
             count, label = max(len(node.processes), 1), node.callee.label
-            if not (_is_loading(node) or function_name(label) == "__init__") or node.total_ns < LOADING_NS * count:
+            if (
+                not (_has_loading_name(node) or function_name(label) == "__init__")
+                or node.total_ns < LOADING_NS * count
+            ):
                 continue
             if until_ns and not 0 < node.first_ns < until_ns:
                 continue
-            if node.calls >= REPEATED * count or any(map(_is_loading, node.iterate_callers())):
+            if node.calls >= REPEATED * count or any(map(_has_loading_name, node.iterate_callers())):
                 continue
             text = f"{CallGroup([node])}, before the first request"
             yield RuleProposal(label, "phase", "load", first_ns=node.first_ns, reasons=[text])
 
-    def _propose_blocking(self, rules: Mapping[str, RuleProposal]) -> Iterator[RuleProposal]:
-        by_label = group_by_label(filter(self._may_get_rule, self._observation.nodes()))
+    def _propose_blocking_functions(self, rules: Mapping[str, RuleProposal]) -> Iterator[RuleProposal]:
+        by_label = group_nodes_by_label(filter(self._may_get_rule, self._observation.nodes()))
         for label, (stretches, longest_ns) in self._observation.blockers.items():
             if label not in by_label:
                 continue
@@ -436,12 +439,12 @@ class _Chooser:
             yield rule
 
     @staticmethod
-    def _keep_largest(rules: list[RuleProposal]) -> list[RuleProposal]:
+    def _keep_largest_rules(rules: list[RuleProposal]) -> list[RuleProposal]:
         needed = [rule for rule in rules if rule.is_needed]
         optional = sorted((rule for rule in rules if not rule.is_needed), key=lambda rule: (-rule.share, rule.label))
         loading = [rule for rule in optional if rule.phase == "load"][:3]
         return needed + loading + [rule for rule in optional if rule.phase != "load"][:RULES]
 
 
-def _is_loading(node: ObservedNode) -> bool:
+def _has_loading_name(node: ObservedNode) -> bool:
     return _LOADING.search(function_name(node.callee.label)) is not None

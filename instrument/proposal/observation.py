@@ -108,7 +108,7 @@ class Observation:
             yield from root.walk()
 
 
-def mark_started(folder: str) -> None:
+def mark_process_started(folder: str) -> None:
     """Write a file that marks this process as started, so that `init` notices if its report is missing."""
     Path(folder, f"{os.getpid()}{STARTED_SUFFIX}").touch()
 
@@ -226,14 +226,14 @@ def merge_reports(folder: str) -> Observation:
         for blocker, (stretches, longest_ns) in report["blockers"].items():
             before = observation.blockers.get(blocker, (0, 0))
             observation.blockers[blocker] = before[0] + stretches, max(before[1], longest_ns)
-        _add_keys(observation.keys, report["arguments"])
-        _add_tree(roots, report)
+        _add_argument_values(observation.keys, report["arguments"])
+        _add_call_tree(roots, report)
     observation.roots = list(roots.values())
     observation.silent = len(_processes_without_report(folder))
     return observation
 
 
-def _add_tree(roots: dict[Callee, ObservedNode], report: Mapping[str, Any]) -> None:
+def _add_call_tree(roots: dict[Callee, ObservedNode], report: Mapping[str, Any]) -> None:
     callee = [Callee(*fields) for fields in report["called"]]
     for path, calls, total_ns, self_ns, first_ns in report["lines"]:
         node, siblings = None, roots
@@ -248,7 +248,7 @@ def _add_tree(roots: dict[Callee, ObservedNode], report: Mapping[str, Any]) -> N
             node.first_ns = min(filter(None, (node.first_ns, first_ns)), default=0)
 
 
-def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapping[str, Any]]) -> None:
+def _add_argument_values(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapping[str, Any]]) -> None:
     for label, paths in arguments.items():
         for path, values in paths.items():
             sums = keys.setdefault(label, {}).setdefault(path, SeenPath(values["many"]))
@@ -270,11 +270,13 @@ def find_module_folders(words: Sequence[str], folder: Path) -> list[Path]:
             folders.append(script if script.is_dir() else script.parent)
     folders += [folder / entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     folders += [root / "src" for root in folders if (root / "src").is_dir() and not (root / "src/__init__.py").exists()]
-    existing_folders = [root.resolve() for root in folders if root.is_dir() and not _is_installed(root.resolve())]
+    existing_folders = [
+        root.resolve() for root in folders if root.is_dir() and not _is_installation_folder(root.resolve())
+    ]
     return list(dict.fromkeys(existing_folders))
 
 
-def find_own_modules(words: Sequence[str], folder: Path) -> list[str]:
+def find_service_modules(words: Sequence[str], folder: Path) -> list[str]:
     """Return the names of the service's top-level modules. They are in the service's folders, or are named on the
     command line."""
     roots = find_module_folders(words, folder)
@@ -306,6 +308,6 @@ def _list_modules(root: Path) -> Iterator[str]:
             yield name
 
 
-def _is_installed(folder: Path) -> bool:
+def _is_installation_folder(folder: Path) -> bool:
     inside = folder.is_relative_to(Path(sys.prefix, "lib").resolve()) or folder == Path(sys.prefix, "bin").resolve()
     return inside or not _INSTALLED.isdisjoint(folder.parts)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from instrument import native
 from instrument.recorder import attribute_checks, core
 from instrument.recorder.recorder import RECORDER, Scope
-from instrument.recording.metrics import COUNTER, GAUGE, MOST_GAUGES, SUM, cell_name, is_valid_cell_name
+from instrument.recording.metrics import COUNTER, GAUGE, MOST_GAUGES, SUM, encode_cell_name, is_valid_cell_name
 
 Arguments = ParamSpec("Arguments")
 
@@ -21,7 +21,7 @@ Arguments = ParamSpec("Arguments")
 scope = RECORDER.make_scope
 
 
-def _begin_at_once(make: Callable[Arguments, Scope]) -> Callable[Arguments, Scope]:
+def _make_scope_start(make: Callable[Arguments, Scope]) -> Callable[Arguments, Scope]:
     @functools.wraps(make, assigned=())
     def scope_start(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Scope:
         """Begin a span, and return its scope. The arguments are those of `scope`.
@@ -33,7 +33,7 @@ def _begin_at_once(make: Callable[Arguments, Scope]) -> Callable[Arguments, Scop
     return scope_start
 
 
-scope_start = _begin_at_once(RECORDER.make_scope)
+scope_start = _make_scope_start(RECORDER.make_scope)
 
 
 def scope_end(opened: Scope | str | None = None, *, error: BaseException | None = None) -> None:
@@ -100,7 +100,7 @@ def set_status(code: str, description: str | None = None, *, error_type: str | N
     A span with ``"error"`` has failed, even without an exception. A span with ``"ok"`` has not failed, even if it
     raises an exception.
     """
-    attribute_checks.set_status(RECORDER, None, code, description, error_type)
+    attribute_checks.set_status_of_frame(RECORDER, None, code, description, error_type)
 
 
 if not TYPE_CHECKING and not native.WHY_MISSING:
@@ -125,7 +125,7 @@ class Number(core.Number):
 
     def __init__(self, kind: str, name: str, unit: str, every_ns: int) -> None:
         is_sound = isinstance(name, str) and isinstance(unit, str) and is_valid_cell_name(name, unit)
-        super().__init__(RECORDER, cell_name(name, unit, kind) if is_sound else b"", every_ns)
+        super().__init__(RECORDER, encode_cell_name(name, unit, kind) if is_sound else b"", every_ns)
         self.name, self._kind = name if is_sound else "", kind
         self._settings = name, unit, every_ns
 

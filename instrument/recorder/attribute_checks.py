@@ -38,7 +38,7 @@ MOST_NAMES_PER_SITE = 256
 def rename_span_of_frame(recorder: Any, frame: Any, name: object) -> None:
     """Rename the span of a frame. If `frame` is None, rename the innermost open span."""
     site = recorder.site_of_open(frame)
-    text = checked_span_name(name)
+    text = check_span_name(name)
     if site is None:
         return
     if text is None:
@@ -48,12 +48,12 @@ def rename_span_of_frame(recorder: Any, frame: Any, name: object) -> None:
         words = f"{site.name} is a step and cannot be renamed, because steps are counted by name"
         recorder.complain("steps not renamed", words)
     elif frame is None:
-        recorder.rename_innermost(_renamed_site(recorder, site, text))
+        recorder.rename_innermost(_find_or_make_renamed_site(recorder, site, text))
     else:
-        recorder.rename(frame, _renamed_site(recorder, site, text))
+        recorder.rename(frame, _find_or_make_renamed_site(recorder, site, text))
 
 
-def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
+def _find_or_make_renamed_site(recorder: Any, site: Site, name: str) -> Site:
     """Return a copy of a site with another name. Beyond a limit of names, count the refusal and return the site
     itself."""
     place: Site = recorder.place_of.get(site, site)
@@ -71,9 +71,9 @@ def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
     return renamed
 
 
-def set_status(recorder: Any, frame: Any, code: object, description: object, error_type: object) -> None:
+def set_status_of_frame(recorder: Any, frame: Any, code: object, description: object, error_type: object) -> None:
     """Set the status of a frame's span. If `frame` is None, set the status of the innermost open span."""
-    status = status_attributes(code, description, error_type)
+    status = make_status_attributes(code, description, error_type)
     if status is None:
         recorder.complain("states that no span has", f"there is no status {code!r:.60}; allowed: ok, error")
     elif frame is None:
@@ -113,14 +113,14 @@ def check_attributes(attributes: object, more: Mapping[str, object], complain: C
         checked_value = _check_value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
         if checked_value is None:
             allowed = "text, a bool, a number of 64 bits, or a list of one kind of them"
-            kind = _class_names(value)
+            kind = _class_and_item_names(value)
             complain(REFUSED, f"the attribute {name:.60} cannot be {kind}; allowed: {allowed}", kind)
         else:
-            result[_cut(name)] = checked_value
+            result[_cut_text(name)] = checked_value
     return result
 
 
-def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
+def check_scope_attributes(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
     """Check the attributes of a scope. A dict of plain values is only copied, because this is faster."""
     if type(attributes) is dict and len(attributes) <= ATTRIBUTE_LIMIT:
         for name, value in attributes.items():
@@ -145,7 +145,7 @@ def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[s
     return result
 
 
-def key_text(value: object) -> str:
+def encode_key(value: object) -> str:
     """Return the key of a request as text, "" for a value that cannot be a key.
 
     Texts, whole numbers, UUIDs, bytes, and a whole number in an array on the host are keys. An object of the service's
@@ -160,16 +160,16 @@ def key_text(value: object) -> str:
         return text if len(text) <= KEY_LIMIT else _shorten_key(text)
     if kind is bytes:
         data = cast(bytes, value)[:CHECKSUM_CHARACTERS]
-        return key_text(data.decode() if data.isascii() and data.decode().isprintable() else data.hex())
+        return encode_key(data.decode() if data.isascii() and data.decode().isprintable() else data.hex())
     if kind.__module__ == "builtins":
         return ""
     try:
-        if _is_uuid(kind):
+        if _is_uuid_class(kind):
             return str(value)[:KEY_LIMIT]
         if issubclass(kind, numbers.Integral):
-            return key_text(int(cast(Any, value)))
-        if _is_array(kind):
-            return key_text(_read_single_number(value))
+            return encode_key(int(cast(Any, value)))
+        if _is_array_class(kind):
+            return encode_key(_read_single_number(value))
     except Exception:  # of a number of the service's own
         return ""
     if _is_value_class(kind):
@@ -184,7 +184,7 @@ def _shorten_key(key: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _is_uuid(kind: Any) -> bool:
+def _is_uuid_class(kind: Any) -> bool:
     """Return True for `uuid.UUID` and its subclasses. Does not import `uuid`."""
     return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
 
@@ -193,12 +193,12 @@ _OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "_
 
 
 @lru_cache(maxsize=256)
-def _is_array(kind: Any, *, on_device: bool = False) -> bool:
+def _is_array_class(kind: Any, *, on_device: bool = False) -> bool:
     """Return True for a class of arrays. With `on_device`, return True only for arrays that can be on a device."""
     return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2 * on_device :])
 
 
-def _is_on_host(array: Any) -> bool:
+def _is_array_on_host(array: Any) -> bool:
     """Return True for an array of numpy, or a tensor of torch on the CPU. Reading any other array would wait for the
     device."""
     kind = type(array).__module__, type(array).__name__
@@ -206,16 +206,16 @@ def _is_on_host(array: Any) -> bool:
 
 
 def _read_single_number(array: Any) -> object:
-    return array.item() if _is_on_host(array) and array.ndim == 0 else None
+    return array.item() if _is_array_on_host(array) and array.ndim == 0 else None
 
 
-def take_items(values: Any, most: int) -> list[Any]:
+def read_first_items(values: Any, most: int) -> list[Any]:
     """Return up to `most` items of an iterable. Raises `UnreadError` for a tensor on a device or with several
     dimensions."""
     kind: Any = type(values)
-    if not _is_array(kind, on_device=True):
+    if not _is_array_class(kind, on_device=True):
         return list(islice(values, most))
-    if not _is_on_host(values) or values.ndim != 1:
+    if not _is_array_on_host(values) or values.ndim != 1:
         raise UnreadError(f"{_class_name(values)} that is on a device or has not one dimension, and is not read")
     items: list[Any] = values[:most].tolist()
     return items
@@ -234,21 +234,21 @@ def _is_value_class(kind: Any) -> bool:
     return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
 
 
-def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
+def find_refused_key_class(keys: Sequence[object], texts: Sequence[str]) -> str:
     """Return the class name of the first refused key, "" for none. None and "" are missing keys, which are not
     refused."""
     if "" not in texts:
         return ""
     empty = (key for key, text in zip(keys, texts, strict=False) if not text)
-    refused = (key for key in empty if key is not None and _check_text(key) != "" and not key_text(key))
+    refused = (key for key in empty if key is not None and _check_text(key) != "" and not encode_key(key))
     return next(map(_class_name, refused), "")
 
 
-def contain_number(values: Sequence[object]) -> bool:
+def contains_number(values: Sequence[object]) -> bool:
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 
-def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
+def check_weights(values: Sequence[object]) -> tuple[int | float, ...] | None:
     """Return weights as numbers of Python. Return None if a weight is negative, not finite, or has more than 64
     bits."""
     kinds = set(map(type, values))
@@ -264,10 +264,10 @@ def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
     return weights if all(0 <= weight < (math.inf if type(weight) is float else 2**63) for weight in weights) else None
 
 
-def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
+def make_key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
     """Return the attributes of a span for its key and its batch. If `batch` is a mapping, its values are weights."""
     attributes: dict[str, AttributeValue] = {}
-    if key is not None and (text := key_text(key)):
+    if key is not None and (text := encode_key(key)):
         attributes[KEY] = text
     elif key is not None:
         complain(REFUSED, f"a key cannot be {_class_name(key)}; {ALLOWED_KEYS}")
@@ -275,7 +275,7 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
         return attributes
     try:
         is_one = issubclass(type(batch), (str, bytes))
-        keys = [batch] if is_one else take_items(batch, BATCH_LIMIT + 1)
+        keys = [batch] if is_one else read_first_items(batch, BATCH_LIMIT + 1)
         is_mapping = issubclass(type(batch), Mapping)
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
@@ -285,22 +285,22 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
     if len(keys) > BATCH_LIMIT:
         complain(REFUSED, f"a batch has more than {BATCH_LIMIT} keys; the others are left out")
         del keys[BATCH_LIMIT:]
-    attributes[BATCH_KEYS] = texts = tuple(map(key_text, keys))
-    if refused := refused_keys(keys, texts):
+    attributes[BATCH_KEYS] = texts = tuple(map(encode_key, keys))
+    if refused := find_refused_key_class(keys, texts):
         complain(REFUSED, f"{refused} cannot be a key of a batch; {ALLOWED_KEYS}")
-    if weights is not None and len(weights) == len(keys) and (amounts := weights_of(weights)) is not None:
+    if weights is not None and len(weights) == len(keys) and (amounts := check_weights(weights)) is not None:
         attributes[BATCH_WEIGHTS] = amounts
-    elif weights is not None and contain_number(weights):
+    elif weights is not None and contains_number(weights):
         complain(REFUSED, f"{len(keys)} keys need as many weights, {NO_WEIGHTS}")
     return attributes
 
 
-def checked_span_name(name: object) -> str | None:
+def check_span_name(name: object) -> str | None:
     text = _check_text(name)
-    return _cut(text) if text else None
+    return _cut_text(text) if text else None
 
 
-def status_attributes(code: object, description: object, error_type: object) -> dict[str, AttributeValue] | None:
+def make_status_attributes(code: object, description: object, error_type: object) -> dict[str, AttributeValue] | None:
     """Return the attributes for a status. Return None for an invalid code. `code` is `ok` or `error` in any case, or a
     member of OpenTelemetry's `StatusCode`."""
     try:
@@ -312,9 +312,9 @@ def status_attributes(code: object, description: object, error_type: object) -> 
         return None
     status: dict[str, AttributeValue] = {STATUS_CODE: word}
     if word == "ERROR" and (text := _check_text(description)):
-        status[STATUS_DESCRIPTION] = _cut(text)
+        status[STATUS_DESCRIPTION] = _cut_text(text)
     if word == "ERROR" and (text := _check_text(error_type)):
-        status[ERROR_TYPE] = _cut(text)
+        status[ERROR_TYPE] = _cut_text(text)
     return status
 
 
@@ -341,7 +341,7 @@ def _check_items(value: object, most: int) -> list[Any] | None:
 def _check_scalar(value: object) -> str | bool | int | float | None:
     text = _check_text(value)
     if text is not None:
-        return _cut(text)
+        return _cut_text(text)
     if value is True or value is False:
         return value
     number: Any = value
@@ -354,7 +354,7 @@ def _check_scalar(value: object) -> str | bool | int | float | None:
             return float(number)
         if (kind.__module__, kind.__name__) in _BOOLS:
             return bool(number)
-        item = _read_single_number(number) if _is_array(kind) else None
+        item = _read_single_number(number) if _is_array_class(kind) else None
         return _check_scalar(item) if type(item) in _ITEMS else None
     except Exception:  # of a number of the service's own
         return None
@@ -369,7 +369,7 @@ def _check_text(value: object) -> str | None:
     return str.__str__(cast(str, value)) if issubclass(type(value), str) else None
 
 
-def _cut(text: str) -> str:
+def _cut_text(text: str) -> str:
     return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 3] + "..."
 
 
@@ -377,7 +377,7 @@ def _class_name(value: object) -> str:
     return type(value).__name__
 
 
-def _class_names(value: object) -> str:
+def _class_and_item_names(value: object) -> str:
     items = _check_items(value, ATTRIBUTE_LIMIT)
     if items is None:
         return "int of more than 64 bits" if type(value) is int else _class_name(value)

@@ -160,7 +160,7 @@ class Readback(Core):
         return 0 if trace is None else trace[0]
 
     def bind_innermost(self, key: object) -> None:
-        self.annotate_innermost(attribute_checks.key_attributes(key, None, self.complain))
+        self.annotate_innermost(attribute_checks.make_key_attributes(key, None, self.complain))
 
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
         return attribute_checks.check_attributes(attributes, more, self.complain)
@@ -179,16 +179,16 @@ class Readback(Core):
                 number_of = {site: number for number, site in enumerate(paths.sites)}
                 numbers = array("i", [number_of.setdefault(site, len(number_of)) for site in sites])
                 paths.sites += list(number_of)[len(paths.sites) :]
-                paths.extend(first, numbers.tobytes(), parents)
+                paths.add_nodes(first, numbers.tobytes(), parents)
             return paths
 
-    def mapped(self) -> OwnRecording:
+    def make_reader(self) -> OwnRecording:
         from instrument.recorder.own_recording import OwnRecording
 
         return OwnRecording(self, self.memory)
 
     def tally(self) -> Tally:
-        return self.mapped().tally()
+        return self.make_reader().tally()
 
     def site_of(self, row: Row) -> Site:
         paths = self._paths if row[ROW_NODE] < len(self._paths) else self.paths()
@@ -198,7 +198,7 @@ class Readback(Core):
         """Return a reader of all rows from now on. It misses rows that are overwritten before it reads them."""
         from instrument.recorder.own_recording import Cursor
 
-        return Cursor(self.mapped)
+        return Cursor(self.make_reader)
 
     def threads(self) -> dict[int, str]:
         return {ring.thread_id: ring.name for ring in self.rings()}

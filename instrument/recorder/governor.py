@@ -149,27 +149,27 @@ class Governor:
             thread: sum(self._cost_ns(site, use) for site, use in uses.items()) for thread, uses in threads.items()
         }
         for thread in threads:
-            self._mute(threads, thread, spent_ns, allowed_ns, now_ns)
-        self._detach_costly(calls, spent_ns, allowed_ns, now_ns)
+            self._mute_costly_sites(threads, thread, spent_ns, allowed_ns, now_ns)
+        self._detach_costly_probes(calls, spent_ns, allowed_ns, now_ns)
         counting_ns = self._cost_of_counting_ns(calls)
         for thread in threads:
             left_ns = max(allowed_ns - counting_ns.get(thread, 0.0), REMAINING_SHARE * allowed_ns)
-            self._mute(threads, thread, spent_ns, left_ns, now_ns)
+            self._mute_costly_sites(threads, thread, spent_ns, left_ns, now_ns)
             if spent_ns[thread] > left_ns:
                 for site, use in threads[thread].items():  # those that are left cannot be muted
                     if site not in self.muted:
                         self._kept_ns[site] = self._kept_ns.get(site, 0.0) + self._cost_ns(site, use)
         self._passed = passed
         if now_ns - self._looked_ns >= STEP_NS:
-            self._unmute_fitting(passed, spent_ns, elapsed_ns, now_ns)
-        self._retry_detached(now_ns)
+            self._unmute_fitting_sites(passed, spent_ns, elapsed_ns, now_ns)
+        self._retry_detached_probe(now_ns)
 
     def may_exceed_budget(self, now_ns: int) -> bool:
         return (self._recorder.calls - self._calls) * self._least_ns > self._budget * (now_ns - self._at_ns)
 
     # ---------------------------------------------------------------- what costs too much
 
-    def _mute(
+    def _mute_costly_sites(
         self,
         threads: Mapping[int, Mapping[Site, _Use]],
         thread: int,
@@ -178,7 +178,7 @@ class Governor:
         now_ns: int,
     ) -> None:
         uses = threads[thread]
-        for site in self._sort_by_burden(uses) if spent_ns[thread] > allowed_ns else ():
+        for site in self._sort_sites_by_burden(uses) if spent_ns[thread] > allowed_ns else ():
             if spent_ns[thread] <= allowed_ns:
                 return
             if site.kind in UNMUTABLE_KINDS or not self._recorder.mute(site):
@@ -204,7 +204,7 @@ class Governor:
             shares={thread: ns / whole_ns if whole_ns else 1.0 for thread, ns in cost_ns.items()},
         )
 
-    def _detach_costly(
+    def _detach_costly_probes(
         self, calls: dict[Site, int], spent_ns: Mapping[int, float], allowed_ns: float, now_ns: int
     ) -> None:
         """Detach the probes of muted sites if even counting their calls costs a thread too much."""
@@ -219,10 +219,10 @@ class Governor:
             if not is_over or site in self._off:
                 continue
             wait_ns = _next_wait_ns(self._stayed.pop(site, None), FIRST_WAIT_NS, now_ns)
-            if self._detach_one(site, now_ns, wait_ns):
+            if self._detach_probe(site, now_ns, wait_ns):
                 calls[site] = 0
 
-    def _detach_one(self, site: Site, now_ns: int, wait_ns: int) -> bool:
+    def _detach_probe(self, site: Site, now_ns: int, wait_ns: int) -> bool:
         attach = None if self._detach is None or site in self._fixed else self._detach(site)
         if attach is None:
             self._fixed.add(site)
@@ -245,7 +245,7 @@ class Governor:
 
     # ---------------------------------------------------------------- what there is room for
 
-    def _unmute_fitting(
+    def _unmute_fitting_sites(
         self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int
     ) -> None:
         """Unmute sites that fit into the budget again. The governor does this once a second."""
@@ -282,7 +282,7 @@ class Governor:
                 self._returned[site] = now_ns, muted.wait_ns
                 del self.muted[site]
 
-    def _retry_detached(self, now_ns: int) -> None:
+    def _retry_detached_probe(self, now_ns: int) -> None:
         """Attach a detached probe for a trial. It remains attached if the load has fallen."""
         for site, off in self._off.items():
             if now_ns < off.try_ns:
@@ -295,7 +295,7 @@ class Governor:
             lasted_ns = time.perf_counter_ns() - began_ns
             wait_ns = min(2 * off.wait_ns, LAST_WAIT_NS)
             is_over = calls * self.muted[site].counted_ns > UNMUTE_SHARE * self._budget * lasted_ns
-            if not is_over or not self._detach_one(site, now_ns, wait_ns):
+            if not is_over or not self._detach_probe(site, now_ns, wait_ns):
                 self._stayed[site] = now_ns, off.wait_ns
                 del self._off[site]
             self._passed = self._looked = self._recorder.muted_calls()
@@ -330,7 +330,7 @@ class Governor:
         # The cost of a generator includes one step.
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
-    def _sort_by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
+    def _sort_sites_by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])
             return cost_ns * cost_ns / (uses[site].total_ns + cost_ns or 1.0)

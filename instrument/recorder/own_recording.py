@@ -12,7 +12,7 @@ import numpy as np
 
 from instrument.recording.mapped import MOST_TOTALS_READS, Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows
-from instrument.recording.memory import private_head
+from instrument.recording.memory import make_private_header
 from instrument.recording.paths import CallTree
 
 
@@ -24,9 +24,9 @@ class OwnRecording(Mapped):
 
     def __init__(self, recorder: Any, memory: memoryview | None) -> None:
         self._recorder = recorder
-        super().__init__(memoryview(private_head(0)) if memory is None else memory)
+        super().__init__(memoryview(make_private_header(0)) if memory is None else memory)
 
-    def tree(self) -> CallTree:
+    def read_tree(self) -> CallTree:
         tree: CallTree = self._recorder.paths()
         return tree
 
@@ -69,8 +69,8 @@ class OwnRecording(Mapped):
             node, span_id, parent_id, root_id, task, start_ns, _, children_ns, active_ns, _, attributes = row
             attributes = {name: value for name, value in (attributes or {}).items() if isinstance(name, str)}
             spans.append(OpenSpan(
-                self.tree().site(node), node, span_id, parent_id, root_id, task << 4, thread_id, start_ns, children_ns,
-                attributes, active_ns,
+                self.read_tree().site(node), node, span_id, parent_id, root_id, task << 4, thread_id, start_ns,
+                children_ns, attributes, active_ns,
             ))  # fmt: skip
         return spans
 
@@ -81,15 +81,15 @@ class Cursor:
     def __init__(self, recording: Callable[[], OwnRecording]) -> None:
         self._recording = recording
         mapped = recording()
-        self._places = mapped.read_heads()
+        self._places = mapped.count_written_rows()
         self._written = self._seen = mapped.ended_rows + sum(self._places.values())
 
     @property
-    def lost(self) -> int:
+    def lost_rows(self) -> int:
         """The number of rows that were overwritten before they could be read."""
         return self._written - self._seen
 
-    def read(self) -> list[RingRows]:
+    def read_new_rows(self) -> list[RingRows]:
         """Return the rows since the last call. The rows of a thread are in order."""
         mapped = self._recording()
         written = mapped.ended_rows  # first: a ring given up in between is counted the next time

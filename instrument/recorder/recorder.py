@@ -27,7 +27,13 @@ from instrument.recorder.wrapping import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, HEADER, OFF, RUNNING, STREAM
 from instrument.recording.paths import OVERFLOW, CallTree
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
-from instrument.recording.trace_context import REMOTE, encode_remote, find_trace_headers, link_of, remote_of
+from instrument.recording.trace_context import (
+    REMOTE,
+    encode_remote,
+    find_trace_headers,
+    make_link_attributes,
+    parse_remote,
+)
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import own_thread_name
@@ -41,7 +47,7 @@ else:
 _awaited: Callable[[], object] | None = None
 
 
-def await_first_span(action: Callable[[], object] | None) -> None:
+def call_at_first_span(action: Callable[[], object] | None) -> None:
     """Call `action` once, on the next thread that records its first span. None cancels the call. The action runs within
     a call of the service, perhaps under a lock, so it must not wait."""
     global _awaited
@@ -72,7 +78,7 @@ _running_loop: Callable[[], Any] | None = None
 _current_task: Callable[[Any], Any] | None = None
 
 
-def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+def find_asyncio_functions() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """Return asyncio's functions for the running loop and the current task. Return None if asyncio is not imported
     yet."""
     global _running_loop, _current_task
@@ -116,7 +122,7 @@ class Recorder(Readback):
     begin. Open spans still end."""
 
     def __init__(self, ring_bytes: int = RING_BYTES) -> None:
-        super().__init__(ring_bytes, OVERFLOW, REMOTE, link_of, task_readers, thread_name)
+        super().__init__(ring_bytes, OVERFLOW, REMOTE, make_link_attributes, find_asyncio_functions, thread_name)
         self.answers = ANSWERS
         self.scope_type = Scope
         self.scope_name_limit = SCOPE_NAME_LIMIT
@@ -155,7 +161,7 @@ class Recorder(Readback):
 
     wrap = wrapping.wrap
 
-    def retire(self, function: Any) -> None:
+    def retire_wrapper(self, function: Any) -> None:
         """Stop recording the calls of a wrapped function. A call then costs one branch more than without the
         wrapper."""
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
@@ -163,14 +169,14 @@ class Recorder(Readback):
             functions.discard(function)
         wrapping.set_call_switch(function, False)
 
-    def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
+    def find_or_make_scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
         """Return the site of a scope. The first use of a name makes its site, with the caller's place in the code."""
         site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
                 self.count("scope names beyond the limit, counted together")
                 return OVERFLOW
-            module, qualname, file, line = _find_caller_outside()
+            module, qualname, file, line = _find_service_caller()
             # setdefault, because two threads may be first: one site for each name, or the tally would split.
             declared = (("phase", phase),) if phase else ()
             site = self._scope_sites.setdefault(
@@ -221,16 +227,18 @@ class Recorder(Readback):
         elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: there is no kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        values: dict[Any, Any] | None = attribute_checks.scope_values(attributes, self.complain) if attributes else None
+        values: dict[Any, Any] | None = (
+            attribute_checks.check_scope_attributes(attributes, self.complain) if attributes else None
+        )
         if stream is not None:
             values = {**(values or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
-            keys = {KEY: key} if is_plain else attribute_checks.key_attributes(key, batch, self.complain)
+            keys = {KEY: key} if is_plain else attribute_checks.make_key_attributes(key, batch, self.complain)
             values = {**values, **keys} if values else keys
-        if carrier is not None and (caller := encode_remote(remote_of(find_trace_headers(carrier)))) is not None:
+        if carrier is not None and (caller := encode_remote(parse_remote(find_trace_headers(carrier)))) is not None:
             values = {**(values or {}), REMOTE: caller}
-        return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), values)
+        return self.new_scope(self.find_or_make_scope_site(name, kind, device or stream is not None, phase), values)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
         """Open a span that `end_manual` closes. Return its frame, or None if too many spans are open. The site can no
@@ -253,7 +261,7 @@ class Recorder(Readback):
         self._manual_open -= 1
         self.close(frame, error)
 
-    def span_of(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
+    def make_span_factory(self, site: Site, attributes: dict[Any, Any] | None = None) -> Callable[[], Any]:
         if attributes is None:
             return functools.partial(self.new_span, site)
         return functools.partial(Scope, self, site, attributes)
@@ -291,7 +299,9 @@ class Recorder(Readback):
         self._counters.clear()
         self._scope_sites.clear()
 
-    def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "", disk_bytes: int = 1 << 30) -> None:
+    def begin_recording(
+        self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "", disk_bytes: int = 1 << 30
+    ) -> None:
         """Start a recording in memory that other processes can read. If this fails, `no_memory` has the reason.
 
         - `directory`: the folder of a file that outlives the process; without it, the recording ends with the process
@@ -319,13 +329,13 @@ class Recorder(Readback):
         except (OSError, ValueError) as problem:
             self.no_memory = str(problem)
             if self.memory is None or self.memory_fd >= 0 or room_bytes > self._memory_bytes:
-                self.attach(-1, False, memory.private_head(room_bytes))
+                self.attach(-1, False, memory.make_private_header(room_bytes))
                 self._memory_bytes = room_bytes
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
         if self.memory is not None:
             state = OFF if self._is_off else RUNNING
-            memory.write_owner(self.memory, state, {**facts, "begun_ns": self.session_ns})
+            memory.write_process(self.memory, state, {**facts, "begun_ns": self.session_ns})
         self.facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
@@ -333,7 +343,7 @@ class Recorder(Readback):
         if self.memory is not None and HEADER.read(self.memory, "state")[0] in (RUNNING, OFF):
             HEADER.write(self.memory, state=RUNNING if on else OFF)
 
-    def room_for(self, name: str) -> memory.SlotRoom | None:
+    def find_part_memory(self, name: str) -> memory.SlotRoom | None:
         """Return the memory of a part that Python code writes. Return None if the recording is private."""
         return None if self.memory is None else memory.SlotRoom.from_part(self.memory, name)
 
@@ -382,7 +392,7 @@ class Scope(core.Scope):
     def set_status(self, code: str, description: str | None = None, *, error_type: str | None = None) -> None:
         """Set the status of the span; see `instrument.set_status`."""
         if self._frame is not None:
-            attribute_checks.set_status(self._recorder, self._frame, code, description, error_type)
+            attribute_checks.set_status_of_frame(self._recorder, self._frame, code, description, error_type)
 
     def start(self) -> Scope:
         """Begin the span. `end` closes it."""
@@ -418,7 +428,7 @@ def stream_handle(stream: Any) -> int:
     )
 
 
-def _find_caller_outside() -> tuple[str, str, str, int]:
+def _find_service_caller() -> tuple[str, str, str, int]:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "instrument":
         frame = frame.f_back
@@ -457,7 +467,7 @@ class Ticks:
     def clock(self) -> str:
         return "time stamp counter" if self.is_counter_used else "CLOCK_MONOTONIC"
 
-    def check(self, now_ns: int) -> None:
+    def check_counter(self, now_ns: int) -> None:
         """Compare the time stamp counter with the monotonic clock. If they differ, use the monotonic clock again."""
         if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
             return

@@ -28,7 +28,7 @@ from instrument.recording.distributions import (
     Snapshot,
     bucket_of,
     bucket_start,
-    group_of,
+    group_name_of,
 )
 from instrument.recording.memory_layout import END_NS, ERROR, ROOT_ID, ROW_ATTRIBUTES, SPAN_ID, START_NS, Row
 from instrument.recording.metrics import (
@@ -48,8 +48,8 @@ from instrument.recording.metrics import (
     REQUEST_DURATION,
     RPC_DURATION,
     MetricDefinition,
+    add_generation_labels,
     generation_facts,
-    generation_labels,
     matches_route,
     token_times,
 )
@@ -85,7 +85,7 @@ class MeteredRows(Protocol):
 
     def site_of(self, row: Row) -> Site: ...
 
-    def totals(
+    def read_totals(
         self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None
     ) -> Tally: ...
 
@@ -117,13 +117,13 @@ class Meter:
 
     # ---------------------------------------------------------------- requests
 
-    def count(self, ended: Sequence[Row]) -> None:
+    def count_requests(self, ended: Sequence[Row]) -> None:
         """Count requests that have ended. A request takes 2 us."""
         site_of = self._recorder.site_of
         for row in ended:
             site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
             if isinstance(queued_s := attributes.get(TIME_IN_QUEUE), float):
-                labels = (*_call_labels(site), *_outcome_labels(attributes, row[ERROR]), *self._group(attributes))
+                labels = (*_call_labels(site), *_outcome_labels(attributes, row[ERROR]), *self._group_label(attributes))
                 self._histograms.add(QUEUE_TIME.name, labels, round(queued_s * 1e9))
             endpoint = endpoint_labels(site)
             if not endpoint:
@@ -147,13 +147,13 @@ class Meter:
         self, site: Site, endpoint: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
     ) -> Iterator[tuple[str, Labels, int]]:
         """Yield name, labels and value of each metric of an ended request, its duration first."""
-        group = self._group(attributes)
+        group = self._group_label(attributes)
         yield _duration_metric(endpoint).name, (*_request_labels(endpoint, attributes, error), *group), duration_ns
         if self._is_generation(endpoint):
             yield from _generation_values((*_generation_labels(site), *group), attributes, duration_ns, error)
 
-    def _group(self, attributes: Mapping[Any, Any]) -> Labels:
-        value = group_of(attributes.get(self.by)) if self.by else None
+    def _group_label(self, attributes: Mapping[Any, Any]) -> Labels:
+        value = group_name_of(attributes.get(self.by)) if self.by else None
         if value is None:
             return ()
         if value not in self.groups:
@@ -163,7 +163,7 @@ class Meter:
                 self.groups.add(value)
         return ((self.by, value),)
 
-    def count_served(
+    def count_queue_and_batches(
         self, request: Span, queue_ns: int, batch_size: float, sampled_ids: tuple[int, int] | None
     ) -> None:
         """Count the time of a request in the queue, and the mean size of its batches (0 for none). `sampled_ids` are
@@ -172,8 +172,10 @@ class Meter:
         endpoint = endpoint_labels(site)
         labels = _generation_labels(site) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
-        labels = generation_labels(labels, attributes) if is_generation else (*labels, *generation_facts(attributes))
-        labels = (*labels, *_outcome_labels(attributes, error), *self._group(attributes))
+        labels = (
+            add_generation_labels(labels, attributes) if is_generation else (*labels, *generation_facts(attributes))
+        )
+        labels = (*labels, *_outcome_labels(attributes, error), *self._group_label(attributes))
         values = {QUEUE_TIME: queue_ns, **({REQUEST_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
         for definition, value in values.items():
             self._histograms.add(definition.name, labels, value)
@@ -199,7 +201,7 @@ class Meter:
 
     def count_ended(self) -> Ended:
         """Return the ended requests of the tally. The meter may not have read their rows yet."""
-        totals = self._totals(())
+        totals = self._read_metered_totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
         endpoints = totals.tree.map_sites(
             lambda site: (site.name, *labels) if (labels := endpoint_labels(site)) else ()
@@ -209,13 +211,13 @@ class Meter:
             buckets.update(totals.histogram(totals.nodes_of_lines(lines)))
         return ended
 
-    def _totals(self, marks: Collection[str]) -> Tally:
+    def _read_metered_totals(self, marks: Collection[str]) -> Tally:
         def are_metered(tree: CallTree) -> Sequence[bool]:
             endpoints = tree.map_sites(endpoint_labels)
             site_marks = tree.map_sites(site_mark) if marks else endpoints
             return [bool(endpoint) or mark in marks for endpoint, mark in zip(endpoints, site_marks, strict=True)]
 
-        return self._recorder.totals(merged=True, is_counted=are_metered)
+        return self._recorder.read_totals(merged=True, is_counted=are_metered)
 
     def count_lost_requests(self, ended: Ended) -> None:
         for name, (endpoint, buckets) in ended.items():
@@ -226,7 +228,7 @@ class Meter:
                 self._histograms.distribution_of(_duration_metric(endpoint).name, endpoint).add_buckets(missed)
                 counter.update(missed)
 
-    def _active_requests(self) -> Metric:
+    def _active_requests_metric(self) -> Metric:
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, filterfalse(_is_rpc, self._endpoints)), 0))
         for _, row in () if self.has_ended else self._recorder.open_rows():
             labels = endpoint_labels(self._recorder.site_of(row))
@@ -236,15 +238,15 @@ class Meter:
         for labels, count in now.items():
             if labels in self._active or len(self._active) < SERIES_LIMIT:
                 self._active[labels] = count
-        return ACTIVE_REQUESTS.metric(dict(self._active))
+        return ACTIVE_REQUESTS.make_metric(dict(self._active))
 
-    def _queued_tasks(self, waiting: Mapping[str, int]) -> Metric:
+    def _queued_tasks_metric(self, waiting: Mapping[str, int]) -> Metric:
         series: dict[Labels, float] = {}
         for name, count in waiting.items():
             labels: Labels = (("instrument.executor", name),)
             labels = labels if len(series) < SERIES_LIMIT else OVERFLOW
             series[labels] = series.get(labels, 0) + count
-        return QUEUED_TASKS.metric(series)
+        return QUEUED_TASKS.make_metric(series)
 
     # ---------------------------------------------------------------- calls of functions
 
@@ -254,15 +256,17 @@ class Meter:
         self._asked_for.update(marks)
         if not marks:
             return
-        totals = self._totals(self._asked_for)
+        totals = self._read_metered_totals(self._asked_for)
         asked_for, tree = self._asked_for, totals.tree
         of_sites = zip(tree.map_sites(_call_labels), tree.map_sites(site_mark), strict=True)
         of_labels = totals.lines_by_key([labels if mark in asked_for else () for labels, mark in of_sites])
         lines_by_place: dict[Labels, list[int]] = {}
         for labels, lines in of_labels.items():
-            lines_by_place.setdefault(self._histograms.place(CALL_DURATION.name, labels), []).extend(lines)
+            lines_by_place.setdefault(self._histograms.limit_series(CALL_DURATION.name, labels), []).extend(lines)
         for place, lines in lines_by_place.items():
-            self._histograms.distribution_of(CALL_DURATION.name, place).add_growth(_calls_of(totals, lines))
+            self._histograms.distribution_of(CALL_DURATION.name, place).add_later_calls(
+                _make_call_distribution(totals, lines)
+            )
 
     # ---------------------------------------------------------------- who goes on
 
@@ -311,14 +315,14 @@ class Meter:
         always = [HTTP_DURATION] if requests else []
         always += [REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN] if self.generations or self.watches else []
         metrics = [
-            definition.metric(*self._histograms.copies(definition.name))
+            definition.make_metric(*self._histograms.copy_series(definition.name))
             for definition in DEFINITIONS.values()
             if definition in always or self._histograms.series(definition.name)
         ]
         if requests or self._histograms.series(HTTP_DURATION.name):
-            metrics.append(self._active_requests())
+            metrics.append(self._active_requests_metric())
             if queued and not self.has_ended:
-                metrics.append(self._queued_tasks(queued))
+                metrics.append(self._queued_tasks_metric(queued))
         metrics.append(self._make_counter(LOSSES, "instrument.reason", losses))
         spent_s = {part: spent_ns / 1e9 for part, spent_ns in costs_ns.items()}
         metrics.append(self._make_counter(COST, "instrument.part", spent_s))
@@ -329,7 +333,7 @@ class Meter:
         series: dict[Labels, float] = {
             ((label, key),): value for key, value in self.highest_values(definition.name, values).items()
         }
-        return definition.metric(series)
+        return definition.make_metric(series)
 
     def highest_values(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
         for key, value in values.items():
@@ -337,7 +341,7 @@ class Meter:
         return {key: value for (of, key), value in self._counters.items() if of == name}
 
 
-def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
+def _make_call_distribution(totals: Tally, lines: Sequence[int]) -> Distribution:
     buckets, total = totals.histogram(totals.nodes_of_lines(lines)), totals.total_of_lines(lines)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
@@ -345,7 +349,7 @@ def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
     return Distribution(sum(buckets.values()), max(total.elapsed_ns, least_ns), total.min_ns, total.max_ns, buckets)
 
 
-def queued_tasks() -> Mapping[str, int]:
+def count_queued_tasks() -> Mapping[str, int]:
     """Return the number of tasks in the queues of thread pools, by the name of the pool. These are pools of
     `concurrent.futures`, such as asyncio's default executor. Pools without a name are counted together."""
     queues = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", None)
@@ -382,7 +386,7 @@ def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
 def _generation_values(
     call_labels: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
-    labels = generation_labels(call_labels, attributes)
+    labels = add_generation_labels(call_labels, attributes)
     yield REQUEST_DURATION.name, (*labels, *_outcome_labels(attributes, error)), duration_ns
     if error is None and (times := token_times(attributes)) is not None:
         yield FIRST_TOKEN.name, labels, times[0]

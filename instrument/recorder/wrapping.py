@@ -113,9 +113,9 @@ def wrap(
     else:
         form, shape = "call", "wrapper" if has_attributes else "call"  # which costs about as much
     if form == "call":
-        wrapper = make_function(recorder, function, site, works, attributes, results)
+        wrapper = make_wrapper(recorder, function, site, works, attributes, results)
     else:
-        wrapper = make_function(recorder, function, site, None, evaluate, results, passes, FORMS.index(form))
+        wrapper = make_wrapper(recorder, function, site, None, evaluate, results, passes, FORMS.index(form))
     if site.kind == "step":  # a schedule that counts them would stop
         recorder.note_shape(site, shape)
     else:
@@ -147,7 +147,7 @@ def set_call_switch(wrapper: Any, switch: Any) -> None:
     wrapper.__instrument_pass__ = None if hasattr(switch, "passes") else switch
 
 
-def make_function(
+def make_wrapper(
     recorder: Any,
     function: Callable[..., Any],
     site: Site,

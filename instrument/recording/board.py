@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from instrument.recording.memory_layout import OwnDescriptor, duplicate
+from instrument.recording.memory_layout import OwnDescriptor, duplicate_descriptor
 
 VARIABLE = "INSTRUMENT_RUN_BOARD"
 
@@ -31,7 +31,7 @@ def make_board() -> Callable[[], None]:
     try:
         low_fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            board = OwnDescriptor(duplicate(low_fd))
+            board = OwnDescriptor(duplicate_descriptor(low_fd))
         finally:
             os.close(low_fd)
     except (AttributeError, OSError):
@@ -48,15 +48,15 @@ def make_board() -> Callable[[], None]:
 
 def attached_mark(rule: str) -> str:
     """Return the mark of a rule that a process of the run has attached."""
-    return f"a {_digest(rule)}"
+    return f"a {_hash_rule(rule)}"
 
 
 def called_mark(rule: str) -> str:
     """Return the mark of a rule whose target a process of the run has called."""
-    return f"c {_digest(rule)}"
+    return f"c {_hash_rule(rule)}"
 
 
-def _digest(rule: str) -> str:
+def _hash_rule(rule: str) -> str:
     from hashlib import sha256  # it loads OpenSSL
 
     return sha256(rule.encode(errors="backslashreplace")).hexdigest()[:16]

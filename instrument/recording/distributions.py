@@ -51,19 +51,19 @@ def percentiles(
     ranks = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
     times_ns: list[int | None] = []
     for fraction in fractions:
-        at = bisect.bisect_left(ranks, _rank(fraction, calls))
+        at = bisect.bisect_left(ranks, _nearest_rank(fraction, calls))
         middle_ns = bucket_middle(buckets[at]) if at < len(buckets) else max_ns
         times_ns.append(min(max(middle_ns, min_ns), max_ns) if calls else None)
     return times_ns
 
 
-def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
+def percentiles_of_times(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
     """Return the percentiles of sorted times. A histogram of the times has the same percentiles."""
-    middles_ns = (bucket_middle(bucket_of(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
+    middles_ns = (bucket_middle(bucket_of(values[_nearest_rank(fraction, len(values)) - 1])) for fraction in fractions)
     return [min(max(middle_ns, values[0]), values[-1]) for middle_ns in middles_ns]
 
 
-def _rank(fraction: float, calls: int) -> int:
+def _nearest_rank(fraction: float, calls: int) -> int:
     """Return the rank of a percentile among sorted calls, from 1. Rounding removes floating-point errors."""
     return max(1, math.ceil(round(fraction * calls, 6)))
 
@@ -113,7 +113,7 @@ class Distribution:
             start_ns = bucket_start(index)
             self.join(Distribution(count, count * start_ns, start_ns, start_ns, {index: count}))
 
-    def add_growth(self, now: Distribution) -> None:
+    def add_later_calls(self, now: Distribution) -> None:
         """Add the calls since this state of the distribution. `now` is its later state. A call remains in its bucket,
         even if its device time has moved it to another bucket in `now`."""
         calls_left = now.count - self.count
@@ -148,7 +148,7 @@ class Distribution:
         )
 
 
-def group_of(value: object) -> str | None:
+def group_name_of(value: object) -> str | None:
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
@@ -240,7 +240,7 @@ class Histograms:
         self._series: dict[str, dict[Labels, Distribution]] = {}
         self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
 
-    def place(self, name: str, labels: Labels) -> Labels:
+    def limit_series(self, name: str, labels: Labels) -> Labels:
         """Return the labels under which a value is counted. They are `OVERFLOW` once the metric has too many series."""
         series = self._series.setdefault(name, {})
         if labels not in series and len(series) >= self.series_limit:
@@ -249,7 +249,7 @@ class Histograms:
         return labels
 
     def distribution_of(self, name: str, labels: Labels) -> Distribution:
-        place = self.place(name, labels)
+        place = self.limit_series(name, labels)
         return self._series[name][place]
 
     def add(self, name: str, labels: Labels, value: int) -> None:
@@ -265,7 +265,7 @@ class Histograms:
     def series(self, name: str) -> Mapping[Labels, Distribution]:
         return self._series.get(name, {})
 
-    def copies(self, name: str) -> tuple[dict[Labels, Distribution], dict[Labels, tuple[Exemplar, ...]]]:
+    def copy_series(self, name: str) -> tuple[dict[Labels, Distribution], dict[Labels, tuple[Exemplar, ...]]]:
         exemplars = {labels: of_series.all() for labels, of_series in self._exemplars.get(name, {}).items()}
         return {labels: distribution.copy() for labels, distribution in self.series(name).items()}, exemplars
 

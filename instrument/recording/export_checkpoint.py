@@ -84,22 +84,22 @@ class Progress:
     is_reported: bool = False
 
     @property
-    def unsettled(self) -> int:
+    def unsettled_spans(self) -> int:
         """The number of spans that the exporter has read, but neither sent nor dropped."""
         decided = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *ENDS))
         return max(self.fates["seen"] + self.fates["intervals"] - decided, 0)
 
     @property
-    def unanswered(self) -> int:
+    def unanswered_spans(self) -> int:
         """The number of spans in the last request of an exporter that ended before the answer."""
-        return min(self.fates["sending"], self.unsettled)
+        return min(self.fates["sending"], self.unsettled_spans)
 
-    def unreported(self) -> dict[str, int]:
+    def unreported_counts(self) -> dict[str, int]:
         if self.is_reported:
             return dict(self.before)
         fates = {fate: count + self.before[fate] for fate, count in self.fates.items()}
-        fates["unanswered"] += self.unanswered
-        fates["abandoned"] += self.unsettled - self.unanswered
+        fates["unanswered"] += self.unanswered_spans
+        fates["abandoned"] += self.unsettled_spans - self.unanswered_spans
         fates["sending"] = 0
         fates["kept"] = sum(fates[fate] for fate in ENDS)
         count_undecided_as_lost(fates)
@@ -138,7 +138,7 @@ class _TwoCopies:
         self._claim, self._at, self._room = claim, at, size_bytes // 2
         self._turn = -1
 
-    def read(self) -> bytes:
+    def read_newest_copy(self) -> bytes:
         newest, self._turn = b"", 0
         for copy in (0, 1):
             data = os.pread(self._claim.fileno(), self._room, self._at + copy * self._room)
@@ -148,9 +148,9 @@ class _TwoCopies:
                 newest, self._turn = text, turn
         return newest
 
-    def write(self, text: bytes) -> bool:
+    def write_older_copy(self, text: bytes) -> bool:
         if self._turn < 0:
-            self.read()
+            self.read_newest_copy()
         if self._HEAD.size + len(text) > self._room:
             return False
         self._turn += 1
@@ -172,40 +172,42 @@ class ExportCheckpoint(Claim):
         self._progress = _TwoCopies(self, at, layout.EXPORT_BYTES)
         self._meter = _TwoCopies(self, at - layout.METER_BYTES, layout.METER_BYTES)
 
-    def read(self) -> Progress:
+    def read_progress(self) -> Progress:
         """Return the checkpoint of the spans. It is empty if the recording was never exported."""
         try:
-            return Progress(**_decode(self._progress.read()))
+            return Progress(**_decode_checkpoint(self._progress.read_newest_copy()))
         except DAMAGED:
             return Progress()
 
-    def write(self, progress: Progress) -> None:
-        self._progress.write(_encode(progress))
+    def write_progress(self, progress: Progress) -> None:
+        self._progress.write_older_copy(_encode_checkpoint(progress))
 
     def read_meter(self) -> MeterState | None:
         try:
-            return MeterState(**_decode(zlib.decompressobj().decompress(self._meter.read(), LARGEST_BYTES)))
+            return MeterState(
+                **_decode_checkpoint(zlib.decompressobj().decompress(self._meter.read_newest_copy(), LARGEST_BYTES))
+            )
         except (zlib.error, RecursionError, *DAMAGED):
             return None
 
     def write_meter(self, state: MeterState) -> bool:
-        return self._meter.write(zlib.compress(_encode(state), 1))
+        return self._meter.write_older_copy(zlib.compress(_encode_checkpoint(state), 1))
 
-    def count_unread(self) -> int:
-        progress, head = self.read(), RecordingHead(self.fileno())
+    def count_unread_rows(self) -> int:
+        progress, head = self.read_progress(), RecordingHead(self.fileno())
         is_of_now = progress.generation == head.generation
         if is_of_now and progress.is_reported:
             return 0
-        recorded = sum(ring.head for ring in head.read_rings() if ring.thread_id) + head.number("ended_rows")
+        recorded = sum(ring.head for ring in head.read_rings() if ring.thread_id) + head.header_number("ended_rows")
         return max(recorded - (progress.fates["seen"] + progress.fates["missed"] if is_of_now else 0), 0)
 
 
-def _encode(state: Progress | MeterState) -> bytes:
+def _encode_checkpoint(state: Progress | MeterState) -> bytes:
     facts = {name: getattr(state, name) for name in state.__slots__} | {"places": [*state.places.items()]}
     return json.dumps(facts, separators=(",", ":"), default=int).encode()
 
 
-def _decode(text: bytes) -> dict[str, Any]:
+def _decode_checkpoint(text: bytes) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(text)
     return {**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}}
 

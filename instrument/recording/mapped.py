@@ -28,15 +28,15 @@ from instrument.recording.mapped_facts import (
     OpenSpan,
     Records,
     RingRows,
-    facts_in,
+    drop_invalid_attributes,
     iterate_records,
+    parse_facts,
+    parse_site,
     parse_thread_name,
-    site_of,
-    sound_attributes,
 )
 from instrument.recording.memory import LABELS
-from instrument.recording.memory_layout import duplicate
-from instrument.recording.metrics import GAUGES, Cell, cell_of, samples_of
+from instrument.recording.memory_layout import duplicate_descriptor
+from instrument.recording.metrics import GAUGES, Cell, make_samples, parse_cell
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, make_buckets
@@ -66,7 +66,7 @@ STATES = ("new", "running", "goodbye", "forked", "off")
 def _numpy_type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
     """Return the numpy type of a record. The type has `before` unused bytes in front, and `size` bytes in all."""
 
-    def form(code: str) -> Any:
+    def numpy_format(code: str) -> Any:
         count, kind = code[:-1], code[-1]
         if kind == "s":
             return f"S{count}"
@@ -78,7 +78,7 @@ def _numpy_type(record: layout.Record, size: int | None = None, before: int = 0)
     names = list(record.fields)
     return np.dtype({
         "names": names,
-        "formats": [form(code) for _, code in record.fields.values()],
+        "formats": [numpy_format(code) for _, code in record.fields.values()],
         "offsets": [offset + before for offset, _ in record.fields.values()],
         "itemsize": size or record.size,
     })  # fmt: skip
@@ -92,7 +92,7 @@ INTERVALS = _numpy_type(layout.INTERVAL)
 """The numpy type of a device interval in `memory`."""
 _SAMPLE, _NUMBER = _numpy_type(layout.SAMPLE), _numpy_type(layout.NUMBER)
 _CHUNK, _HIGH = _numpy_type(layout.CHUNK), _numpy_type(layout.HIGH)
-_FACT, _DETAIL = layout.FACT.packer(), layout.DETAIL.packer()
+_FACT, _DETAIL = layout.FACT.make_struct(), layout.DETAIL.make_struct()
 
 
 @cache
@@ -101,9 +101,9 @@ def _ring_type(object_bytes: int) -> np.dtype[np.void]:
     return _numpy_type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
-def _make_cells(records: Records) -> list[Cell]:
+def _parse_cells(records: Records) -> list[Cell]:
     rows = records[(records["at_ns"] > 0) & (records["at_ns"] < FARTHEST_NS) & np.isfinite(records["value"])]
-    cells = map(cell_of, rows["name"].tolist(), rows["at_ns"].tolist(), rows["value"].tolist())
+    cells = map(parse_cell, rows["name"].tolist(), rows["at_ns"].tolist(), rows["value"].tolist())
     return [cell for cell in cells if cell is not None]
 
 
@@ -128,7 +128,7 @@ class Mapped:
 
     def __init__(self, source: int | memoryview) -> None:
         self._memory = source if isinstance(source, memoryview) else None
-        self._fd = duplicate(source) if isinstance(source, int) else -1
+        self._fd = duplicate_descriptor(source) if isinstance(source, int) else -1
         self._site_by_number: dict[int, Site] = {}
         self._sites_until = 0, 0  # of which generation, and how many bytes of its facts
         self._known = -1, b""  # of which generation, and the nodes of the tree that is known
@@ -193,7 +193,7 @@ class Mapped:
         self._ring_type = _ring_type(self._object_bytes)
         return head
 
-    def generation_now(self) -> int:
+    def read_generation(self) -> int:
         self._read_head()
         return self.generation
 
@@ -203,7 +203,7 @@ class Mapped:
         data = self._read_bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
 
-    def _slot_of(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
+    def _slots_at_addresses(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
         """Return the slot number of each address in the recorded process. An address outside of the part has -1."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
@@ -233,7 +233,7 @@ class Mapped:
     def _read_facts(self) -> Mapping[str, Any]:
         part = self._parts["text"]
         data = self._read_bytes(part.offset, min(part.slots, part.used))
-        return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
+        return parse_facts(data[4 : 4 + int.from_bytes(data[:4], "little")])
 
     def _read_sites(self) -> dict[int, Site]:
         """Return the sites by their addresses in the recorded process. Only new sites are read."""
@@ -243,16 +243,16 @@ class Mapped:
             self._site_by_number, until = {}, 0
         data = self._read_bytes(part.offset + until, min(part.used, part.slots) - until)
         for (site, size_bytes, _), text in iterate_records(data, _FACT):
-            self._site_by_number[site] = site_of(facts_in(text))
+            self._site_by_number[site] = parse_site(parse_facts(text))
             until += size_bytes
         self._sites_until = self.generation, until
         return self._site_by_number
 
     @property
-    def known_tree(self) -> CallTree:
+    def last_tree(self) -> CallTree:
         return self._tree
 
-    def tree(self) -> CallTree:
+    def read_tree(self) -> CallTree:
         """Return the current call tree. It is the same object until a call path is added."""
         nodes = self._read_slots("nodes", _NODE)
         self._read_head()  # a site is written before its first node is known, but maybe after the head was read
@@ -267,24 +267,24 @@ class Mapped:
         part = self._parts["nodes"]
         number_of = np.full(min(part.used, part.slots) + 1, -1, np.int64)
         number_of[slots] = np.arange(count)
-        parents = number_of[self._slot_of(nodes["parent"][slots], "nodes")]
+        parents = number_of[self._slots_at_addresses(nodes["parent"][slots], "nodes")]
         parents[parents >= np.arange(count)] = -1  # a parent is known before its children
         tree = CallTree()
         site_by_address = self._read_sites()
         addresses, numbers = np.unique(nodes["site"][slots], return_inverse=True)
         tree.sites.extend(site_by_address.get(int(address)) or Site(UNKNOWN) for address in addresses)
-        tree.extend(0, array("i", numbers.tolist()).tobytes(), array("i", parents.tolist()).tobytes())
+        tree.add_nodes(0, array("i", numbers.tolist()).tobytes(), array("i", parents.tolist()).tobytes())
         self._node_numbers, self._tree, self._known = number_of, tree, (self.generation, columns)
         return tree
 
     def sites(self) -> list[Site]:
-        return self.tree().sites
+        return self.read_tree().sites
 
     def _read_rings(self) -> list[_Ring]:
         ring_by_number: dict[int, _Ring] = {}
         rings = self._read_slots("rings", self._ring_type)
         head = self._read_head()  # a ring has room for its rows before the first one, but maybe since the head was read
-        rows = self._slot_of(rings["rows"], "rows").tolist()
+        rows = self._slots_at_addresses(rings["rows"], "rows").tolist()
         part = self._parts["rows"]
         free_rows = part.slots
         for slot in np.flatnonzero((rings["generation"] == head["generation"]) & (rings["number"] != 0)).tolist():
@@ -306,14 +306,16 @@ class Mapped:
 
     # ---------------------------------------------------------------- spans
 
-    def read_heads(self) -> dict[int, int]:
+    def count_written_rows(self) -> dict[int, int]:
         """Return the number of rows that were ever written to each ring, by the ring's number."""
         return {ring.number: ring.head for ring in self._read_rings() if ring.thread_id}
 
-    def first_row_after(self, after_ns: int) -> dict[int, int]:
-        return {ring.number: self._first_after(ring, after_ns) for ring in self._read_rings() if ring.thread_id}
+    def find_first_rows_after(self, after_ns: int) -> dict[int, int]:
+        return {
+            ring.number: self._find_first_row_after(ring, after_ns) for ring in self._read_rings() if ring.thread_id
+        }
 
-    def _first_after(self, ring: _Ring, after_ns: int) -> int:
+    def _find_first_row_after(self, ring: _Ring, after_ns: int) -> int:
         """Return the number of the first row in a ring that ended after a time. Rows are in the order of their ends."""
         part, mask, at = self._parts["rows"], ring.capacity - 1, layout.ROW.fields["end_ns"][0]
 
@@ -330,7 +332,7 @@ class Mapped:
         rings = [ring for ring in self._read_rings() if ring.thread_id]
 
         def reaches_back(ring: _Ring) -> bool:
-            return self._first_after(ring, since_ns) > max(ring.head - ring.capacity, 0)
+            return self._find_first_row_after(ring, since_ns) > max(ring.head - ring.capacity, 0)
 
         full = [ring for ring in rings if ring.head + self.in_doubt > ring.capacity]
         wrapped = {ring.thread_id for ring in full if not reaches_back(ring)}
@@ -354,13 +356,13 @@ class Mapped:
             first = ring.head - count
             end = min(ring.head, first + most // (len(requests) - served))
             rows = self._copy_rows(ring, first, end)
-            now = self._current_head(ring)
+            now = self._read_current_head(ring)
             overwritten = max(now - ring.capacity + self.in_doubt - first, 0)
             late = min(overwritten, len(rows)) if now >= ring.head else len(rows)
             rows, first = rows[late:], first + late
             copied.append((place, ring, begin, first, end, rows))
             most -= len(rows)
-        node_count = len(self.tree())  # every row's node is known, for a call path is written before its rows
+        node_count = len(self.read_tree())  # every row's node is known, for a call path is written before its rows
         return [
             RingRows(ring.number, ring.thread_id, rows[_are_valid_rows(rows, node_count)], first, end, first - begin)
             for _, ring, begin, first, end, rows in sorted(copied, key=lambda copy: copy[0])
@@ -370,10 +372,10 @@ class Mapped:
         if ring.rows < 0 or end <= first:
             return np.zeros(0, ROWS)
         part = self._parts["rows"]
-        data = self._read_wrapped(part, ring.rows, ring.capacity, first, end)
+        data = self._read_ring_slots(part, ring.rows, ring.capacity, first, end)
         return np.frombuffer(data.ljust((end - first) * part.stride, b"\0"), ROWS)
 
-    def _read_wrapped(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
+    def _read_ring_slots(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
         """Return slots of a ring as bytes, from the number `first` to before the number `end`. All slots ever written
         are counted."""
         at, count = first % capacity, end - first
@@ -384,7 +386,7 @@ class Mapped:
             for begin, length in pieces
         )
 
-    def _current_head(self, ring: _Ring) -> int:
+    def _read_current_head(self, ring: _Ring) -> int:
         """Return the number of rows that were ever written to a ring. Return -1 if the ring is now another thread's."""
         part = self._parts["rings"]
         data = self._read_bytes(part.offset + ring.slot * part.stride, part.stride)
@@ -396,21 +398,21 @@ class Mapped:
     def open_spans(self) -> list[OpenSpan]:
         rings = {ring.slot: ring for ring in self._read_rings()}
         # A process that was killed may not have closed the frame of a ring's newest row.
-        newest = [(ring, self._current_head(ring)) for ring in rings.values()]
+        newest = [(ring, self._read_current_head(ring)) for ring in rings.values()]
         last_rows = [self._copy_rows(ring, now - 1, now) for ring, now in newest if now > 0]
         ended = {int(rows["span_id"][0]) for rows in last_rows if len(rows)}
         span_by_id: dict[int, OpenSpan] = {}
         for _ in range(MOST_OPEN_SPAN_READS):
             before, frames = self._read_slots("frames", _FRAME), self._read_slots("frames", _FRAME)
             before, frames = before[: len(frames)], frames[: len(before)]
-            tree = self.tree()  # it has the node of every frame: read after them, for the process continues
+            tree = self.read_tree()  # it has the node of every frame: read after them, for the process continues
             number_of = self._node_numbers
             sound = (frames["state"] != 0) & (frames["start_ns"] > 0) & (frames["start_ns"] < FARTHEST_NS)
             sound &= (frames["span_id"] != 0) & (frames["span_id"] >> np.uint64(63) == 0)
             open_slots = np.flatnonzero(sound)
             is_same = before[open_slots] == frames[open_slots]
-            nodes = number_of[self._slot_of(frames["node"][open_slots], "nodes")]
-            of_rings = self._slot_of(frames["ring"][open_slots], "rings")
+            nodes = number_of[self._slots_at_addresses(frames["node"][open_slots], "nodes")]
+            of_rings = self._slots_at_addresses(frames["ring"][open_slots], "rings")
             for place, frame, same, node, slot in zip(
                 open_slots.tolist(), frames[open_slots], np.atleast_1d(is_same).tolist(), nodes.tolist(),
                 of_rings.tolist(), strict=True,
@@ -421,32 +423,34 @@ class Mapped:
                         tree.site(node), node, span_id, int(frame["parent_id"] & np.uint64((1 << 63) - 1)),
                         int(frame["root_id"] & np.uint64((1 << 63) - 1)), int(frame["task"]) & 0xFFFFFFFF,
                         ring.thread_id, int(frame["start_ns"]), min(max(int(frame["children_ns"]), 0), FARTHEST_NS),
-                        self._attributes_of(place, span_id),
+                        self._read_attributes(place, span_id),
                     )  # fmt: skip
             if np.all(is_same):
                 break
         return sorted(span_by_id.values(), key=lambda span: (span.start_ns, span.span_id))
 
-    def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
+    def _read_attributes(self, slot: int, span_id: int) -> Mapping[str, Any]:
         """Return the current attributes of an open span. They are empty while the span's thread writes them."""
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
         data = self._read_bytes(part.offset + slot * part.stride, part.stride)
         owner_id, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
-        return sound_attributes(facts_in(data[layout.ATTRIBUTES.size :][:length])) if owner_id == span_id else {}
+        return (
+            drop_invalid_attributes(parse_facts(data[layout.ATTRIBUTES.size :][:length])) if owner_id == span_id else {}
+        )
 
     @property
     def details_bytes(self) -> int:
         return self._parts["details"].slots
 
-    def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
+    def read_details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
         """Return the details of rows that were written from an offset on, by span id. Also return the offset after
         them. A detail is the active time in ns, and a JSON text."""
-        pieces, used = self.copied_details(begin)
-        return details_in(pieces), used
+        pieces, used = self.copy_details(begin)
+        return parse_details(pieces), used
 
-    def copied_details(self, begin: int = 0) -> tuple[list[bytes], int]:
+    def copy_details(self, begin: int = 0) -> tuple[list[bytes], int]:
         """Return the details from an offset on as bytes for `parse_details`. Also return the offset after them."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
@@ -466,7 +470,7 @@ class Mapped:
     def intervals(self, since: int = 0) -> Records:
         """Return the valid device intervals, the oldest first. Skip the first `since` intervals that were ever
         written."""
-        table = self._read_newest("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
+        table = self._read_newest_slots("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
         sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
         sound &= (table["start_ns"] >= 0) & (table["start_ns"] < FARTHEST_NS) & (table["end_ns"] < FARTHEST_NS)
@@ -487,9 +491,9 @@ class Mapped:
         name."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.MOST_SAMPLES), self._parts["samples"].used
-        table = self._read_newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
+        table = self._read_newest_slots("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
         if len(table) and table["at_ns"].min() >= since_ns:
-            table = self._read_newest("samples", _SAMPLE, slots)
+            table = self._read_newest_slots("samples", _SAMPLE, slots)
         sound = (table["at_ns"] >= max(since_ns, 1)) & (table["at_ns"] < FARTHEST_NS) & (table["device"] >= HOST)
         sound &= (table["device"] < MOST_DEVICES) & np.isfinite(table["value"])
         samples = [
@@ -497,10 +501,10 @@ class Mapped:
             for row in table[sound]
             if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]
-        values = samples_of(*read_own_metrics(self), since_ns=since_ns)
+        values = make_samples(*read_service_metrics(self), since_ns=since_ns)
         return sorted([*samples, *values], key=attrgetter("at_ns", "device", "name"))
 
-    def _read_newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
+    def _read_newest_slots(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
         """Return the slots of a ring in order. The slot to be written next is left out, because it may be
         half-written."""
         self._read_head()
@@ -509,7 +513,7 @@ class Mapped:
         first = max(used - slots + 1, since, 0)
         if not slots or first >= used:
             return np.zeros(0, kind)
-        data = self._read_wrapped(part, 0, slots, first, used)
+        data = self._read_ring_slots(part, 0, slots, first, used)
         records_read = np.frombuffer(data, kind, len(data) // part.stride)
         self._read_head()  # what was overwritten meanwhile
         return records_read[max(self._parts[name].used - slots + 1 - first, 0) :]
@@ -519,12 +523,12 @@ class Mapped:
     def tally(self, choose_sites: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the totals of all calls so far, by call path and thread. `choose_sites` returns True for each site to
         include."""
-        tree, threads, totals, *histograms = self._totals(choose_sites)
+        tree, threads, totals, *histograms = self._read_totals(choose_sites)
         return Tally.of_nodes(tree, *_convert_totals(threads, totals, self._histograms(totals, *histograms)))
 
     def totals(self) -> Tally:
         """Return the totals of all calls so far. Histograms are added up only on demand."""
-        tree, threads, totals, *histograms = self._totals(None)
+        tree, threads, totals, *histograms = self._read_totals(None)
         place_of = np.array(tree.merge_equal_paths().places, np.int64)[totals["node"]]
 
         def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:
@@ -543,17 +547,17 @@ class Mapped:
     def first_calls(self) -> dict[int, tuple[int, int]]:
         """Return the start time and the duration in ns of the first completed call of each node."""
         firsts: dict[int, tuple[int, int]] = {}
-        _, _, totals, *_ = self._totals(None)
+        _, _, totals, *_ = self._read_totals(None)
         for node, begin_ns, length_ns in totals[["node", "first_ns", "first_total_ns"]].tolist():
             firsts[node] = min((begin_ns, length_ns), firsts.get(node, (begin_ns, length_ns)))
         return firsts
 
-    def _totals(
+    def _read_totals(
         self, choose_sites: Callable[[CallTree], Sequence[bool]] | None
     ) -> tuple[CallTree, dict[int, _Ring], Records, Records, Records]:
         for _ in range(MOST_TOTALS_READS):
             moving = int(self._read_head()["moving"])
-            tree, rings = self.tree(), self._read_rings()
+            tree, rings = self.read_tree(), self._read_rings()
             totals, chunks, highs = self._copy_slots_at_once(("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
             if moving % 2 == 0 and int(self._read_head()["moving"]) == moving:
                 break
@@ -572,11 +576,11 @@ class Mapped:
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
         """Return the histograms of totals as records of buckets. A bucket may occur more than once."""
         row, place = np.nonzero(totals["chunks"])
-        slots = self._slot_of(totals["chunks"][row, place], "chunks")
+        slots = self._slots_at_addresses(totals["chunks"][row, place], "chunks")
         sound = (slots >= 0) & (slots < len(chunks))
         row, place, slots = row[sound], place[sound], slots[sound]
         times = chunks["low"][slots].astype(np.uint64)
-        above = self._slot_of(chunks["high"][slots], "highs")
+        above = self._slots_at_addresses(chunks["high"][slots], "highs")
         has_more = np.flatnonzero((chunks["high"][slots] != 0) & (above >= 0) & (above < len(highs)))
         times[has_more] += highs["high"][above[has_more]] << np.uint64(16)
         at, bucket = np.nonzero(times)
@@ -600,7 +604,7 @@ class Mapped:
         return {reason: count for reason, count in count_by_reason.items() if count}
 
 
-def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
+def parse_details(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
     return {
         span_id: (active_ns, text)
         for data in pieces
@@ -639,10 +643,12 @@ def _convert_totals(
     return lines, buckets, names
 
 
-def read_own_metrics(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
+def read_service_metrics(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
     mapped._read_head()
     part, first = mapped._parts["numbers"], layout.NUMBERS
     if not part.used or part.slots < first + layout.NEWEST_NUMBERS:
         return [], []
     data = mapped._read_bytes(part.offset + first * part.stride, layout.NEWEST_NUMBERS * part.stride)
-    return _make_cells(mapped._read_newest("numbers", _NUMBER, first)), _make_cells(np.frombuffer(data, _NUMBER))
+    return _parse_cells(mapped._read_newest_slots("numbers", _NUMBER, first)), _parse_cells(
+        np.frombuffer(data, _NUMBER)
+    )

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.spans import Gpu, Site, plain_fields
+from instrument.recording.spans import Gpu, Site, storable_fields
 from instrument.runtime.cheap_start import NamedTuple
 
 Records = NDArray[np.void]
@@ -46,7 +46,7 @@ class Header(NamedTuple):
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
-    def fact(self, name: str, kind: type[Fact]) -> Fact:
+    def read_fact(self, name: str, kind: type[Fact]) -> Fact:
         """Return the fact with a name. If it is missing or not of the type `kind`, return an empty value."""
         value = self.facts.get(name)
         return value if isinstance(value, kind) else kind()
@@ -57,11 +57,11 @@ class Header(NamedTuple):
 
     @property
     def resource(self) -> Mapping[str, Any]:
-        return self.fact("resource", dict)
+        return self.read_fact("resource", dict)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        entries = [entry for entry in self.fact("gpus", list) if isinstance(entry, dict)]
+        entries = [entry for entry in self.read_fact("gpus", list) if isinstance(entry, dict)]
         return tuple(
             Gpu(device, str(entry.get("model", "")), str(entry.get("uuid", "")))
             for entry in entries
@@ -70,11 +70,11 @@ class Header(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return tuple(map(str, self.fact("notes", list)))
+        return tuple(map(str, self.read_fact("notes", list)))
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        return self.fact("origin", dict)
+        return self.read_fact("origin", dict)
 
 
 class OpenSpan(NamedTuple):
@@ -119,7 +119,7 @@ def iterate_records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ..
         at += size
 
 
-def facts_in(text: bytes) -> dict[str, Any]:
+def parse_facts(text: bytes) -> dict[str, Any]:
     """Parse a JSON object. Return an empty one for any other text."""
     try:
         facts = json.loads(text) if text else {}
@@ -128,20 +128,22 @@ def facts_in(text: bytes) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def site_of(facts: Mapping[str, Any]) -> Site:
+def parse_site(facts: Mapping[str, Any]) -> Site:
     sound: dict[str, Any] = {
         name: value
         for name, kind in _SITE.items()
         if isinstance(value := facts.get(name), kind) and (kind is not int or 0 <= facts[name] < FARTHEST_NS)
     }
-    return Site(**{"name": UNKNOWN, **sound, "attributes": tuple(sound_attributes(facts.get("attributes")).items())})
+    return Site(
+        **{"name": UNKNOWN, **sound, "attributes": tuple(drop_invalid_attributes(facts.get("attributes")).items())}
+    )
 
 
 _TYPES = {"str": str, "int": int, "bool": bool}
-_SITE = {member.name: _TYPES[str(member.type)] for member in plain_fields(Site) if str(member.type) in _TYPES}
+_SITE = {member.name: _TYPES[str(member.type)] for member in storable_fields(Site) if str(member.type) in _TYPES}
 
 
-def sound_attributes(attributes: Any) -> dict[str, Any]:
+def drop_invalid_attributes(attributes: Any) -> dict[str, Any]:
     return {
         name: value
         for name, value in (attributes.items() if isinstance(attributes, dict) else ())
@@ -149,11 +151,11 @@ def sound_attributes(attributes: Any) -> dict[str, Any]:
     }
 
 
-def detail_of(active_ns: int, facts: Mapping[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
+def parse_detail(active_ns: int, facts: Mapping[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
     """Return the active time of a row (-1 if it is the total time), the error, and the attributes."""
     error = facts.get("error")
     active_ns = active_ns if -1 <= active_ns < FARTHEST_NS else -1
-    return active_ns, error if isinstance(error, str) else None, sound_attributes(facts.get("attributes"))
+    return active_ns, error if isinstance(error, str) else None, drop_invalid_attributes(facts.get("attributes"))
 
 
 def parse_thread_name(label: bytes) -> str:

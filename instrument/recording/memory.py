@@ -22,7 +22,7 @@ from typing import Any
 from instrument import clock
 from instrument.recording import memory_layout as layout
 from instrument.recording.memory_layout import GAUGES as CLAIMED
-from instrument.recording.memory_layout import Claim, RecordingHead, duplicate, generation_of
+from instrument.recording.memory_layout import Claim, RecordingHead, duplicate_descriptor, read_generation
 from instrument.recording.spans import Sample
 from instrument.runtime import file_writing
 from instrument.runtime.cheap_start import NamedTuple
@@ -54,16 +54,16 @@ def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30)
     process. A lock on the file shows that its process is alive.
     """
     parts, size_bytes = layout.plan_parts(ring_bytes, is_sparse=not directory)
-    _refuse_beyond_limits(size_bytes, is_sparse=not directory)
+    _refuse_unavailable_memory(size_bytes, is_sparse=not directory)
     path = ""
     if directory:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
         sizes = []
-        for abandoned in abandoned_recordings(Path(directory)):
+        for abandoned in find_abandoned_recordings(Path(directory)):
             with contextlib.suppress(OSError):
                 sizes.append((abandoned, abandoned.stat().st_size))
-        file_writing.remove_until_freed(sizes, sum(size for _, size in sizes) - (disk_bytes - size_bytes))
-        path = str(Path(directory) / f"{os.getpid()}-{clock.start_ticks(clock.STAT)}{SUFFIX}")
+        file_writing.remove_files_until_freed(sizes, sum(size for _, size in sizes) - (disk_bytes - size_bytes))
+        path = str(Path(directory) / f"{os.getpid()}-{clock.read_process_start_ticks(clock.STAT)}{SUFFIX}")
         with contextlib.suppress(OSError):
             Path(path).unlink()  # an earlier session's, whose file may still be mapped
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -76,7 +76,7 @@ def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30)
     else:
         raise OSError("this system has no memory to share with other processes")
     try:
-        fd, low_fd = duplicate(fd), fd
+        fd, low_fd = duplicate_descriptor(fd), fd
         os.close(low_fd)
         if path:
             fcntl.flock(fd, fcntl.LOCK_SH)
@@ -95,16 +95,16 @@ def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30)
     return Memory(fd, size_bytes, path)
 
 
-def abandoned_recordings(directory: Path) -> list[Path]:
+def find_abandoned_recordings(directory: Path) -> list[Path]:
     files = []
     for path in directory.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):
-            if _NAME.fullmatch(path.name) and not is_alive(path):
+            if _NAME.fullmatch(path.name) and not has_live_writer(path):
                 files.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(files)]
 
 
-def is_alive(path: Path) -> bool:
+def has_live_writer(path: Path) -> bool:
     """Return True if the process that writes a recording is alive. The process has a lock on the file. Without a lock,
     the process id and the start time in the file's name decide."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -115,20 +115,24 @@ def is_alive(path: Path) -> bool:
     finally:
         os.close(fd)
     match = _NAME.fullmatch(path.name)
-    return match is not None and match[2] != "0" and clock.start_ticks(Path(f"/proc/{match[1]}/stat")) == int(match[2])
+    return (
+        match is not None
+        and match[2] != "0"
+        and clock.read_process_start_ticks(Path(f"/proc/{match[1]}/stat")) == int(match[2])
+    )
 
 
-def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
+def _refuse_unavailable_memory(size_bytes: int, *, is_sparse: bool) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and limit < size_bytes:
         raise OSError(f"files are limited to {limit} bytes (ulimit -f), and a recording needs {size_bytes}")
     # Where memory is promised strictly, what is not there when it is touched would end the process.
-    if is_sparse and _read("/proc/sys/vm/overcommit_memory") == "2":
+    if is_sparse and _read_text("/proc/sys/vm/overcommit_memory") == "2":
         raise OSError("this system does not overcommit memory (vm.overcommit_memory = 2), which a recording needs")
 
 
-def private_head(ring_bytes: int) -> bytes:
-    is_sparse = _read("/proc/sys/vm/overcommit_memory") != "2"
+def make_private_header(ring_bytes: int) -> bytes:
+    is_sparse = _read_text("/proc/sys/vm/overcommit_memory") != "2"
     return _pack_header(*layout.plan_parts(ring_bytes, is_sparse=is_sparse))
 
 
@@ -136,7 +140,7 @@ def _pack_header(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
     head = bytearray(layout.HEADER.size)
     layout.HEADER.write(
         head, magic=layout.MAGIC, version=layout.VERSION, size_bytes=size_bytes, state=layout.NEW,
-        boot_id=_read("/proc/sys/kernel/random/boot_id").encode(),
+        boot_id=_read_text("/proc/sys/kernel/random/boot_id").encode(),
         parts=[number for name in layout.PARTS for number in parts[name]], **_describe_process(),
     )  # fmt: skip
     return bytes(head)
@@ -144,10 +148,10 @@ def _pack_header(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
 
 def _describe_process() -> dict[str, int]:
     times = {"monotonic_ns": time.monotonic_ns(), "realtime_ns": time.time_ns()}
-    return {"pid": os.getpid(), "start_ticks": clock.start_ticks(clock.STAT), **times}
+    return {"pid": os.getpid(), "start_ticks": clock.read_process_start_ticks(clock.STAT), **times}
 
 
-def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
+def write_process(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
     """Write the recorded process, the state of its session, and `facts` about both into the header of a recording.
     Facts are left out if their JSON is too long. The header's time is written last: with it readers see new facts."""
     if facts is not None:
@@ -156,11 +160,11 @@ def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = 
             struct.pack_into("<I", room.part, 0, 0)
             room.part[4 : 4 + len(text)] = text
             struct.pack_into("<I", room.part, 0, len(text))
-            struct.pack_into("<Q", view, room.offset_of_used(), len(text) + 4)
+            struct.pack_into("<Q", view, room.used_slots_offset(), len(text) + 4)
     layout.HEADER.write(view, **_describe_process(), state=state)
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text("ascii", "replace").strip()
     except OSError:
@@ -182,18 +186,18 @@ class SlotRoom(NamedTuple):
 
     @classmethod
     def from_part(cls, memory: memoryview, name: str) -> SlotRoom:
-        part = layout.Part(*layout.PART.packer().unpack_from(memory, layout.part_header_offset(name)))
+        part = layout.Part(*layout.PART.make_struct().unpack_from(memory, layout.part_header_offset(name)))
         return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride], part.slots)
 
-    def count_used(self) -> int:
-        return int(_U64.unpack_from(self.head, self.offset_of_used())[0])
+    def count_used_slots(self) -> int:
+        return int(_U64.unpack_from(self.head, self.used_slots_offset())[0])
 
-    def offset_of_used(self) -> int:
+    def used_slots_offset(self) -> int:
         return layout.part_header_offset(self.name) + layout.PART.fields["used"][0]
 
     def add_all(self, cells: struct.Struct, records: Iterable[Sequence[Any]], slots: int) -> None:
         """Add records to a ring of `slots`, which loses its oldest records."""
-        used, used_at = self.count_used(), self.offset_of_used()
+        used, used_at = self.count_used_slots(), self.used_slots_offset()
         for values in records:
             cells.pack_into(self.part, used % slots * cells.size, *values)
             used += 1
@@ -221,7 +225,7 @@ LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropp
 
 _NUMBERS = {label: number for number, label in enumerate(LABELS)}
 
-_CELLS = layout.INTERVAL.packer()
+_CELLS = layout.INTERVAL.make_struct()
 
 NOTHING_TO_COME = 1 << 62
 """The value of `settled_ns` in a recording's header once the recording gets no more device intervals."""
@@ -243,7 +247,7 @@ class IntervalRing:
             cells = [(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals]
             room.add_all(_CELLS, cells, slots)
 
-    def publish_settled(self, until_ns: int) -> None:
+    def publish_settled_ns(self, until_ns: int) -> None:
         """Publish the time up to which ended spans have all their device intervals."""
         if (room := self._find_room()) is not None:
             layout.HEADER.write(room.head, settled_ns=until_ns)
@@ -251,23 +255,23 @@ class IntervalRing:
     @property
     def overwritten(self) -> int:
         room = self._find_room()
-        return 0 if room is None else max(room.count_used() - min(self._most_slots, room.slots), 0)
+        return 0 if room is None else max(room.count_used_slots() - min(self._most_slots, room.slots), 0)
 
 
 # Readings of gauges
 
 
-_SAMPLE = layout.SAMPLE.packer()
+_SAMPLE = layout.SAMPLE.make_struct()
 
 
-def _cells_of(sample: Sample) -> tuple[int, int, bool, float, bytes]:
+def _sample_values(sample: Sample) -> tuple[int, int, bool, float, bytes]:
     return sample.at_ns, sample.device, sample.value is not None, sample.value or 0.0, sample.name.encode()
 
 
 def add_samples(room: SlotRoom | None, samples: Iterable[Sample]) -> None:
     """Add readings of gauges to a recording. One thread at a time may add."""
     if room is not None:
-        room.add_all(_SAMPLE, map(_cells_of, samples), room.slots)
+        room.add_all(_SAMPLE, map(_sample_values, samples), room.slots)
 
 
 class GaugePlace(Claim):
@@ -276,7 +280,7 @@ class GaugePlace(Claim):
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, CLAIMED)
-        self._generation = generation_of(fd)
+        self._generation = read_generation(fd)
 
     def add(self, samples: Iterable[Sample]) -> bool:
         """Add readings. Return False if the other process has begun another session."""
@@ -295,7 +299,7 @@ class GaugePlace(Claim):
             return False
         used = part.used
         for sample in samples:
-            os.pwrite(fd, _SAMPLE.pack(*_cells_of(sample)), part.offset + used % part.slots * part.stride)
+            os.pwrite(fd, _SAMPLE.pack(*_sample_values(sample)), part.offset + used % part.slots * part.stride)
             used += 1
         os.pwrite(fd, _U64.pack(used), layout.part_header_offset("samples") + layout.PART.fields["used"][0])
         return True

@@ -30,7 +30,7 @@ _LOCK_AT = 1 << 50
 """The offset in a file of the bytes that are locked, beyond the data of any recording."""
 
 
-def duplicate(fd: int) -> int:
+def duplicate_descriptor(fd: int) -> int:
     """Duplicate a descriptor. The copy has a number from `FIRST_FD` on, if the process's limit allows this."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
@@ -38,7 +38,7 @@ def duplicate(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
-def identity_of(fd: int) -> tuple[int, int]:
+def identify_file(fd: int) -> tuple[int, int]:
     try:
         status = os.fstat(fd)
     except OSError:
@@ -51,11 +51,11 @@ class OwnDescriptor:
     number."""
 
     def __init__(self, fd: int = -1) -> None:
-        self._fd, self._identity = fd, identity_of(fd)
+        self._fd, self._identity = fd, identify_file(fd)
 
     def fileno(self) -> int:
         """Return the descriptor. Return -1 if the service has closed it."""
-        if self._fd >= 0 and identity_of(self._fd) != self._identity:
+        if self._fd >= 0 and identify_file(self._fd) != self._identity:
             self._fd = -1
         return self._fd
 
@@ -74,12 +74,12 @@ class Claim(OwnDescriptor):
         # Open the file anew: a lock belongs to an open file, which a passed descriptor shares with its sender.
         opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            super().__init__(duplicate(opened))
+            super().__init__(duplicate_descriptor(opened))
         finally:
             os.close(opened)
         self._lock_at = _LOCK_AT + kind
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Acquire the lock. Return False if another process has it."""
         try:
             fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
@@ -117,16 +117,16 @@ class RecordingHead:
         self._fd, self._data = fd, os.pread(fd, HEADER.size, 0)
         if len(self._data) < HEADER.size or self._data[:8] != MAGIC:
             raise OSError(errno.EINVAL, "no recording")
-        if self.number("version") != VERSION:
+        if self.header_number("version") != VERSION:
             raise OSError(errno.EINVAL, "a recording of another layout")
 
-    def number(self, name: str) -> int:
+    def header_number(self, name: str) -> int:
         return int(HEADER.read(self._data, name)[0])
 
     @property
     def generation(self) -> int:
         """The number of the session. Each session of a process has a new number."""
-        return self.number("generation")
+        return self.header_number("generation")
 
     def find_part(self, name: str) -> Part:
         part = Part(*struct.unpack_from("<5Q", self._data, part_header_offset(name)))
@@ -140,8 +140,8 @@ class RecordingHead:
         return [data[at : at + part.stride] for at in range(0, len(data) - part.stride + 1, part.stride)]
 
     def read_rings(self) -> list[RingHead]:
-        before, rings = self.number("object_bytes"), []
-        first = self.number("address") + self.find_part("rings").offset
+        before, rings = self.header_number("object_bytes"), []
+        first = self.header_number("address") + self.find_part("rings").offset
         for slot, data in enumerate(self.read_slots("rings")):
             ring = data[before:]
             if len(ring) < RING.size:
@@ -154,7 +154,7 @@ class RecordingHead:
                 rings.append(RingHead(number, thread_id, first + slot * STRIDES["rings"], *more))
         return rings
 
-    def rows_kept(self) -> int:
+    def count_rows(self) -> int:
         return sum(min(ring.head, ring.capacity) for ring in self.read_rings())
 
     def has_open_span(self) -> bool:
@@ -164,15 +164,15 @@ class RecordingHead:
             for frame in self.read_slots("frames")
             if FRAME.read(frame, "state")[0] and FRAME.read(frame, "ring")[0] in rings
         }
-        ended_ids = {self._newest_id(ring) for ring in rings.values()}  # it may not have forgotten its frame
+        ended_ids = {self._read_newest_span_id(ring) for ring in rings.values()}  # it may not have forgotten its frame
         return any(0 < span_id < 1 << 63 for span_id in open_ids - ended_ids)
 
-    def _newest_id(self, ring: RingHead) -> int:
-        at = ring.rows - self.number("address") + ((ring.head - 1) & ring.mask) * STRIDES["rows"]
+    def _read_newest_span_id(self, ring: RingHead) -> int:
+        at = ring.rows - self.header_number("address") + ((ring.head - 1) & ring.mask) * STRIDES["rows"]
         return int.from_bytes(os.pread(self._fd, 8, at), "little") if ring.head and 0 < at < 1 << 62 else 0
 
 
-def generation_of(fd: int) -> int:
+def read_generation(fd: int) -> int:
     try:
         return RecordingHead(fd).generation
     except OSError:
@@ -239,12 +239,12 @@ class Record(NamedTuple):
             offset, code = self.fields[name]
             struct.pack_into(f"<{code}", memory, offset, *(value if isinstance(value, list) else (value,)))
 
-    def packer(self) -> struct.Struct:
+    def make_struct(self) -> struct.Struct:
         """Return a `struct.Struct` for the record. Its fields must have no gaps between them."""
         return struct.Struct("<" + "".join(code for _, code in self.fields.values()))
 
 
-def _packed_record(**types: str) -> Record:
+def _make_packed_record(**types: str) -> Record:
     fields, at = {}, 0
     for name, code in types.items():
         fields[name] = at, code
@@ -252,13 +252,13 @@ def _packed_record(**types: str) -> Record:
     return Record(at, fields)
 
 
-HEADER = _packed_record(
+HEADER = _make_packed_record(
     magic="8s", version="I", object_bytes="I", size_bytes="Q", address="Q", pid="I", state="I", start_ticks="Q",
     boot_id="40s", monotonic_ns="q", realtime_ns="q", generation="Q", moving="Q", ended_rows="Q",
     ended_too_short="Q", reasons="32Q", interval_slots="Q", settled_ns="Q",
     parts=f"{5 * len(PARTS)}Q",
 )  # fmt: skip
-PART = _packed_record(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
+PART = _make_packed_record(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
 RING = Record(
     184,
     {
@@ -279,8 +279,8 @@ TOTALS = Record(
         "node": (608, "I"), "cancelled": (616, "Q"),
     },
 )  # fmt: skip
-CHUNK = _packed_record(low="64H", high="Q")
-HIGH = _packed_record(high="64Q")
+CHUNK = _make_packed_record(low="64H", high="Q")
+HIGH = _make_packed_record(high="64Q")
 FRAME = Record(
     128,
     {
@@ -288,19 +288,21 @@ FRAME = Record(
         "task": (48, "Q"), "children_ns": (64, "q"), "ring": (72, "Q"), "state": (122, "B"),
     },
 )  # fmt: skip
-ROW = _packed_record(
+ROW = _make_packed_record(
     span_id="Q", parent_id="Q", root_id="Q", start_ns="q", end_ns="q", children_ns="q", rare="Q", node="I", task="I"
 )
-FACT = _packed_record(site="Q", size_bytes="I", text_bytes="I")
-DETAIL = _packed_record(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
-ATTRIBUTES = _packed_record(span_id="Q", text_bytes="Q")
+FACT = _make_packed_record(site="Q", size_bytes="I", text_bytes="I")
+DETAIL = _make_packed_record(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
+ATTRIBUTES = _make_packed_record(span_id="Q", text_bytes="Q")
 """The layout of the fields before the JSON of an open span's attributes. `span_id` is valid once the JSON is
 written."""
-INTERVAL = _packed_record(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
+INTERVAL = _make_packed_record(
+    span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q"
+)
 """The layout of a device interval of a span. `stream` is an address or a small number."""
-SAMPLE = _packed_record(at_ns="q", device="i", is_reported="I", value="d", name="40s")
+SAMPLE = _make_packed_record(at_ns="q", device="i", is_reported="I", value="d", name="40s")
 """The layout of a reading of a gauge. `is_reported` is 0 if the device does not report the gauge."""
-NUMBER = _packed_record(at_ns="q", value="d", name="112s")
+NUMBER = _make_packed_record(at_ns="q", value="d", name="112s")
 """The layout of a value of one of the service's own metrics. `name` consists of three lines: name, unit and kind."""
 
 STRIDES: Mapping[str, int] = {
@@ -341,11 +343,11 @@ MOST_SMALL_RINGS = 4096
 memory."""
 
 
-def interval_slots(ring_bytes: int) -> int:
+def count_interval_slots(ring_bytes: int) -> int:
     return max(ring_bytes // INTERVAL_SHARE // INTERVAL.size, 64)
 
 
-def detail_bytes(ring_bytes: int) -> int:
+def compute_detail_bytes(ring_bytes: int) -> int:
     return max(8 << 20, ring_bytes // 4 // (4 * DETAIL_BLOCK_BYTES) * 4 * DETAIL_BLOCK_BYTES)
 
 
@@ -363,8 +365,8 @@ def plan_parts(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], in
         "frames": 32_768 // share,
         "attributes": 32_768 // share,
         "facts": (16 << 20) // share,
-        "details": detail_bytes(ring_bytes) // share,
-        "intervals": interval_slots(ring_bytes),
+        "details": compute_detail_bytes(ring_bytes) // share,
+        "intervals": count_interval_slots(ring_bytes),
         "samples": MOST_SAMPLES // share,
         "numbers": NUMBERS + NEWEST_NUMBERS,
         # Rings have sizes of powers of two, which leave holes.
@@ -401,14 +403,14 @@ ROW_ATTRIBUTES: Final = 10
 REQUEST_BIT = 1
 """The bit of a span id that only root requests have. So a root's id shows if the root is a request."""
 
-PACKED_ROW = ROW.packer()
+PACKED_ROW = ROW.make_struct()
 """The 64-byte form of a row. Its field `rare` is 0, 8 if the row has details, or 1 plus twice the active time."""
 
 STREAM = object()
 """The key, among a span's attributes, of the stream or `Work` to time on a device. Readers of spans do not get it."""
 
 
-def unpacked_rows(data: bytes) -> Iterator[Row]:
+def unpack_rows(data: bytes) -> Iterator[Row]:
     """Yield the rows in bytes of a recording. Details of rows are left out."""
     for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in PACKED_ROW.iter_unpack(data):
         active_ns = rare >> 1 if rare & 1 else -1

@@ -49,7 +49,7 @@ class MetricDefinition(NamedTuple):
     per: str = ""
     attributes: tuple[tuple[str, str], ...] = ()
 
-    def metric(
+    def make_metric(
         self,
         series: Mapping[Labels, float | Distribution],
         exemplars: Mapping[Labels, tuple[Exemplar, ...]] | None = None,
@@ -61,7 +61,7 @@ DEFINITIONS: dict[str, MetricDefinition] = {}
 """The totals by name, in the order in which they are reported."""
 
 
-def _define(*facts: Any) -> MetricDefinition:
+def _define_metric(*facts: Any) -> MetricDefinition:
     definition = MetricDefinition(*facts)
     return DEFINITIONS.setdefault(definition.name, definition)
 
@@ -77,59 +77,65 @@ _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _CALL_S = tuple(round(1e-5 * 4**power, 5) for power in range(13))  # from 10 us to some minutes
 
-HTTP_DURATION = _define(
+HTTP_DURATION = _define_metric(
     "http.server.request.duration", "s", HISTOGRAM, "Duration of HTTP server requests.", "requests", BOUNDS_S
 )
-RPC_DURATION = _define(
+RPC_DURATION = _define_metric(
     "rpc.server.call.duration", "s", HISTOGRAM, "Duration of incoming remote procedure calls.", "requests", BOUNDS_S
 )
-ACTIVE_REQUESTS = _define(
+ACTIVE_REQUESTS = _define_metric(
     "http.server.active_requests", "{request}", UPDOWN, "Number of active HTTP server requests.", "requests"
 )
-QUEUED_TASKS = _define(
+QUEUED_TASKS = _define_metric(
     "instrument.executor.queue.length", "{task}", UPDOWN, "Number of tasks that wait for a thread of an executor.",
     "requests",
 )  # fmt: skip
-REQUEST_DURATION = _define(
+REQUEST_DURATION = _define_metric(
     "gen_ai.server.request.duration", "s", HISTOGRAM,
     "Generative AI server request duration such as time-to-last byte or last output token.", "gen_ai", _GENERATION_S,
 )  # fmt: skip
-FIRST_TOKEN = _define(
+FIRST_TOKEN = _define_metric(
     "gen_ai.server.time_to_first_token", "s", HISTOGRAM, "Time to generate first token for successful responses.",
     "gen_ai", _FIRST_TOKEN_S,
 )  # fmt: skip
-OUTPUT_TOKEN = _define(
+OUTPUT_TOKEN = _define_metric(
     "gen_ai.server.time_per_output_token", "s", HISTOGRAM,
     "Time per output token generated after the first token for successful responses.", "gen_ai", _TOKEN_S,
 )  # fmt: skip
-QUEUE_TIME = _define(
+QUEUE_TIME = _define_metric(
     "instrument.request.queue.duration", "s", HISTOGRAM, "Time of a request in the queue, up to its first batch.",
     "key` and `batch", (0.001, 0.005, *_GENERATION_S),
 )  # fmt: skip
-REQUEST_BATCH_SIZE = _define(
+REQUEST_BATCH_SIZE = _define_metric(
     "instrument.request.batch.size", "{request}", HISTOGRAM,
     "Requests of a batch, on average over those that served the request.", "key` and `batch", BOUNDS_ITEMS,
 )  # fmt: skip
-BATCH_SIZE = _define("instrument.batch.size", "{request}", HISTOGRAM, "Requests of a batch.", "batch", BOUNDS_ITEMS)
-CALL_DURATION = _define(
+BATCH_SIZE = _define_metric(
+    "instrument.batch.size", "{request}", HISTOGRAM, "Requests of a batch.", "batch", BOUNDS_ITEMS
+)
+CALL_DURATION = _define_metric(
     "instrument.call.duration", "s", HISTOGRAM, "Time of a call, of the device's work, too, where it is timed.",
     "metrics", _CALL_S,
 )  # fmt: skip
-LOSSES = _define("instrument.losses", "{loss}", COUNTER, "What was recorded and not kept, by reason.")
-COST = _define(
+LOSSES = _define_metric("instrument.losses", "{loss}", COUNTER, "What was recorded and not kept, by reason.")
+COST = _define_metric(
     "instrument.cost", "s", COUNTER, "Processor time of the instrumentation itself, as measured on this machine."
 )
-RECORDING_MEMORY = _define(
+RECORDING_MEMORY = _define_metric(
     "instrument.recording.memory", "By", UPDOWN, "Memory that the recordings of living processes take."
 )
-LIVE_SPANS = _define("otel.sdk.span.live", "{span}", UPDOWN, "Recorded spans that are open.")
-STARTED_SPANS = _define("otel.sdk.span.started", "{span}", COUNTER, "Recorded spans that have begun.")
-PROCESSED_SPANS = _define(
+LIVE_SPANS = _define_metric("otel.sdk.span.live", "{span}", UPDOWN, "Recorded spans that are open.")
+STARTED_SPANS = _define_metric("otel.sdk.span.started", "{span}", COUNTER, "Recorded spans that have begun.")
+PROCESSED_SPANS = _define_metric(
     "otel.sdk.processor.span.processed", "{span}", COUNTER, "Spans that sampling kept, or that were lost before."
 )
-INFLIGHT_SPANS = _define("otel.sdk.exporter.span.inflight", "{span}", UPDOWN, "Kept spans that wait for their export.")
-EXPORTED_SPANS = _define("otel.sdk.exporter.span.exported", "{span}", COUNTER, "Kept spans whose export has finished.")
-PROCESSES = _define(
+INFLIGHT_SPANS = _define_metric(
+    "otel.sdk.exporter.span.inflight", "{span}", UPDOWN, "Kept spans that wait for their export."
+)
+EXPORTED_SPANS = _define_metric(
+    "otel.sdk.exporter.span.exported", "{span}", COUNTER, "Kept spans whose export has finished."
+)
+PROCESSES = _define_metric(
     "instrument.processes", "{process}", GAUGE,
     "Living processes that these metrics are of. Totals include the processes that have ended.",
 )  # fmt: skip
@@ -158,27 +164,28 @@ class Gauge:
         return self.is_own or any(metric.name.startswith(OF_PROCESSES) for metric in self.metrics)
 
 
-def _metric(name: str, unit: str, kind: str = GAUGE, **facts: Any) -> tuple[MetricDefinition, ...]:
+def _make_gauge_metric(name: str, unit: str, kind: str = GAUGE, **facts: Any) -> tuple[MetricDefinition, ...]:
     return (MetricDefinition(name, unit, kind, **facts),)
 
 
 def _make_percent_metric(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
     """Return the metric of a gauge in percent. The unit of the metric is 1."""
-    return _metric(name, "1", scale=0.01, **facts)
+    return _make_gauge_metric(name, "1", scale=0.01, **facts)
 
 
 def _make_transfer_metric(name: str, direction: str) -> tuple[MetricDefinition, ...]:
-    return _metric(name, "By/s", attributes=(("network.io.direction", direction),))
+    return _make_gauge_metric(name, "By/s", attributes=(("network.io.direction", direction),))
 
 
 GAUGES: dict[str, Gauge] = {
     "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups",
-                   _metric("instrument.process.cpu.limit", "{cpu}")),
+                   _make_gauge_metric("instrument.process.cpu.limit", "{cpu}")),
     "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before",
                          _make_percent_metric("process.cpu.utilization", per="cores")),
-    "process_memory": Gauge("bytes", "resident memory of the process", _metric("process.memory.usage", "By", UPDOWN)),
+    "process_memory": Gauge("bytes", "resident memory of the process",
+                            _make_gauge_metric("process.memory.usage", "By", UPDOWN)),
     "process_memory_peak": Gauge("bytes", "most resident memory that the process ever had, as the system counts it",
-                                 _metric("instrument.process.memory.peak", "By")),
+                                 _make_gauge_metric("instrument.process.memory.peak", "By")),
     "cpu_wait": Gauge("%", "of one thread's time since the reading before, by all threads that waited for a processor",
                       _make_percent_metric("instrument.process.cpu.wait")),
     "memory_pressure": Gauge(
@@ -191,25 +198,28 @@ GAUGES: dict[str, Gauge] = {
     "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written",
                            _make_percent_metric("instrument.gpu.memory.active")),
     "memory_used": Gauge("bytes", "of device memory, by all processes",
-                         _metric("hw.gpu.memory.usage", "By", UPDOWN)
-                         + _metric("hw.gpu.memory.utilization", "1", per="memory_total")),
-    "memory_total": Gauge("bytes", "of device memory that there is", _metric("hw.gpu.memory.limit", "By", UPDOWN)),
+                         _make_gauge_metric("hw.gpu.memory.usage", "By", UPDOWN)
+                         + _make_gauge_metric("hw.gpu.memory.utilization", "1", per="memory_total")),
+    "memory_total": Gauge("bytes", "of device memory that there is",
+                          _make_gauge_metric("hw.gpu.memory.limit", "By", UPDOWN)),
     "memory_of_process": Gauge("bytes", "of device memory, by this process",
-                               _metric("instrument.gpu.process.memory.usage", "By", UPDOWN)),
+                               _make_gauge_metric("instrument.gpu.process.memory.usage", "By", UPDOWN)),
     "torch_allocated": Gauge("bytes", "of device memory, by tensors, as torch's allocator counts them",
-                             _metric("instrument.torch.memory.allocated", "By", UPDOWN)),
+                             _make_gauge_metric("instrument.torch.memory.allocated", "By", UPDOWN)),
     "torch_allocated_peak": Gauge("bytes", "of device memory, the most that tensors had, since torch began to count",
-                                  _metric("instrument.torch.memory.allocated_peak", "By")),
+                                  _make_gauge_metric("instrument.torch.memory.allocated_peak", "By")),
     "torch_reserved": Gauge("bytes", "of device memory, that torch's allocator holds, for tensors or in its cache",
-                            _metric("instrument.torch.memory.reserved", "By", UPDOWN)),
+                            _make_gauge_metric("instrument.torch.memory.reserved", "By", UPDOWN)),
     "torch_reserved_peak": Gauge("bytes", "of device memory, the peak of torch's allocator, counted in the same way",
-                                 _metric("instrument.torch.memory.reserved_peak", "By")),
+                                 _make_gauge_metric("instrument.torch.memory.reserved_peak", "By")),
     "power": Gauge("W", "mean since the reading before, where the device counts its energy; else as NVML says it",
-                   _metric("hw.power", "W")),
-    "energy": Gauge("J", "since the first reading", _metric("hw.energy", "J", COUNTER), grows=True),
-    "temperature": Gauge("C", "of the GPU", _metric("hw.temperature", "Cel")),
-    "sm_clock": Gauge("MHz", "of the streaming multiprocessors", _metric("instrument.gpu.sm.clock", "Hz", scale=1e6)),
-    "memory_clock": Gauge("MHz", "of device memory", _metric("instrument.gpu.memory.clock", "Hz", scale=1e6)),
+                   _make_gauge_metric("hw.power", "W")),
+    "energy": Gauge("J", "since the first reading", _make_gauge_metric("hw.energy", "J", COUNTER), grows=True),
+    "temperature": Gauge("C", "of the GPU", _make_gauge_metric("hw.temperature", "Cel")),
+    "sm_clock": Gauge("MHz", "of the streaming multiprocessors",
+                      _make_gauge_metric("instrument.gpu.sm.clock", "Hz", scale=1e6)),
+    "memory_clock": Gauge("MHz", "of device memory",
+                          _make_gauge_metric("instrument.gpu.memory.clock", "Hz", scale=1e6)),
     "sm_active": Gauge("%", "of the streaming multiprocessors, busy on average since the reading before",
                        _make_percent_metric("instrument.gpu.sm.active")),
     "sm_occupancy": Gauge("%", "of the warps that the device has room for, on average since the reading before",
@@ -238,12 +248,12 @@ GENERATION = (OPERATION, PROVIDER, "gen_ai.request.model")
 """The attributes of a generation's span that become labels. A service may set them with `annotate_request`."""
 
 
-def generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
-    usual = operation_of(str(dict(labels).get("http.route", "")))
+def add_generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
+    usual = operation_of_route(str(dict(labels).get("http.route", "")))
     return tuple({OPERATION: usual, **dict(labels), **dict(generation_facts(attributes))}.items())
 
 
-def operation_of(route: str) -> str:
+def operation_of_route(route: str) -> str:
     return "chat" if route.endswith("/chat/completions") else "text_completion"
 
 
@@ -293,28 +303,28 @@ class Cell(NamedTuple):
     value: float
 
 
-def cell_name(name: str, unit: str, kind: str) -> bytes:
+def encode_cell_name(name: str, unit: str, kind: str) -> bytes:
     """Return the key of a cell: the metric's name, unit and kind, each on a line."""
     return f"{name}\n{unit}\n{kind}".encode()
 
 
 def is_valid_cell_name(name: str, unit: str) -> bool:
     is_text = bool(name) and name.isprintable() and unit.isprintable()
-    return is_text and len(cell_name(name, unit, str(ZERO))) < NAME_BYTES
+    return is_text and len(encode_cell_name(name, unit, str(ZERO))) < NAME_BYTES
 
 
 ZERO = -(1 << 20)
 """The bucket of all values up to 0."""
 
 
-def cell_of(name: bytes, at_ns: int, value: float) -> Cell | None:
+def parse_cell(name: bytes, at_ns: int, value: float) -> Cell | None:
     parts = name.decode("utf-8", "replace").rstrip("\0").split("\n")
     if len(parts) != 3 or not parts[0] or at_ns <= 0 or value != value:
         return None
     return Cell(parts[0], parts[1], parts[2], at_ns, value)
 
 
-def samples_of(former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0) -> list[Sample]:
+def make_samples(former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0) -> list[Sample]:
     """Return the readings of gauges, counters and sums from a time on. Their names are added to `GAUGES`."""
     samples = []
     for cell in (*former, *newest):
@@ -338,7 +348,7 @@ def add_service_gauge(name: str, unit: str, *, grows: bool) -> bool:
 ABOUT, GROWS = "a number of the service's own", "a number of the service's own, which grows"
 
 
-def learn_gauges(gauges: Mapping[object, object]) -> None:
+def add_gauges_of_file(gauges: Mapping[object, object]) -> None:
     """Add the metrics that a file describes to `GAUGES`. The text of a metric has its unit and its description."""
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
@@ -346,7 +356,7 @@ def learn_gauges(gauges: Mapping[object, object]) -> None:
                 add_service_gauge(name, text.removesuffix(f" {about}"), grows=about == GROWS)
 
 
-def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
+def make_metrics(cells: Iterable[Cell]) -> list[Metric]:
     from instrument.recording.distributions import LARGEST_SUM, ONE, Distribution, Metric, bucket_of
 
     counters: list[Metric] = []

@@ -47,7 +47,7 @@ class CallTree:
     def __len__(self) -> int:
         return len(self._nodes) // 2
 
-    def extend(self, first: int, numbers: bytes, parents: bytes) -> None:
+    def add_nodes(self, first: int, numbers: bytes, parents: bytes) -> None:
         """Add nodes from the number `first` on. Only one thread may call this at a time. Both columns are 32-bit
         numbers: the index of each node's site in `sites`, and the node's parent or `NOT_BELOW`."""
         if numbers:

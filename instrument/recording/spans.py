@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sys import intern
 from typing import Any, ClassVar
 
-from instrument.recording.trace_context import LinkedSpan, RemoteParent, remote_of
+from instrument.recording.trace_context import LinkedSpan, RemoteParent, parse_remote
 from instrument.runtime.cheap_start import Field, NamedTuple, dataclass, field, fields
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
@@ -70,7 +70,7 @@ class Site:
         return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
 
 
-def plain_fields(kind: type) -> list[Field[Any]]:
+def storable_fields(kind: type) -> list[Field[Any]]:
     return [member for member in fields(kind) if not str(member.type).startswith("Callable")]
 
 
@@ -207,7 +207,7 @@ class Origin:
 
     @property
     def remote(self) -> RemoteParent | None:
-        return remote_of(tuple(self.caller.split(" ", 1)))
+        return parse_remote(tuple(self.caller.split(" ", 1)))
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Convert a monotonic time to wall-clock nanoseconds since 1970."""
@@ -329,13 +329,13 @@ LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qual
 """The site of spans for failures of a web application after it had completely answered the request."""
 
 
-def _is_like(model: Site) -> Callable[[Site], bool]:
+def _make_site_check(model: Site) -> Callable[[Site], bool]:
     """Return a function that compares the name and module of a site with those of `model`. Sites from a file are other
     objects."""
     return lambda site: site.module == model.module and site.name == model.name
 
 
-is_blocked_loop, is_collection, is_late_failure = map(_is_like, (BLOCKED_LOOP, COLLECTION, LATE_FAILURE))
+is_blocked_loop, is_collection, is_late_failure = map(_make_site_check, (BLOCKED_LOOP, COLLECTION, LATE_FAILURE))
 
 
 def is_request(site: Site) -> bool:
@@ -348,7 +348,7 @@ def is_interruption(site: Site) -> bool:
     return is_blocked_loop(site) or is_collection(site)
 
 
-def flops_in(attributes: Mapping[str, object]) -> int:
+def read_flops(attributes: Mapping[str, object]) -> int:
     count = attributes.get(FLOPS)
     return count if type(count) is int and 0 < count < 1 << 63 else 0
 
@@ -434,7 +434,7 @@ UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
 """The maximum number of names in a note on uncalled targets, and of characters in a name."""
 
 
-def describe_uncalled(targets: Sequence[str]) -> str:
+def describe_uncalled_targets(targets: Sequence[str]) -> str:
     some = sorted(targets)[:UNCALLED_NAMED]
     half = UNCALLED_COLUMNS // 2
     names = [name if len(name) <= UNCALLED_COLUMNS else f"{name[: half - 2]}...{name[1 - half :]}" for name in some]

@@ -117,7 +117,7 @@ class Tally:
         self.tree = CallTree() if tree is None else tree
         located = self.tree.merge_equal_paths()
         self.site_of, self.parents = (np.asarray(ids, dtype=np.int32) for ids in (located.site_of, located.parents))
-        self.lines = _cut_lines(np.zeros(0, TOTALS) if lines is None else lines)
+        self.lines = _cut_large_numbers(np.zeros(0, TOTALS) if lines is None else lines)
         self.buckets = np.zeros(0, BUCKETS) if buckets is None else buckets
         self.threads = dict(threads or {})
         self._make_histogram = make_histogram
@@ -147,7 +147,7 @@ class Tally:
         one thread with equal paths are merged. Nodes are in the order of their paths."""
         lines, numbers = lines.copy(), np.full(len(paths), NOT_BELOW, dtype=np.int64)
         used = np.unique(lines["node"]).tolist()
-        tree, nodes = _tree_of([paths[place] or () for place in used])
+        tree, nodes = _make_tree([paths[place] or () for place in used])
         numbers[used] = nodes
         lines["node"] = numbers[lines["node"]]
         names = dict(threads)
@@ -220,11 +220,11 @@ class Tally:
     def lines_of_thread(self, thread: int | None) -> Records:
         if thread is None:
             return self.lines
-        begin, end = self._ranges.get(thread, (0, 0))
+        begin, end = self._line_ranges.get(thread, (0, 0))
         return self.lines[begin:end]
 
     @cached_property
-    def _ranges(self) -> dict[int, tuple[int, int]]:
+    def _line_ranges(self) -> dict[int, tuple[int, int]]:
         ids = self.lines["thread_id"]
         edges = [*np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)).tolist(), len(ids)]
         return {int(ids[begin]): (begin, end) for begin, end in pairwise(edges)}
@@ -258,7 +258,7 @@ class Tally:
     def histogram(self, nodes: Iterable[int], thread: int | None = None) -> dict[int, int]:
         if self._make_histogram is not None:
             return self._make_histogram(nodes, thread)
-        order, edges = self._by_node
+        order, edges = self._buckets_by_node
         histogram = dict[int, int]()
         for node in nodes:
             buckets = self.buckets[order[edges[node] : edges[node + 1]]]
@@ -269,7 +269,7 @@ class Tally:
         return histogram
 
     @cached_property
-    def _by_node(self) -> tuple[Int64s, list[int]]:
+    def _buckets_by_node(self) -> tuple[Int64s, list[int]]:
         """The indices of the buckets sorted by node. Also the position at which the buckets of each node begin."""
         nodes = self.lines["node"][self.buckets["line"]]
         order = np.argsort(nodes, kind="stable")
@@ -323,10 +323,10 @@ class Tally:
         node_of = np.full(len(now.parents), NOT_BELOW, dtype=np.int64)
         node_of[now.lines["node"]] = np.arange(len(now))
         removed["line"], removed["times"] = node_of[old.lines["node"][removed["line"]]], -removed["times"]
-        now.buckets = _summed_buckets(np.concatenate([now.buckets, removed]))
+        now.buckets = _sum_buckets(np.concatenate([now.buckets, removed]))
         return now
 
-    def charge_probes(self, outside_ns: Callable[[Site], float]) -> None:
+    def set_probe_costs(self, outside_ns: Callable[[Site], float]) -> None:
         """Set `probe_ns` of all lines. `outside_ns` returns the cost of a site's probe per call, outside of the
         span."""
         each_ns = np.array([*map(outside_ns, self.tree.sites), 0.0])
@@ -383,7 +383,7 @@ def sum_all_lines(lines: Records) -> Totals:
     return Totals._make(total)
 
 
-def _cut_lines(lines: Records) -> Records:
+def _cut_large_numbers(lines: Records) -> Records:
     lines = np.ascontiguousarray(lines)
     table = view_as_numbers(lines)[:, : CORE_WIDTH - 1]
     if max(int(table.max(initial=0)), -int(table.min(initial=0))) * len(lines) < LARGEST:
@@ -412,7 +412,7 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
         sums[name] = lines[name][firsts[order]]
     buckets = buckets.copy()
     buckets["line"] = group[buckets["line"]]
-    return sums, _summed_buckets(buckets)
+    return sums, _sum_buckets(buckets)
 
 
 def _number_node_thread_pairs(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
@@ -423,7 +423,7 @@ def _number_node_thread_pairs(nodes: Int64s, threads: Int64s, other_nodes: Int64
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1
 
 
-def _summed_buckets(buckets: Records) -> Records:
+def _sum_buckets(buckets: Records) -> Records:
     key, group = np.unique(buckets["line"] * (LAST_BUCKET + 1) + buckets["bucket"], return_inverse=True)
     times = np.zeros(len(key), np.int64)
     np.add.at(times, group, buckets["times"])
@@ -432,7 +432,7 @@ def _summed_buckets(buckets: Records) -> Records:
     return make_buckets(line[is_counted], bucket[is_counted], times[is_counted])
 
 
-def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
+def _make_tree(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
     node_of: dict[CallPath, int] = {(): NOT_BELOW}
     number_of: dict[Site, int] = {}
     numbers, parents, nodes = array("i"), array("i"), list[int]()
@@ -447,6 +447,6 @@ def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
         nodes.append(node_of[path])
     tree = CallTree()
     tree.sites += number_of
-    tree.extend(0, numbers.tobytes(), parents.tobytes())
+    tree.add_nodes(0, numbers.tobytes(), parents.tobytes())
     places = tree.merge_equal_paths().places
     return tree, [node if node == NOT_BELOW else places[node] for node in nodes]

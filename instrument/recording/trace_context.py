@@ -58,7 +58,7 @@ def sanitise_tracestate(header: bytes | str) -> str:
     return text if _TRACESTATE.fullmatch(text) else ""
 
 
-def remote_of(context: object) -> RemoteParent | None:
+def parse_remote(context: object) -> RemoteParent | None:
     """Parse the span of another tracer. Return None if there is none. `context` is the `traceparent`, alone or with the
     `tracestate`, or the text from `encode_remote`. An invalid `traceparent` counts as missing."""
     parent, state, *marks = context if isinstance(context, tuple) and len(context) > 1 else (context, b"")
@@ -122,10 +122,10 @@ LINK_STATE = "instrument.link.tracestate"
 """The attribute with the `tracestate` of the span in `LINK_REMOTE`, if it has one."""
 
 
-def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
+def make_link_attributes(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
     """Return the attributes that link a root span to the ended span that started its task."""
     link: dict[Any, Any] = {LINK: (span_id, root_id)}
-    remote = remote_of(remote)
+    remote = parse_remote(remote)
     return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
 
 
@@ -143,7 +143,7 @@ RANDOM_BITS = 56
 
 
 @lru_cache(maxsize=64)
-def threshold_of(sample: float) -> int:
+def sampling_threshold(sample: float) -> int:
     """Return the smallest random part of a trace id with which a trace is sampled. It is rounded as in OpenTelemetry's
     `tracestate`."""
     if sample <= 0:
@@ -156,10 +156,10 @@ def threshold_of(sample: float) -> int:
 
 def is_sampled(trace_id: int, sample: float) -> bool:
     """Return True if a trace is in the sampled share of traces. The answer is the same for all its spans."""
-    return trace_id & (1 << RANDOM_BITS) - 1 >= threshold_of(sample)
+    return trace_id & (1 << RANDOM_BITS) - 1 >= sampling_threshold(sample)
 
 
 def tracestate_of_share(sample: float) -> str:
     if not 0 < sample < 1:
         return ""
-    return f"ot=th:{threshold_of(sample):014x}".rstrip("0")
+    return f"ot=th:{sampling_threshold(sample):014x}".rstrip("0")

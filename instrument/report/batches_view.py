@@ -16,11 +16,19 @@ from operator import attrgetter
 
 import numpy as np
 
-from instrument.recording.distributions import percentiles_of
+from instrument.recording.distributions import percentiles_of_times
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.request_groups import ENDPOINT, GroupShare, group_shares, make_shares_table, request_groups
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import bound_rows, format_time, make_row_summer, printable, share, shorten, wrap_text
+from instrument.report.table import (
+    compute_share,
+    format_time,
+    limit_rows,
+    make_row_summer,
+    printable,
+    shorten,
+    wrap_text,
+)
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account, Engine, Replay
 from instrument.trace.columns import Int64s
@@ -60,16 +68,16 @@ class NamedBatches:
 
     def a_second(self) -> float | None:
         """Return the items per second of batch time, or the weight per second if weights are known."""
-        return share((self.weight or self.items) * 1e9, self.summed_ns)
+        return compute_share((self.weight or self.items) * 1e9, self.summed_ns)
 
     def device_ratio(self) -> float | None:
-        return share(self.device_ns or 0, self.summed_ns)
+        return compute_share(self.device_ns or 0, self.summed_ns)
 
     def device_per_item_ns(self) -> float | None:
-        return share(self.device_ns or 0, self.items)
+        return compute_share(self.device_ns or 0, self.items)
 
     def uneven_ratio(self) -> float | None:
-        return None if self.uneven_ns is None else share(self.uneven_ns, self.device_ns or 0)
+        return None if self.uneven_ns is None else compute_share(self.uneven_ns, self.device_ns or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +130,7 @@ class BatchTimes(View):
 def batches(recording: Recording, options: Options) -> BatchTimes:
     """Return the view of the batches in the kept spans, the longest first."""
     trace = recording.columns
-    rows, (names, of_site) = trace.attributes.having(BATCH_KEYS), trace.numbered_sites(attrgetter("name"))
+    rows, (names, of_site) = trace.attributes.rows_with_attribute(BATCH_KEYS), trace.describe_sites(attrgetter("name"))
     members = Members(of_site[trace.site[rows]], len(names), rows)
     of_name = {name: members[number] for number, name in enumerate(names) if len(members[number])}
     rows_by_time = [_sum_batches(recording, name, of_name[name]) for name in of_name]
@@ -133,13 +141,13 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
             recording, "", np.sort(np.concatenate([of_name[row.name] for row in omitted])), len(omitted)
         )
 
-    shown = bound_rows(rows_by_time, options, lambda row: row.summed_ns, sum_omitted)
+    shown = limit_rows(rows_by_time, options, lambda row: row.summed_ns, sum_omitted)
     return BatchTimes(Coverage.of_recording(recording), shown, group_shares(recording, options), options)
 
 
 def _sum_batches(recording: Recording, name: str, rows: Int64s, remaining: int = 0) -> NamedBatches:
     trace, served = recording.columns, recording.joined.served
-    has_weights = bool(np.isin(rows, trace.attributes.having(BATCH_WEIGHTS)).all())
+    has_weights = bool(np.isin(rows, trace.attributes.rows_with_attribute(BATCH_WEIGHTS)).all())
     places = np.searchsorted(rows, served.batch).clip(max=len(rows) - 1)
     pairs = np.flatnonzero(rows[places] == served.batch)
     groups, weights = Groups(places[pairs], len(rows)), served.weight[pairs]
@@ -151,22 +159,22 @@ def _sum_batches(recording: Recording, name: str, rows: Int64s, remaining: int =
     if len(trace.device):
         on_device_ns = recording.device_ledger.batch_ns[rows]
     uneven_ns = on_device_ns * ((room - sums) / np.maximum(room, 1))
-    p50_ns, p99_ns = percentiles_of(times, (0.5, 0.99))
+    p50_ns, p99_ns = percentiles_of_times(times, (0.5, 0.99))
     largest = int(sizes.max())
     return NamedBatches(
         name=name,
         batches=len(rows),
         items=items,
         mean_size=items / len(rows),
-        p50_size=percentiles_of(sorted(sizes.tolist()), (0.5,))[0],
+        p50_size=percentiles_of_times(sorted(sizes.tolist()), (0.5,))[0],
         max_size=largest,
-        fill=share(items, largest * len(rows)),
+        fill=compute_share(items, largest * len(rows)),
         summed_ns=summed_ns,
         p50_ns=p50_ns,
         p99_ns=p99_ns,
         per_item_ns=summed_ns / items if items else None,
         weight=int(sums.sum()) / THOUSANDTHS if has_weights else None,
-        uneven=share(padded - int(sums.sum()), padded) if has_weights else None,
+        uneven=compute_share(padded - int(sums.sum()), padded) if has_weights else None,
         unbound=int((served.request[pairs] < 0).sum()),
         device_ns=int(on_device_ns.sum()) or None,
         uneven_ns=round(float(uneven_ns.sum())) if has_weights and on_device_ns.any() else None,
@@ -333,7 +341,8 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     groups.sort(key=lambda row: (-row.inflicted_ns, row.name))
     delays = [
         Delay(
-            name, cause, share(sum(ways), requests[place]), sum(ways), share(sum(ways), int(bill.suffered_ns[place])),
+            name, cause, compute_share(sum(ways), requests[place]), sum(ways),
+            compute_share(sum(ways), int(bill.suffered_ns[place])),
             ways[BEHIND], ways[SHARED], ways[BETWEEN], ways[BLOCKED],
         )
         for place, name in enumerate(names)
@@ -345,10 +354,10 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     every, predictions = _predict_queues_without_groups(recording, account, group, on_others, names)
     return NeighbourBill(
         coverage=Coverage.of_recording(recording),
-        groups=bound_rows(
+        groups=limit_rows(
             [row for row in groups if row.requests], options, attrgetter("suffered_ns"), make_row_summer(*GROUP_SUMS)
         ),
-        delays=bound_rows(delays, options, attrgetter("summed_ns"), make_row_summer(*DELAY_SUMS)),
+        delays=limit_rows(delays, options, attrgetter("summed_ns"), make_row_summer(*DELAY_SUMS)),
         predictions=predictions,
         suffered_ns=sum(bill.suffered_ns.tolist()),
         inflicted_ns=sum(inflicted[:-1]),
@@ -379,7 +388,7 @@ def _predict_queues_without_groups(
         recorded_ns, replayed_ns = np.sort(every.queue_ns[is_other]), np.sort(every.replayed_ns[is_other])
         falls = float(replayed_ns.mean() - alone.replayed_ns.mean())
         p99_ns, with_ns, rest_ns = (
-            percentiles_of(np.sort(times).tolist(), (0.99,))[0]
+            percentiles_of_times(np.sort(times).tolist(), (0.99,))[0]
             for times in (recorded_ns, replayed_ns, alone.replayed_ns)
         )
         mean_ns = float(recorded_ns.mean())

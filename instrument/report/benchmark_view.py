@@ -25,7 +25,7 @@ from instrument.recording.distributions import Distribution, percentiles
 from instrument.recording.spans import Interval, Site
 from instrument.report.request_groups import read_numbers
 from instrument.report.section import Coverage, Section, View, field_value
-from instrument.report.table import MISSING, number_text, percent_text, wrap_text
+from instrument.report.table import MISSING, format_percent, number_text, wrap_text
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import (
@@ -64,7 +64,7 @@ def merge_loader_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
     return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
 
 
-def start_steps_at_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
+def find_step_starts(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
     """Return the start time of each step. A wait for input right before a step belongs to the step. Waits count on the
     step's track only. `steps` must be sorted by track and start time."""
     lines, starts, ends = steps
@@ -107,7 +107,7 @@ def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.are_of_sites([kind == "step" for kind in kinds]) & reaches_into)
     if len(steps):
-        return _step_units(trace, steps, interval, skip_first)
+        return _find_step_units(trace, steps, interval, skip_first)
     is_request = trace.are_of_sites([kind == "request" for kind in kinds]) & (trace.root_id == trace.span_id)
     requests = np.flatnonzero(is_request & reaches_into)
     is_aside = np.zeros(len(trace), dtype=np.bool_)
@@ -130,7 +130,7 @@ def _clip_units(
     return Unions(lines, np.maximum(begins, first), np.minimum(ends, last)), is_whole
 
 
-def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
+def _find_step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
     thread = rank_distinct(trace.thread_id)[1]
     line, firsts = number_combinations(thread, trace.task_id)
     rows = step_rows[select_successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
@@ -143,7 +143,7 @@ def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_firs
     loaders = np.flatnonzero(trace.are_of_kind(LOADER))
     waits = merge_loader_waits(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
     is_profilers = trace.are_of_sites([site.function == PROFILERS for site in trace.sites])[rows]
-    begins = start_steps_at_waits(steps, is_profilers, waits)
+    begins = find_step_starts(steps, is_profilers, waits)
     numbers = read_numbers(trace.attributes, "step", rows)
     skipped = np.zeros(len(rows), dtype=np.bool_)
     if skip_first:
@@ -358,7 +358,7 @@ class Loops(View):
             if loop.samples is not None:
                 lines.append(f"Samples: {number_text(loop.samples)}")
             if loop.reader_ratio is not None:
-                lines.append(f"Reader: {percent_text(loop.reader_ratio, 1)} of batch_cost")
+                lines.append(f"Reader: {format_percent(loop.reader_ratio, 1)} of batch_cost")
             name = loop.name or "(no name)"
             sections.append(Section(name, rows, columns, (), texts, (16, *[10] * 5), [*lines, ""]))
         return sections
@@ -372,7 +372,7 @@ def show_benchmark(steps: Benchmark, options: Options) -> Loops:
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
 
-def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
+def format_benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
     """Return the mean costs in seconds and the mean rate as a line of text. `unit` is the name of the samples."""
     loop = steps.measure_loop_times()
     of = "steps" if loop.samples is None else unit or "samples"
@@ -421,8 +421,8 @@ def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopT
     rows = np.flatnonzero(trace.are_of_kind("step"))
     if not len(rows):
         return ()
-    steps = _find_steps(trace, rows, interval)
-    names, number_of = trace.numbered_sites(attrgetter("name"))
+    steps = _find_all_steps(trace, rows, interval)
+    names, number_of = trace.describe_sites(attrgetter("name"))
     number = number_of[trace.site[steps.row]]
     order = np.lexsort((trace.span_id[steps.row], trace.start_ns[steps.row], number))
     of_names = np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
@@ -431,7 +431,7 @@ def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopT
     return tuple(_measure_loop(names[key], trace, steps_by_name[key], skip) for key in first_seen)
 
 
-def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
+def _find_all_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
     thread = rank_distinct(trace.thread_id)[1]
     line, firsts = number_combinations(thread, trace.task_id)
     line = np.where(trace.task_id == 0, len(firsts) + thread, line)
@@ -443,7 +443,7 @@ def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
     rows = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], line[rows]))]
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     is_profilers = trace.are_of_sites([site.function == PROFILERS for site in trace.sites])
-    begins = start_steps_at_waits(steps, is_profilers[rows], waits)
+    begins = find_step_starts(steps, is_profilers[rows], waits)
     is_cut = trace.clipped[rows] | (begins < interval[0]) | (steps.ends > interval[1])
     return _Steps(rows, begins, steps.ends, waits.length_within(steps.groups, begins, steps.ends), is_cut)
 

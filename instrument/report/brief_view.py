@@ -22,15 +22,15 @@ from instrument.report.self_times_view import NO_CALL, FunctionTimes, ops
 from instrument.report.table import (
     LINE,
     column_width,
+    compute_share,
+    format_percent,
+    format_rough_percent,
     format_time,
+    make_title_lines,
     number_text,
-    percent_text,
     printable,
-    rough_percent,
     row_name,
-    share,
     shorten,
-    title,
     wrap_text,
 )
 from instrument.report.view import Options, Recording
@@ -104,18 +104,18 @@ class Brief(View):
         why = next((note for note in self.notes if note.startswith(NO_DEVICE_TIME)), "")
         other_notes = [note for note in self.notes if note != why]
         service = shorten(printable(self.service), LINE // 2)
-        lines = title(f"Summary of {service}" if service else "Summary")
+        lines = make_title_lines(f"Summary of {service}" if service else "Summary")
         lines += [line for headline in self.headlines for line in _limit_to_two_lines(headline.text)]
         lines += [*[""] * bool(self.headlines), *self._window_lines(), ""]
         *served, places = self.sections()
         lines += [line for section in served for line in section.table(unit)]
         if self.requests.requests:
-            lines += [*_slowest_line(self.requests, unit), *_blocked_line(self.requests, unit)]
+            lines += [*_describe_slowest_request(self.requests, unit), *_describe_blocked_loops(self.requests, unit)]
         elif served and self.steps is not None:
-            lines += _remaining_line(len(self.steps.loops), "loops: --view benchmark")
+            lines += _describe_omitted_rows(len(self.steps.loops), "loops: --view benchmark")
         lines += [""] * bool(served)
         lines += [*(places.table(unit) if places.rows else [NO_CALL]), ""]
-        lines += [*_device_lines(self.device, why), *_process_line(self.device)]
+        lines += [*_device_lines(self.device, why), *_describe_process(self.device)]
         losses = [
             shorten(f"Not kept: {count} ({printable(reason)})", LINE)
             for reason, count in sorted(self.losses.items(), key=lambda loss: -loss[1])
@@ -154,12 +154,12 @@ class Brief(View):
 
     @property
     def cost_ratio(self) -> float | None:
-        return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
+        return None if self.cost is None else compute_share(self.cost.total_ns, self.window_ns)
 
     @property
     def most_cost_ratio(self) -> float | None:
         """The largest possible cost as a share of the window: the probes' data is never in the processor's caches."""
-        return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
+        return None if self.cost is None else compute_share(self.cost.most_ns, self.window_ns)
 
 
 def brief(recording: Recording, options: Options) -> Brief:
@@ -230,7 +230,7 @@ def _request_rows(times: RequestTimes) -> list[WorkRow]:
     return rows
 
 
-def _slowest_line(times: RequestTimes, unit: str) -> list[str]:
+def _describe_slowest_request(times: RequestTimes, unit: str) -> list[str]:
     request = times.slowest[0]
     name = shorten(printable(request.name) or "(no name)", LINE // 4)
     at = f"began {request.began}" if request.began else f"began {number_text(request.begin_ns / 1e9)} s after the start"
@@ -238,7 +238,7 @@ def _slowest_line(times: RequestTimes, unit: str) -> list[str]:
     return wrap_text(f"Slowest: {name}, {format_time(request.wall_ns, unit)} {unit}, {at}{identity}")[:2]
 
 
-def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
+def _describe_blocked_loops(times: RequestTimes, unit: str) -> list[str]:
     blocked = times.blocked
     if blocked is None:
         return []
@@ -266,7 +266,7 @@ def _step_rows(steps: Loops, of_steps: PhasesView | None) -> list[WorkRow]:
     return rows
 
 
-def _remaining_line(count: int, noun: str) -> list[str]:
+def _describe_omitted_rows(count: int, noun: str) -> list[str]:
     return [f"... ({count - DEVICES} more {noun})"] if count > DEVICES else []
 
 
@@ -283,16 +283,16 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
     lines = []
     for use in view.devices[:DEVICES]:
         lines.append(
-            f"Device {use.device}: busy {percent_text(use.busy_ratio, 1)} of the window, idle while a request was in "
-            f"flight {percent_text(use.starved_ratio, 1)}, idle without {percent_text(use.unasked_ratio, 1)}"
+            f"Device {use.device}: busy {format_percent(use.busy_ratio, 1)} of the window, idle while a request was in "
+            f"flight {format_percent(use.starved_ratio, 1)}, idle without {format_percent(use.unasked_ratio, 1)}"
         )
         if (use.launch_bound_ratio or 0.0) >= LAUNCH_BOUND_FROM:
-            launching = percent_text(use.launch_bound_ratio, 1)
+            launching = format_percent(use.launch_bound_ratio, 1)
             lines.append(f"  Of its busy time {launching} is launch-bound: it may have waited for the host to launch")
-    return [*lines, *_remaining_line(len(view.devices), "devices: --view device")]
+    return [*lines, *_describe_omitted_rows(len(view.devices), "devices: --view device")]
 
 
-def _process_line(view: DeviceView) -> list[str]:
+def _describe_process(view: DeviceView) -> list[str]:
     rows = {row.gauge: row for row in view.gauges.rows if row.samples} if view.gauges is not None else {}
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []
@@ -309,10 +309,10 @@ def _cost_lines(view: Brief) -> list[str]:
         return ["Cost: not known, the trace does not say it."]
     most, calls = "", f"{cost.calls} calls x {number_text(float(f'{cost.per_call_ns:.3g}'))} ns"
     if cost.most_ns > cost.total_ns:
-        most = f", up to {rough_percent(view.most_cost_ratio)} with cold caches"
+        most = f", up to {format_rough_percent(view.most_cost_ratio)} with cold caches"
     threads = f", {number_text(float(f'{cost.thread_ns / 1e9:.3g}'))} s on threads of its own" if cost.thread_ns else ""
     by = f", {printable(view.recorder)} recorder" if view.recorder else ""
-    return wrap_text(f"Cost: {rough_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
+    return wrap_text(f"Cost: {format_rough_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
 
 
 def _note_lines(notes: Sequence[str], most_lines: int) -> Sequence[str]:

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, Site, is_blocked_loop, is_collection
-from instrument.report.request_groups import read_sizes, size_names
+from instrument.report.request_groups import find_size_attributes, read_sizes
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
-from instrument.trace.blame import Floats, compute_step_costs, name_request, select_loads
+from instrument.trace.blame import Floats, compute_step_costs, name_request, split_loads
 from instrument.trace.columns import Int64s
 from instrument.trace.indices import NONE, Members, mask_of, nearest_at_or_above, number_combinations
 from instrument.trace.intervals import union, union_by_group
@@ -93,7 +93,7 @@ class CauseTimes:
     def __init__(self, recording: Recording, places: Int64s) -> None:
         self.trace, self.joined = trace, joined = recording.columns, recording.joined
         self.facts = recording.trace
-        served = replace(joined.served, weight=recording.compute_once(weights_of_pairs))
+        served = replace(joined.served, weight=recording.compute_once(find_member_weights))
         self.costs = compute_step_costs(trace, served, len(joined.rows))
         part_names, *columns = recording.turns
         self.names = (*part_names, UNKNOWN_REST)
@@ -185,7 +185,7 @@ class CauseTimes:
         """True if the recording begins with the process and lost no row."""
         return self.facts.startup is not None and not self.facts.held_from_ns
 
-    def engine_thread(self, place: int) -> int | None:
+    def find_engine_thread(self, place: int) -> int | None:
         pairs = self._turns[place].pair
         pairs = pairs[pairs != NONE]
         if not len(pairs):
@@ -193,20 +193,20 @@ class CauseTimes:
         step = self.costs.step_of[self.joined.served.batch[pairs[0]]]
         return int(self.trace.thread_id[self.costs.rows[step]])
 
-    def threads_of(self, places: Int64s) -> set[int]:
-        engines = map(self.engine_thread, places.tolist())
+    def find_threads(self, places: Int64s) -> set[int]:
+        engines = map(self.find_engine_thread, places.tolist())
         request_threads: list[int] = self.trace.thread_id[self.joined.rows[places]].tolist()
         return {*request_threads, *(thread for thread in engines if thread is not None)}
 
-    def parts_of(self, place: int) -> dict[str, int]:
+    def times_by_part(self, place: int) -> dict[str, int]:
         """Return the time of each part of a request. All batches together are one part."""
         turns, sums = self._turns[place], Counter[str]()
         for part, length in zip(turns.part.tolist(), turns.length_ns.tolist(), strict=True):
             sums[self.names[part]] += length
         return dict(sums)
 
-    def overlapping_steps(self, place: int, part: str) -> tuple[Int64s, Floats]:
-        turns, thread = self._turns[place], self.engine_thread(place)
+    def find_overlapping_steps(self, place: int, part: str) -> tuple[Int64s, Floats]:
+        turns, thread = self._turns[place], self.find_engine_thread(place)
         chosen = np.flatnonzero(turns.part == self.names.index(part)) if part in self.names else np.zeros(0, np.int64)
         if thread is None or not len(chosen):
             return np.zeros(0, dtype=np.int64), np.zeros(0)
@@ -217,7 +217,7 @@ class CauseTimes:
         spent_ns = union(starts, ends).length_within(costs.start_ns[steps], costs.end_ns[steps])
         return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
 
-    def serving_steps(self, place: int) -> tuple[Int64s, Floats]:
+    def find_serving_steps(self, place: int) -> tuple[Int64s, Floats]:
         turns = self._turns[place]
         chosen = np.flatnonzero(turns.pair != NONE)
         steps = self.costs.step_of[self.joined.served.batch[turns.pair[chosen]]]
@@ -230,7 +230,7 @@ class CauseTimes:
         ends = turns.start_ns + turns.length_ns
         waits_for_engine = np.isin(turns.part, [self.names.index(QUEUE), self.names.index(STALL)]) & (turns.row == NONE)
         threads = np.where(turns.row == NONE, trace.thread_id[root], trace.thread_id[turns.row])
-        if (engine := self.engine_thread(place)) is not None:
+        if (engine := self.find_engine_thread(place)) is not None:
             threads[waits_for_engine] = engine
         collected = self._collected.length_within(self._number_processes(threads), turns.start_ns, ends)
         # A blocked event loop delays what waits on its thread.
@@ -246,7 +246,7 @@ class CauseTimes:
             if not spent_ns:
                 continue
             if name in (QUEUE, STALL):
-                spent_ns -= self._add_step_times(times, place, *self.overlapping_steps(place, name), name)
+                spent_ns -= self._add_step_times(times, place, *self.find_overlapping_steps(place, name), name)
                 key = (FILL, "") if name == QUEUE else (UNKNOWN_REST, "between batches")
                 times[key] += max(spent_ns, 0.0)
             elif name in (TRANSPORT, EXECUTOR_QUEUE):
@@ -256,10 +256,10 @@ class CauseTimes:
                 waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
                 ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
                 ran_ns *= min(1.0, spent_ns / max(float(ran_ns.sum()), 1.0))
-                self._add_own_times(times, rows, ran_ns, is_sub=False)
+                self._add_call_times(times, rows, ran_ns, is_sub=False)
             else:
-                self._add_own_times(times, turns.row[is_part], remaining[is_part], is_sub=name == SUB_REQUESTS)
-        self._add_step_times(times, place, *self.serving_steps(place), IN_BATCH)
+                self._add_call_times(times, turns.row[is_part], remaining[is_part], is_sub=name == SUB_REQUESTS)
+        self._add_step_times(times, place, *self.find_serving_steps(place), IN_BATCH)
         if self.facts.cost is not None:
             times[INSTRUMENT, ""] = float(self._rows_of_requests[place]) * self.facts.cost.per_call_ns
         times[UNKNOWN_REST, ""] += int(trace.total_ns[root]) - sum(times.values())
@@ -272,7 +272,7 @@ class CauseTimes:
             return 0.0
         costs = self.costs
         shares = spent_ns / np.maximum(costs.end_ns[steps] - costs.start_ns[steps], 1)
-        load_ns, heavy_ns = select_loads(costs, steps, place)
+        load_ns, heavy_ns = split_loads(costs, steps, place)
         if part == STALL:
             times[PREEMPTED, ""] += float(shares @ (load_ns + heavy_ns + costs.padding_ns[steps]))
         else:
@@ -285,18 +285,18 @@ class CauseTimes:
             times[path] += excess_ns
         return float(spent_ns.sum())
 
-    def _add_own_times(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
+    def _add_call_times(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
         trace = self.trace
         for row, ns in zip(rows.tolist(), spent_ns.tolist(), strict=True):
             site = trace.sites[trace.site[row]]
             cause = self._cause_of_work(site, OWN)
-            row = self._outermost_lock(row) if cause == LOCK else row
+            row = self._find_outermost_lock(row) if cause == LOCK else row
             if cause == OWN and not is_sub and self._is_first_call[row]:
                 times[FIRST, ""] += ns
             else:
                 times[cause, self._names_of_sites[trace.site[row]]] += ns
 
-    def _outermost_lock(self, row: int) -> int:
+    def _find_outermost_lock(self, row: int) -> int:
         parents = self.trace.parent
         while parents[row] != NONE and self._is_lock[parents[row]]:
             row = int(parents[row])
@@ -309,7 +309,9 @@ class CauseTimes:
     def find_proofs(self, place: int, cause: str, path: str) -> list[Proof]:
         trace, turns, root, note = self.trace, self._turns[place], int(self.joined.rows[place]), ""
         own_rows = turns.row[(turns.row != NONE) & (turns.pair == NONE)]
-        waits = np.unique([self._outermost_lock(row) for row in own_rows[self._is_lock[own_rows]].tolist()]).astype(int)
+        waits = np.unique(
+            [self._find_outermost_lock(row) for row in own_rows[self._is_lock[own_rows]].tolist()]
+        ).astype(int)
         parts = {TRANSPORTED: TRANSPORT, EXECUTOR: EXECUTOR_QUEUE, FILL: QUEUE}
         rows = np.zeros(0, dtype=np.int64)
         spent_ns: NDArray[Any] = rows
@@ -319,12 +321,12 @@ class CauseTimes:
             spent_ns = ends - begins
         elif cause == LOCK and len(waits):
             rows, spent_ns = waits, trace.total_ns[waits]
-            note = self._describe_holder(place, int(rows[np.argmax(spent_ns)]))
+            note = self._describe_lock_owner(place, int(rows[np.argmax(spent_ns)]))
         elif cause in STEP_CAUSES:
-            rows, spent_ns = self._measure_steps(place, cause, path)
+            rows, spent_ns = self._measure_cause_in_steps(place, cause, path)
         elif cause == PREEMPTED:
-            steps, spent_ns = self.overlapping_steps(place, STALL)
-            rows, note = self.costs.rows[steps], self.describe_request(place)
+            steps, spent_ns = self.find_overlapping_steps(place, STALL)
+            rows, note = self.costs.rows[steps], self.describe_engine_facts(place)
         elif cause in parts and parts[cause] in self.names:
             at = np.flatnonzero(turns.part == self.names.index(parts[cause]))
             rows, spent_ns = np.where(turns.row[at] == NONE, root, turns.row[at]), turns.length_ns[at]
@@ -339,7 +341,9 @@ class CauseTimes:
             heaviest = self.costs.heavy[self.costs.step_of[rows]].tolist()
             notes = [
                 ", ".join(
-                    filter(None, (f"for {name_request(trace, self.joined, request)}", self.describe_request(request)))
+                    filter(
+                        None, (f"for {name_request(trace, self.joined, request)}", self.describe_engine_facts(request))
+                    )
                 )
                 for request in heaviest
             ]
@@ -352,7 +356,7 @@ class CauseTimes:
             if ns > 0
         ]  # fmt: skip
 
-    def describe_request(self, place: int) -> str:
+    def describe_engine_facts(self, place: int) -> str:
         facts = self.trace.attributes[int(self.joined.rows[place])] if place != NONE else {}
         texts = []
         if isinstance(preemptions := facts.get(PREEMPTIONS), int):
@@ -361,9 +365,12 @@ class CauseTimes:
             texts.append(f"{cached} of {facts.get(INPUT_TOKENS, 'its')} prompt tokens were cached")
         return ", ".join(texts)
 
-    def _measure_steps(self, place: int, cause: str, path: str) -> tuple[Int64s, NDArray[Any]]:
+    def _measure_cause_in_steps(self, place: int, cause: str, path: str) -> tuple[Int64s, NDArray[Any]]:
         costs = self.costs
-        (queued, queued_ns), (served, served_ns) = self.overlapping_steps(place, QUEUE), self.serving_steps(place)
+        (queued, queued_ns), (served, served_ns) = (
+            self.find_overlapping_steps(place, QUEUE),
+            self.find_serving_steps(place),
+        )
         steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
         lengths_ns = costs.end_ns - costs.start_ns
         paths = [number for number, (_, name) in enumerate(self._paths) if path in (name, SPREAD)]
@@ -373,7 +380,7 @@ class CauseTimes:
         }.get(cause, self.excess_ns[:, paths].sum(axis=1))  # fmt: skip
         return costs.rows[steps], spent_ns / np.maximum(lengths_ns[steps], 1) * of_steps[steps]
 
-    def _describe_holder(self, place: int, wait: int) -> str:
+    def _describe_lock_owner(self, place: int, wait: int) -> str:
         trace, joined = self.trace, self.joined
         site = trace.sites[trace.site[wait]]
         is_named = trace.are_of_sites([another.name == site.name for another in trace.sites])
@@ -408,12 +415,12 @@ def _subtract_from_largest_excess(excess_ns: Floats, amounts_ns: Floats) -> tupl
     return remaining_ns, taken_ns
 
 
-def weights_of_pairs(recording: Recording) -> Int64s:
+def find_member_weights(recording: Recording) -> Int64s:
     """Return the weight of each request in each batch. If no weights are recorded, batches of one request have the size
     of its input as weight."""
     trace, joined = recording.columns, recording.joined
     served = joined.served
-    names = sorted(filter(INPUT.search, size_names(trace)))
+    names = sorted(filter(INPUT.search, find_size_attributes(trace)))
     if not len(served.batch) or np.ptp(served.weight) or not names:
         return served.weight
     site, members = trace.site[served.batch], np.bincount(served.batch, minlength=len(trace))
@@ -424,7 +431,7 @@ def weights_of_pairs(recording: Recording) -> Int64s:
     return np.where(is_sized, (np.minimum(sizes, 1e9) * THOUSANDTHS).astype(np.int64), served.weight)
 
 
-def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
+def read_host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
     """Return the gauge readings of the host and of processes, on the clock of the trace. `threads` selects the
     processes."""
     of_processes = [

@@ -24,13 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.distributions import percentiles_of
+from instrument.recording.distributions import percentiles_of_times
 from instrument.report.effects import LEAST_CALLS, CallSample, Floats, measure_effect, p99_limits
 from instrument.report.endpoint_statistics import EndpointTimes
-from instrument.report.request_groups import read_sizes, request_groups, size_names
+from instrument.report.request_groups import find_size_attributes, read_sizes, request_groups
 from instrument.report.requests_view import request_table
 from instrument.report.section import Section, View
-from instrument.report.table import bound_rows, format_time, name_of_site, printable, remaining_row, wrap_text
+from instrument.report.table import format_time, limit_rows, name_of_site, printable, sum_omitted_rows, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import paths_of_rows
@@ -172,10 +172,10 @@ class Comparison(View):
         whole = sum(share for _, share in weighed)
         return sum(ratio * share for ratio, share in weighed) / whole if whole else None
 
-    def slower_than(self, limit: float) -> list[Change]:
+    def find_slowdowns(self, limit: float) -> list[Change]:
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
-    def unclear_beyond(self, limit: float) -> list[Change]:
+    def find_unclear_changes(self, limit: float) -> list[Change]:
         """Return the call paths that may be slower by more than `limit`. Each has at least `MAJOR_SHARE` of the
         time."""
         return [
@@ -209,7 +209,7 @@ class Comparison(View):
             if count:
                 paths = "1 call path has" if count == 1 else f"{count} call paths have"
                 lines.append(f"Inconclusive: {paths} {why}.")
-        if self.limit is not None and (unsure := self.unclear_beyond(self.limit)):
+        if self.limit is not None and (unsure := self.find_unclear_changes(self.limit)):
             first = max(unsure, key=lambda row: row.share_ratio)
             lines.append(
                 f"A change beyond {self.limit:.1%} is not ruled out for {len(unsure)} of {len(self.changes)} call "
@@ -254,8 +254,8 @@ class Comparison(View):
 
     def _bound_rows(self, changes: Sequence[Change]) -> tuple[Change, ...]:
         sums = ("calls_before", "calls_after", "share_ratio")
-        return bound_rows(
-            changes, self._options, lambda change: 1, lambda rows: remaining_row(rows, sums, path=(), verdict="-")
+        return limit_rows(
+            changes, self._options, lambda change: 1, lambda rows: sum_omitted_rows(rows, sums, path=(), verdict="-")
         )
 
     def sections(self) -> list[Section]:
@@ -315,7 +315,7 @@ class _Side(NamedTuple):
 def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
     """Return the comparison of recordings before and after a change. Raises `InstrumentError` without scipy. If each
     side has three or more runs, runs are compared. Otherwise blocks of calls are compared."""
-    names = sorted({name for recording in (*before, *after) for name in size_names(recording.columns)})
+    names = sorted({name for recording in (*before, *after) for name in find_size_attributes(recording.columns)})
     sides = _make_side(before, names), _make_side(after, names)
     paths = [
         path
@@ -329,8 +329,8 @@ def compare(before: Sequence[Recording], after: Sequence[Recording], options: Op
     unchanged = [change for change in changes if change.verdict not in (SLOWER, FASTER)]
     return Comparison(
         (*sorted(changed, key=lambda change: -abs(change.cost_ns or 0)), *unchanged),
-        tuple(_load_changes(before, after, options)),
-        tuple(_slowest_requests(before, after, options)),
+        tuple(_compare_loads(before, after, options)),
+        tuple(_compare_slowest_requests(before, after, options)),
         _mean_batch_size(before),
         _mean_batch_size(after),
         sides[1].requests > 0,
@@ -428,7 +428,7 @@ def _mean_batch_size(runs: Sequence[Recording]) -> float | None:
 PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT)
 
 
-def _load_changes(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
+def _compare_loads(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
     sides = _times_by_group(before, options), _times_by_group(after, options)
     seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
     runs_of = {name: [side.get(name, []) for side in sides] for name in {**sides[0], **sides[1]}}
@@ -455,7 +455,7 @@ def _format_limits_ns(limits_ns: tuple[int | None, int | None], unit: str) -> st
     return " to ".join(format_time(limit_ns, unit) for limit_ns in limits_ns)
 
 
-def _slowest_requests(
+def _compare_slowest_requests(
     before: Sequence[Recording], after: Sequence[Recording], options: Options
 ) -> list[SlowestRequests]:
     sides: list[dict[str, list[Int64s]]] = [defaultdict(list), defaultdict(list)]
@@ -467,7 +467,7 @@ def _slowest_requests(
     rows_by_count = []
     for name in sides[0].keys() & sides[1].keys():
         times = [np.sort(np.concatenate(side[name])) for side in sides]
-        p99s_ns = [percentiles_of(values.tolist(), (0.99,))[0] for values in times]
+        p99s_ns = [percentiles_of_times(values.tolist(), (0.99,))[0] for values in times]
         limits = [p99_limits(values) for values in times]
         rows_by_count.append(SlowestRequests(name, len(times[0]), len(times[1]), p99s_ns[0], p99s_ns[1], *limits))
     return sorted(rows_by_count, key=lambda row: (-row.requests_after, row.name))

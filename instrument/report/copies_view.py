@@ -16,10 +16,10 @@ from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.request_groups import read_numbers
 from instrument.report.section import Coverage, Section, Text, View
-from instrument.report.table import MISSING, bound_rows, format_time, make_row_summer, remaining_row
+from instrument.report.table import MISSING, format_time, limit_rows, make_row_summer, sum_omitted_rows
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import Groups, number_by_first_sight
+from instrument.trace.indices import Groups, number_by_first_occurrence
 
 ACROSS = ("h2d", "d2h")
 """The directions between host and device. A call waits for such a copy unless the copy is asynchronous."""
@@ -93,8 +93,8 @@ def sum_copies(trace: Columns) -> list[CopyUse]:
     """Return a row for each direction, call, mode and kind of memory. In a direction, the row with the most bytes comes
     first."""
     rows = np.flatnonzero(trace.are_of_kind("copy"))
-    keys_of_sites, number_of = trace.numbered_sites(_copy_key)
-    group_of_row, firsts = number_by_first_sight(number_of[trace.site[rows]])
+    keys_of_sites, number_of = trace.describe_sites(_group_key_of_copy)
+    group_of_row, firsts = number_by_first_occurrence(number_of[trace.site[rows]])
     keys = [keys_of_sites[number] for number in number_of[trace.site[rows[firsts]]].tolist()]
     moved = sizes_of_copies(trace, rows)
     host_ns = trace.total_ns[rows]
@@ -119,7 +119,7 @@ def sum_by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
     groups: dict[str, list[CopyUse]] = {}
     for use in uses:
         groups.setdefault(use.direction, []).append(use)
-    return [remaining_row(of_it, SUMS, direction=direction, remaining=0) for direction, of_it in groups.items()]
+    return [sum_omitted_rows(of_it, SUMS, direction=direction, remaining=0) for direction, of_it in groups.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def copies(recording: Recording, options: Options) -> CopiesView:
     """Return the `copies` view of the kept spans. The options `rows` and `least_ns` limit the table of calls."""
     uses = sum_copies(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
-    shown = bound_rows(heaviest, options, lambda use: use.device_ns or use.host_ns, make_row_summer(*SUMS))
+    shown = limit_rows(heaviest, options, lambda use: use.device_ns or use.host_ns, make_row_summer(*SUMS))
     return CopiesView(
         coverage=Coverage.of_recording(recording),
         directions=tuple(sum_by_direction(uses)),
@@ -190,7 +190,7 @@ def copies(recording: Recording, options: Options) -> CopiesView:
     )
 
 
-def _copy_key(site: Site) -> tuple[str, str, bool | None, bool | None]:
+def _group_key_of_copy(site: Site) -> tuple[str, str, bool | None, bool | None]:
     facts = dict(site.attributes)
     direction, sync, pinned = facts.get("direction"), facts.get("sync"), facts.get("pinned")
     is_known = isinstance(direction, str) and direction in DIRECTIONS

@@ -16,13 +16,13 @@ from instrument.report.section import NO_EVENTS, Coverage, Section, View, descri
 from instrument.report.table import (
     MISSING,
     Ratio,
-    bound_rows,
     code_location_of,
+    compute_share,
+    format_percent,
+    limit_rows,
     number_text,
-    percent_text,
     printable,
-    remaining_row,
-    share,
+    sum_omitted_rows,
     wrap_text,
 )
 from instrument.report.utilisation import count_missing_time_reasons, find_spans_without_device_time
@@ -109,12 +109,12 @@ class InstrumentationCost(View):
 
     @property
     def ratio(self) -> float | None:
-        return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
+        return None if self.cost is None else compute_share(self.cost.total_ns, self.window_ns)
 
     @property
     def most_ratio(self) -> float | None:
         """The largest possible cost as a share of the window: the probes' data is never in the processor's caches."""
-        return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
+        return None if self.cost is None else compute_share(self.cost.most_ns, self.window_ns)
 
     def header_lines(self) -> list[str]:
         by = f"Recorder: {printable(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
@@ -141,7 +141,7 @@ class InstrumentationCost(View):
                 wrap_text(f"Of cost: of the cost of all sites. Of calls: cost / host time of the calls{note_on_each}."),
                 {"each_ns": lambda row, unit: number_text(row.each_ns), "name": _name_with_place},
             ),
-            Section("Kept spans", (), "", empty=[*self.coverage.lines(), *_kept_lines(self)]),
+            Section("Kept spans", (), "", empty=[*self.coverage.lines(), *_describe_kept_spans(self)]),
             Section("Not kept", list(self.losses.items()), "0=Reason|1=Count", empty=["Nothing was lost."]),
             Section(
                 "Not observed", self.muted or (),
@@ -172,7 +172,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         clock="" if stats is None else stats.clock,
         cost=spent,
         window_ns=window_ns,
-        parts=() if spent is None else _cost_parts(spent, stats, window_ns),
+        parts=() if spent is None else _split_cost(spent, stats, window_ns),
         sites=() if spent is None else _site_costs(recording, spent, options),
         is_each_known=stats is not None,
         losses={reason: count for reason, count in recording.losses.items() if count},
@@ -186,7 +186,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     )
 
 
-def _cost_parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
+def _split_cost(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
     pairs_ns = 0 if stats is None else round(stats.pairs_ns)
     parts, left_ns = {"pairs of events on devices": pairs_ns}, spent.thread_ns
     # The threads ran on between the two readings. The first one, which is of the whole, counts.
@@ -195,7 +195,9 @@ def _cost_parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int)
         parts[part] = min(thread_ns, left_ns)
         left_ns -= parts[part]
     parts = {"probes": spent.total_ns - sum(parts.values()), **parts}
-    return tuple(CostPart(name, part_ns, share(part_ns, window_ns)) for name, part_ns in parts.items() if part_ns)
+    return tuple(
+        CostPart(name, part_ns, compute_share(part_ns, window_ns)) for name, part_ns in parts.items() if part_ns
+    )
 
 
 def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
@@ -213,12 +215,12 @@ def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[Si
     rows.sort(key=lambda row: (-row.cost_ns, row.name, row.place))
 
     def sum_omitted(omitted: Sequence[SiteCost]) -> SiteCost:
-        row = remaining_row(omitted, ("calls", "cost_ns", "host_ns"))
+        row = sum_omitted_rows(omitted, ("calls", "cost_ns", "host_ns"))
         return replace(row, each_ns=row.cost_ns / row.calls)
 
     whole_ns = sum(row.cost_ns for row in rows)
-    shown = bound_rows(rows, options, lambda row: row.cost_ns, sum_omitted)
-    return tuple(replace(row, ratio=share(row.cost_ns, whole_ns)) for row in shown)
+    shown = limit_rows(rows, options, lambda row: row.cost_ns, sum_omitted)
+    return tuple(replace(row, ratio=compute_share(row.cost_ns, whole_ns)) for row in shown)
 
 
 def _name_with_place(row: SiteCost | MutedSite, unit: str) -> str:
@@ -229,12 +231,12 @@ def _place_of_site(site: Site) -> str:
     return site.instance or code_location_of(site)
 
 
-def _kept_lines(view: InstrumentationCost) -> list[str]:
+def _describe_kept_spans(view: InstrumentationCost) -> list[str]:
     lines = []
     if view.rings is not None:
         rings = view.rings
         lines.append(
-            f"Rings: {rings.held_rows} of {rings.rows} rows are taken ({percent_text(rings.ratio, 1)}), "
+            f"Rings: {rings.held_rows} of {rings.rows} rows are taken ({format_percent(rings.ratio, 1)}), "
             f"of {number_text(rings.memory_bytes / MEBIBYTE)} MiB at most"
         )
     if view.device_asked:

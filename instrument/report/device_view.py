@@ -22,12 +22,12 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     GAP,
     LINE,
-    bound_rows,
+    compute_share,
     format_time,
+    limit_rows,
     make_row_summer,
     number_text,
     printable,
-    share,
     shorten,
     wrap_text,
 )
@@ -70,13 +70,13 @@ class DeviceRow:
     def unit(self) -> str:
         return printed_unit(self.gauge)[0]
 
-    def in_printed_unit(self) -> DeviceRow:
+    def convert_to_printed_unit(self) -> DeviceRow:
         scale, numbers = printed_unit(self.gauge)[1], (self.mean, self.least, self.most, self.total)
         mean, least, most, total = (None if value is None else value / scale for value in numbers)
         return replace(self, mean=mean, least=least, most=most, total=total)
 
 
-def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
+def make_device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
     values_by_gauge: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
         values = values_by_gauge.setdefault((sample.device, sample.name), [])
@@ -117,7 +117,7 @@ class DeviceSummary:
             return number_text(getattr(row, name)) if row.samples else NOT_REPORTED
 
         return Section(
-            "Device Summary", [row.in_printed_unit() for row in self.rows],
+            "Device Summary", [row.convert_to_printed_unit() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
             [line for name in names for line in wrap_text(f"{name}: {printed_unit(name)[0]} {GAUGES[name].about}")],
             {
@@ -148,7 +148,7 @@ def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Op
     gaps = [after - before for times_ns in times_by_gauge.values() for before, after in pairwise(times_ns)]
     read_ns = samples[-1].at_ns - samples[0].at_ns if samples else 0
     interval_ns = sorted(gaps)[len(gaps) // 2] if gaps else None
-    return DeviceSummary(read_ns, interval_ns, tuple(gpus), tuple(device_rows(samples)), options)
+    return DeviceSummary(read_ns, interval_ns, tuple(gpus), tuple(make_device_rows(samples)), options)
 
 
 def printed_unit(name: str) -> tuple[str, float]:
@@ -184,11 +184,11 @@ class DeviceView(View):
     TITLE = "Device"
 
     def header_lines(self) -> list[str]:
-        why = self._no_device_time() if not self.devices and self.sections() else []
+        why = self._explain_empty_view() if not self.devices and self.sections() else []
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *why]
 
     def reasons_if_empty(self) -> list[str]:
-        return [] if self.sections() else self._no_device_time()
+        return [] if self.sections() else self._explain_empty_view()
 
     def sections(self) -> list[Section]:
         gauges = [] if self.gauges is None else [self.gauges.section()]
@@ -204,9 +204,9 @@ class DeviceView(View):
         return [*gauges, *of_each, *shares, *untimed]
 
     def footnotes(self) -> list[str]:
-        return _explanatory_notes(self) if self.devices else []
+        return _explain_terms(self) if self.devices else []
 
-    def _no_device_time(self) -> list[str]:
+    def _explain_empty_view(self) -> list[str]:
         if self.asked or not self.is_ours:
             return wrap_text(self.explain_no_device_time())
         return self.coverage.explain_no_spans("span with device time", self.explain_no_device_time())
@@ -232,13 +232,13 @@ def device(recording: Recording, options: Options) -> DeviceView:
         devices=tuple(
             replace(
                 row,
-                names=bound_rows(row.names, options, attrgetter("summed_ns"), make_row_summer("calls", "summed_ns")),
+                names=limit_rows(row.names, options, attrgetter("summed_ns"), make_row_summer("calls", "summed_ns")),
                 endpoints=limit_endpoints(row.endpoints, options),
             )
             for row in use.devices
         ),
         asked=use.asking,
-        unanswered=bound_rows(use.unanswered, replace(options, least_ns=0), lambda _: 0, make_row_summer("spans")),
+        unanswered=limit_rows(use.unanswered, replace(options, least_ns=0), lambda _: 0, make_row_summer("spans")),
         reasons=dict(count_missing_time_reasons(use.unanswered).most_common()),
         in_flight_ns=use.in_flight_ns,
         requests_cut=use.requests_cut,
@@ -251,7 +251,7 @@ def device(recording: Recording, options: Options) -> DeviceView:
 
 def limit_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
     make_rest = make_row_summer("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
-    return bound_rows(uses, options, attrgetter("wall_ns"), make_rest)
+    return limit_rows(uses, options, attrgetter("wall_ns"), make_rest)
 
 
 class DevicePart(NamedTuple):
@@ -280,7 +280,7 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
         DevicePart(name, getattr(use, f"{part}_ns"), getattr(use, f"{part}_ratio"), of)
         for name, part, of in DEVICE_PARTS
     ]
-    parts.insert(4, DevicePart("Window", use.window_ns, share(use.window_ns, use.window_ns), "window"))
+    parts.insert(4, DevicePart("Window", use.window_ns, compute_share(use.window_ns, use.window_ns), "window"))
     in_flight = "Starved, of the time with requests in flight"
     parts.append(DevicePart(in_flight, use.starved_ns, use.starved_in_flight_ratio, "in flight"))
     mean = number_text(use.mean_streams)
@@ -339,7 +339,7 @@ def endpoint_section(title: str, endpoints: Sequence[EndpointUse]) -> Section:
     )  # fmt: skip
 
 
-def _explanatory_notes(view: DeviceView) -> list[str]:
+def _explain_terms(view: DeviceView) -> list[str]:
     names = [name for use in view.devices for name in use.names]
     lines = [
         "A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what",

@@ -79,16 +79,16 @@ class Effect:
     def confidence_limits(self, level: float) -> tuple[float, float]:
         """Return the limits of the change. With the probability `level` the true change is outside of them (Welch's
         t-test)."""
-        width = -self.error * float(scipy_special().stdtrit(self.freedom, level / 2))
+        width = -self.error * float(import_scipy_special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
     def smallest_detectable_change(self, level: float) -> float:
         """Return the smallest change that the test detects with the probability `POWER`."""
-        width = -self.error * float(sum(scipy_special().stdtrit(self.freedom, [level / 2, 1 - POWER])))
+        width = -self.error * float(sum(import_scipy_special().stdtrit(self.freedom, [level / 2, 1 - POWER])))
         return math.expm1(min(width, MOST_LOGARITHM))
 
 
-def scipy_special() -> Any:
+def import_scipy_special() -> Any:
     """Import `scipy.special`. Raises `InstrumentError` if scipy is not installed."""
     try:
         from scipy import special as functions  # type: ignore[import-untyped]
@@ -99,7 +99,7 @@ def scipy_special() -> Any:
 
 def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
     """Return the `ratio` quantile of the number of successes in `count` trials."""
-    functions = scipy_special()
+    functions = import_scipy_special()
     number: int = math.ceil(functions.bdtrik(ratio, count, chance))
     return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
 
@@ -136,12 +136,12 @@ class _LikeCalls:
         first = int(np.count_nonzero(is_like[:count]))
         self.sides = slice(0, first), slice(first, None)
 
-    def stratum_means(self, values: Floats) -> Floats:
+    def mean_by_stratum(self, values: Floats) -> Floats:
         sums = np.bincount(self.cells, values, minlength=2 * self.strata).reshape(2, -1)
         return np.asarray(sums / self.sizes)
 
     def subtract_means(self, values: Floats) -> Floats:
-        return np.asarray(values - self.stratum_means(values).ravel()[self.cells])
+        return np.asarray(values - self.mean_by_stratum(values).ravel()[self.cells])
 
     def subtract_covariate_effects(self, values: Floats) -> Floats:
         """Subtract the part of the values that depends linearly on the covariates within each stratum."""
@@ -153,7 +153,7 @@ class _LikeCalls:
         products = centered[some] @ self.subtract_means(values)
         slopes = np.linalg.lstsq(squares[np.ix_(some, some)], products, rcond=1e-12)[0]
         for slope, column in zip(slopes.tolist(), self.covariates[some], strict=True):
-            of_stratum = np.tile(self.stratum_means(column).mean(axis=0), 2)
+            of_stratum = np.tile(self.mean_by_stratum(column).mean(axis=0), 2)
             values = values - slope * (column - of_stratum[self.cells])
         return values
 
@@ -167,16 +167,16 @@ def measure_effect(before: CallSample, after: CallSample) -> Effect | None:
     has_runs = min(len(numbers) for numbers, _ in runs) >= LEAST_RUNS
     if (min(calls) < LEAST_CALLS and not has_runs) or spent_ns <= 0:
         return None
-    weight = like.both * like.stratum_means(like.values).sum(axis=0)
+    weight = like.both * like.mean_by_stratum(like.values).sum(axis=0)
     if not weight.any():
         return None
     weight /= weight.sum()
     values = like.subtract_covariate_effects(np.log1p(like.values))
-    means = like.stratum_means(values)
+    means = like.mean_by_stratum(values)
     influence = (weight / like.sizes).ravel()[like.cells] * like.subtract_means(values)
     variances, freedoms = zip(
         *(
-            _variance(np.bincount(run, part).astype(np.float64)) if has_runs else _variance_by_blocks(part)
+            _variance_of_sum(np.bincount(run, part).astype(np.float64)) if has_runs else _variance_by_blocks(part)
             for part, (_, run) in zip([influence[side] for side in like.sides], runs, strict=True)
         ),
         strict=True,
@@ -187,7 +187,7 @@ def measure_effect(before: CallSample, after: CallSample) -> Effect | None:
     return Effect(float(weight @ (means[1] - means[0])), float(np.sqrt(variance)), freedom, calls, share)
 
 
-def _variance(sums: Floats) -> tuple[float, float]:
+def _variance_of_sum(sums: Floats) -> tuple[float, float]:
     """Return the variance of a sum of independent terms, and its degrees of freedom."""
     deviations = sums - sums.mean()
     return len(sums) / (len(sums) - 1) * float(deviations @ deviations), len(sums) - 1.0
@@ -206,6 +206,6 @@ def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
         if alike < CORRELATED or blocks <= LEAST_BLOCKS:
             break
         blocks //= 2
-    variance, freedom = _variance(sums)
+    variance, freedom = _variance_of_sum(sums)
     alike = min(max(alike, 0.0), 0.8)
     return variance * (1 + alike) / (1 - alike), freedom

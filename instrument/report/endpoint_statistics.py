@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recorder.wrapping import STATUS
-from instrument.recording.distributions import percentiles_of
+from instrument.recording.distributions import percentiles_of_times
 from instrument.recording.spans import (
     BLOCKED_AT,
     BLOCKED_BY,
@@ -28,8 +28,8 @@ from instrument.recording.spans import (
     OUTCOME,
     is_blocked_loop,
 )
-from instrument.report.request_groups import ENDPOINT, attribute_values, group_values, read_numbers
-from instrument.report.table import bound_rows, make_row_summer, remaining_row, row_name, share
+from instrument.report.request_groups import ENDPOINT, attribute_values, group_attribute_values, read_numbers
+from instrument.report.table import compute_share, limit_rows, make_row_summer, row_name, sum_omitted_rows
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Members, index_rows
@@ -89,9 +89,9 @@ def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | No
     rows.sort(key=lambda row: (-row.summed_ns, row.name))
 
     def sum_blockers(rows: Sequence[Blocker]) -> Blocker:
-        return remaining_row(rows, ("stretches", "summed_ns"), longest_ns=max(row.longest_ns for row in rows))
+        return sum_omitted_rows(rows, ("stretches", "summed_ns"), longest_ns=max(row.longest_ns for row in rows))
 
-    every, shown = sum_blockers(rows), bound_rows(rows, options, lambda blocker: blocker.summed_ns, sum_blockers)
+    every, shown = sum_blockers(rows), limit_rows(rows, options, lambda blocker: blocker.summed_ns, sum_blockers)
     return BlockedLoops(every.stretches, every.summed_ns, every.longest_ns, shown)
 
 
@@ -140,7 +140,7 @@ class Answers(NamedTuple):
             return None
         has_more = (streamed.last_ns != NONE) & (streamed.items > 1)
         per_item_ns = np.maximum(streamed.last_ns - streamed.first_ns, 0)[has_more] // (streamed.items[has_more] - 1)
-        first_p50_ns, first_p99_ns = percentiles_of(np.sort(streamed.first_ns).tolist(), (0.5, 0.99))
+        first_p50_ns, first_p99_ns = percentiles_of_times(np.sort(streamed.first_ns).tolist(), (0.5, 0.99))
         longest_ns = int(streamed.longest_gap_ns.max())
         return StreamedAnswers(
             len(streamed.items),
@@ -156,7 +156,7 @@ def _percentiles_of_known(times: Int64s) -> tuple[int | None, int | None]:
     sorted_ns = np.sort(times[times != NONE]).tolist()
     if not sorted_ns:
         return None, None
-    p50_ns, p99_ns = percentiles_of(sorted_ns, (0.5, 0.99))
+    p50_ns, p99_ns = percentiles_of_times(sorted_ns, (0.5, 0.99))
     return p50_ns, p99_ns
 
 
@@ -240,7 +240,7 @@ class CompleteRequests:
 
     @classmethod
     def of(cls, trace: Columns, joined: Joined, ledger: Ledger, rows: Int64s) -> CompleteRequests:
-        names, of_site = trace.numbered_sites(attrgetter("name"))
+        names, of_site = trace.describe_sites(attrgetter("name"))
         places = joined.of[rows]
         request = index_rows(places, len(joined.rows))[ledger.request]
         is_chosen = request != NONE
@@ -254,7 +254,7 @@ class CompleteRequests:
             endpoint=of_site[trace.site[rows]],
             wall_ns=trace.total_ns[rows],
             failed=trace.error[rows] != NONE,
-            broken_off=np.isin(rows, trace.attributes.having(OUTCOME)) & (trace.error[rows] == NONE),
+            broken_off=np.isin(rows, trace.attributes.rows_with_attribute(OUTCOME)) & (trace.error[rows] == NONE),
             unknown_ns=unknown_ns,
             answers=Answers.of(trace.attributes, rows),
             parts=ledger.names,
@@ -270,7 +270,7 @@ class CompleteRequests:
     def times_by_attribute(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
         if options.requests_by in ("", ENDPOINT):
             return ()
-        names, groups = group_values(attribute_values(trace, self.rows, options.requests_by), options.at_most)
+        names, groups = group_attribute_values(attribute_values(trace, self.rows, options.requests_by), options.at_most)
         return tuple(self._times_of_groups(groups, names, options))
 
     def sum_endpoints(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
@@ -292,8 +292,8 @@ class CompleteRequests:
                 continue
             walls_ns, unknowns_ns = (np.sort(times[places]).tolist() for times in (self.wall_ns, self.unknown_ns))
             wall_ns, unknown_ns, answers = sum(walls_ns), sum(unknowns_ns), self.answers.select_answers(places)
-            p50_ns, p90_ns, p99_ns = percentiles_of(walls_ns, (0.5, 0.9, 0.99))
-            unknown_p50_ns, unknown_p99_ns = percentiles_of(unknowns_ns, (0.5, 0.99))
+            p50_ns, p90_ns, p99_ns = percentiles_of_times(walls_ns, (0.5, 0.9, 0.99))
+            unknown_p50_ns, unknown_p99_ns = percentiles_of_times(unknowns_ns, (0.5, 0.99))
             times = Members(self.part[parts[number]], len(self.parts), self.time_ns[parts[number]])
             times_of_parts = {
                 name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts) if name != UNKNOWN
@@ -310,13 +310,13 @@ class CompleteRequests:
                     p99_ns=p99_ns,
                     min_ns=walls_ns[0],
                     max_ns=walls_ns[-1],
-                    ratio=share(wall_ns, all_ns),
+                    ratio=compute_share(wall_ns, all_ns),
                     phases=phase_times(times_of_parts, wall_ns, options),
                     unknown_ns=unknown_ns,
                     unknown_mean_ns=unknown_ns / requests,
                     unknown_p50_ns=unknown_p50_ns,
                     unknown_p99_ns=unknown_p99_ns,
-                    unknown_ratio=share(unknown_ns, wall_ns),
+                    unknown_ratio=compute_share(unknown_ns, wall_ns),
                     statuses=answers.count_statuses(),
                     streams=answers.summarise_streamed_answers(),
                     remaining=remaining,
@@ -388,7 +388,7 @@ def times_by_tokens(
                 if not len(places):
                     continue
                 of_cached = places[has_both[places]]
-                p50_ns, p99_ns = percentiles_of(np.sort(table.wall_ns[places]).tolist(), (0.5, 0.99))
+                p50_ns, p99_ns = percentiles_of_times(np.sort(table.wall_ns[places]).tolist(), (0.5, 0.99))
                 rows.append(
                     TokenTimes(
                         by,
@@ -397,7 +397,7 @@ def times_by_tokens(
                         len(places),
                         sum(inputs[places].clip(0).tolist()),
                         sum(outputs[places].clip(0).tolist()),
-                        share(sum(cached[of_cached].tolist()), sum(inputs[of_cached].tolist())),
+                        compute_share(sum(cached[of_cached].tolist()), sum(inputs[of_cached].tolist())),
                         p50_ns,
                         p99_ns,
                         *_percentiles_of_known(prefill_ns[places]),
@@ -418,10 +418,10 @@ def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Optio
     for name, times_ns in times.items():
         if times_ns:
             count, summed_ns = len(times_ns), sum(times_ns)
-            p50_ns, p99_ns = percentiles_of(times_ns, (0.5, 0.99))
+            p50_ns, p99_ns = percentiles_of_times(times_ns, (0.5, 0.99))
             phases.append(PhaseTime(name, count, summed_ns, summed_ns / count, p50_ns, p99_ns, None))
     phases.sort(key=lambda phase: (-phase.summed_ns, phase.name))
-    shown = bound_rows(phases, options, attrgetter("summed_ns"), make_row_summer("summed_ns"))
-    with_ratios = [replace(phase, ratio=share(phase.summed_ns, wall_ns)) for phase in shown]
+    shown = limit_rows(phases, options, attrgetter("summed_ns"), make_row_summer("summed_ns"))
+    with_ratios = [replace(phase, ratio=compute_share(phase.summed_ns, wall_ns)) for phase in shown]
     rank = {name: place for place, name in enumerate(IN_ORDER)}
     return tuple(sorted(with_ratios, key=lambda row: (bool(row.remaining), rank.get(row.name, len(rank)))))

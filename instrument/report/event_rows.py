@@ -19,7 +19,7 @@ from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND, NAME
 from instrument.recording.spans import Site, is_interruption
 from instrument.recording.tally import Records, Tally, Totals, sum_all_lines, sum_lines
-from instrument.report.table import Ratio, code_location_of, share
+from instrument.report.table import Ratio, code_location_of, compute_share
 from instrument.report.view import Options, SortKey
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.indices import NONE, Members, find_least_at_or_below, nearest_above
@@ -135,7 +135,7 @@ class NameTree:
 
     def name(self, entry: int) -> str:
         site, role = self.site(entry), self._role_of_entry(entry)
-        name = _copy_name(site) if role == COPY else site.name
+        name = _fluid_copy_name(site) if role == COPY else site.name
         return f"{name}{self._instance_numbers[entry]}" if role == INSTANCE else name
 
     def label(self, entry: int) -> str:
@@ -157,7 +157,7 @@ class NameTree:
 
     def total_ns(self, sums: Records, state: str) -> int | None:
         """Return the sum of the topmost rows. Return None if only calls below a topmost row were recorded."""
-        topmost = self._without_interruptions(self.children[ROOT])
+        topmost = self._drop_interruptions(self.children[ROOT])
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
         if any(len(self.children[entry]) or (hidden_in == entry).any() for entry in uncalled):
@@ -168,12 +168,12 @@ class NameTree:
     def sum_topmost_calls_ns(self, sums: Records, state: str) -> int:
         total_ns, pending = 0, [ROOT]
         while pending:
-            below = self._without_interruptions(self.children[pending.pop()])
+            below = self._drop_interruptions(self.children[pending.pop()])
             total_ns += int(sums[TIMES[state]][below].sum())
             pending += below[sums["calls"][below] == 0].tolist()
         return total_ns
 
-    def _without_interruptions(self, entries: Int64s) -> Int64s:
+    def _drop_interruptions(self, entries: Int64s) -> Int64s:
         """Leave out interruptions, whose time is already in the interrupted entries."""
         return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
@@ -190,10 +190,10 @@ class NameTree:
         return int(self._levels[entry]) & ROLES
 
 
-def order_entries(tree: NameTree, sums: Records, options: Options) -> Callable[[int], tuple[list[int], list[int]]]:
+def make_entry_sorter(tree: NameTree, sums: Records, options: Options) -> Callable[[int], tuple[list[int], list[int]]]:
     """Return a function that sorts the children of an entry. It returns the children to print, and the children to
     omit."""
-    key, part = SortKey.of(options), options.sorted_by.rpartition("_")[0]
+    key, part = SortKey.of_options(options), options.sorted_by.rpartition("_")[0]
     of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
     field = {"calls": "calls", "max": "max_ns", "min": "min_ns"}.get(key.column, of_part)
     weight, is_known = tree.compute_sort_values(sums, field, per_call=key.column == "ave", least=key.ascending)
@@ -204,9 +204,9 @@ def order_entries(tree: NameTree, sums: Records, options: Options) -> Callable[[
     for entry in range(len(is_large) - 1 if options.least_ns else ROOT, ROOT, -1):
         if is_large[entry]:
             is_large[tree.parents[entry]] = True
-    is_kept = _find_kept(tree, weight, is_known, is_large, options.row_limit)
+    is_kept = _mask_kept_entries(tree, weight, is_known, is_large, options.row_limit)
 
-    def order_children(entry: int) -> tuple[list[int], list[int]]:
+    def sort_children(entry: int) -> tuple[list[int], list[int]]:
         children = tree.children[entry]
         children = children[is_known[children]]
         left_out, children = children[~is_kept[children]].tolist(), children[is_kept[children]]
@@ -214,10 +214,12 @@ def order_entries(tree: NameTree, sums: Records, options: Options) -> Callable[[
         keys += [-weight[children]] if options.sorted_by != "default" else []
         return children[np.lexsort(keys)].tolist(), left_out
 
-    return order_children
+    return sort_children
 
 
-def _find_kept(tree: NameTree, weight: NDArray[Any], is_known: Bools, is_large: Bools, rows: int | None) -> Bools:
+def _mask_kept_entries(
+    tree: NameTree, weight: NDArray[Any], is_known: Bools, is_large: Bools, rows: int | None
+) -> Bools:
     if rows is None:
         return is_large
     order = itertools.count()
@@ -245,7 +247,7 @@ def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, i
         tree.map_sites(KIND),
         tree.number_sites(NAME),
         tree.first_site_by_key(),
-        tree.number_sites(_copy_name),
+        tree.number_sites(_fluid_copy_name),
         strict=False,
     )
     return [
@@ -258,7 +260,7 @@ def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, i
     ]
 
 
-def _copy_name(site: Site) -> str:
+def _fluid_copy_name(site: Site) -> str:
     """Return the name of a copy in Paddle's fluid, such as `GpuMemcpyAsync:CPU->GPU`. By default, return the site's
     name."""
     attributes = dict(site.attributes)
@@ -317,7 +319,7 @@ class EventsBlock:
     rows: tuple[EventRow, ...]
 
 
-def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
+def make_event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
     by_thread: list[int | None] = [
         thread for thread in reversed(tally.threads) if tally.lines_of_thread(thread)["calls"].any()
     ]
@@ -339,17 +341,17 @@ def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
             full = full or NameTree(tally, "OpDetail")
             total_ns = full.sum_topmost_calls_ns(full.sum_with_device_time_below(thread)[0], options.state)
         number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
-        rows = _event_rows(tree, thread, sums, with_calls_below, total_ns, options)
+        rows = _make_event_rows(tree, thread, sums, with_calls_below, total_ns, options)
         blocks.append(EventsBlock(thread, number, name, total_ns, tuple(rows)))
     return tuple(blocks)
 
 
-def _event_rows(
+def _make_event_rows(
     tree: NameTree, thread: int | None, sums: Records, with_calls_below: set[int], base_ns: int, options: Options
 ) -> list[EventRow]:
-    order_children, state = order_entries(tree, sums, options), options.state
+    order_children, state = make_entry_sorter(tree, sums, options), options.state
 
-    def row(depth: int, entries: Sequence[int], *, is_rest: bool) -> EventRow:
+    def make_row(depth: int, entries: Sequence[int], *, is_rest: bool) -> EventRow:
         entry = entries[0]
         totals = sum_all_lines(sums[entries]) if is_rest else Totals._make(sums[entry].tolist())
         called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
@@ -379,7 +381,7 @@ def _event_rows(
             max_ns=totals.max_ns if exact else None,
             p50_ns=p50_ns,
             p99_ns=p99_ns,
-            ratio=share(total_ns, base_ns) if called else None,
+            ratio=compute_share(total_ns, base_ns) if called else None,
             remaining=len(entries) if is_rest else 0,
         )
 
@@ -388,7 +390,7 @@ def _event_rows(
     while pending:
         depth, entries, is_rest = pending.pop()
         if depth >= 0:
-            rows.append(row(depth, entries, is_rest=is_rest))
+            rows.append(make_row(depth, entries, is_rest=is_rest))
         if not is_rest:
             children, left_out = order_children(entries[0])
             pending += [(depth + 1, left_out, True)] if left_out else []
@@ -396,7 +398,7 @@ def _event_rows(
     return rows
 
 
-def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
+def mask_topmost_nodes(tally: Tally, say: Callable[[Site], bool]) -> Bools:
     """Return a mask of the nodes whose site `say` accepts, without nodes below such a node."""
     marked = np.array([*tally.tree.map_sites(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
@@ -405,13 +407,13 @@ def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
 def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
     """Return the totals by name of the nodes whose site `say` accepts, without nodes below such a node."""
     numbers = np.array([*tally.tree.number_sites(NAME), NONE], dtype=np.int32)
-    sums = tally.sum_by_group(np.where(mask_topmost(tally, say), numbers[tally.site_of], NONE), len(numbers))
+    sums = tally.sum_by_group(np.where(mask_topmost_nodes(tally, say), numbers[tally.site_of], NONE), len(numbers))
     called = np.flatnonzero(sums["calls"]).tolist()
     return {tally.tree.sites[number].name: Totals._make(sums[number].tolist()) for number in called}
 
 
-def sum_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
-    groups = np.where(mask_topmost(tally, say), 0, NONE)
+def sum_topmost_nodes(tally: Tally, say: Callable[[Site], bool]) -> Totals:
+    groups = np.where(mask_topmost_nodes(tally, say), 0, NONE)
     totals = Totals._make(tally.sum_by_group(groups, 1)[0].tolist())
     below_ns = sum(more_ns for node, more_ns in tally.device_times_below(None).items() if groups[node] == 0)
     return totals._replace(device_ns=totals.device_ns + below_ns)

@@ -27,7 +27,7 @@ import numpy as np
 from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.recording.tally import Tally
-from instrument.report.event_rows import TIMES, EventRow, EventsBlock, event_blocks, sum_topmost
+from instrument.report.event_rows import TIMES, EventRow, EventsBlock, make_event_blocks, sum_topmost_nodes
 from instrument.report.section import Section, Text, View, field_value
 from instrument.report.table import (
     GAP,
@@ -36,14 +36,14 @@ from instrument.report.table import (
     Ratio,
     column_width,
     compact_number,
+    compute_share,
     format_six_digits,
     format_time,
+    make_section_title_lines,
+    make_table_lines,
+    make_title_lines,
     printable,
-    section_title,
-    share,
     shorten,
-    table,
-    title,
 )
 from instrument.report.view import UNITS, Options, Recording, SortKey
 
@@ -114,7 +114,7 @@ def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     is_known = any(tally.tree.map_sites(computes))
     is_service = "request" in kinds or tally.has_values("waiting_ns") or any(site.suspends for site in sites)
     if state == "GPU" or not is_service:
-        return Overhead(total_ns, getattr(sum_topmost(tally, computes), TIMES[state]) if is_known else None)
+        return Overhead(total_ns, getattr(sum_topmost_nodes(tally, computes), TIMES[state]) if is_known else None)
     whole_ns, *parts_ns = _split_service_time(tally, state, computes)
     # A row of several paths has calls in some of them alone, so the total time may differ from that of topmost calls.
     computation_ns, waiting_ns = (part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in parts_ns)
@@ -151,23 +151,25 @@ def _split_service_time(tally: Tally, state: str, computes: Callable[[Site], boo
     return whole_ns, computation_ns, waiting_ns
 
 
-def _declared_phase(site: Site) -> object:
+def _read_declared_phase(site: Site) -> object:
     return dict(site.attributes).get("phase") if site.attributes else None
 
 
 def _is_computation(site: Site) -> bool:
-    declared = _declared_phase(site)
+    declared = _read_declared_phase(site)
     return declared in _COMPUTING or (
         declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
     )
 
 
 def _is_operation(site: Site) -> bool:
-    return is_operator(site) or (_declared_phase(site) or (site.name if site.kind == "phase" else None)) == "compute"
+    return (
+        is_operator(site) or (_read_declared_phase(site) or (site.name if site.kind == "phase" else None)) == "compute"
+    )
 
 
 def _is_waiting(site: Site) -> bool:
-    declared = _declared_phase(site)
+    declared = _read_declared_phase(site)
     return declared in _WAITING or (declared is None and site.name in _WAITING)
 
 
@@ -245,7 +247,7 @@ class Events(View):
                 lines += _summary_lines(self) if report[0] is self.blocks[0] else []
                 lines += _event_lines(self, report)
         if nothing:
-            lines += [*title("Profiling Report"), *nothing, ""]
+            lines += [*make_title_lines("Profiling Report"), *nothing, ""]
         return [*lines, *_explain_special_cells(self)]
 
     def reasons_if_empty(self) -> list[str]:
@@ -267,7 +269,7 @@ def events(recording: Recording, options: Options) -> Events:
         probes_ns = int(tally.lines["probe_ns"].sum())
     else:
         tally = recording.totals(merged=options.threads == "merged")
-    blocks = event_blocks(tally, options)
+    blocks = make_event_blocks(tally, options)
     of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
     total_ns = blocks[0].total_ns if of_all else 0
     return Events(
@@ -296,7 +298,7 @@ def sum_copies_by_synchronicity(tally: Tally, total_ns: int, state: str) -> tupl
         chosen = [(calls, time_ns) for way, calls, time_ns in copies if sync is None or way is sync]
         calls, copied_ns = map(sum, zip(*chosen, strict=True)) if chosen else (0, 0)
         if calls or sync is None:
-            sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
+            sums.append(CopySum(label, calls, copied_ns, compute_share(copied_ns, total_ns)))
     return tuple(sums)
 
 
@@ -306,13 +308,13 @@ def sum_copies_by_synchronicity(tally: Tally, total_ns: int, state: str) -> tupl
 def _list_heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
-    key, (part, _, _) = SortKey.of(options), options.sorted_by.rpartition("_")
+    key, (part, _, _) = SortKey.of_options(options), options.sorted_by.rpartition("_")
     column, is_ascending = COLUMNS[key.column], key.ascending or key.column == "default"
     if part and key.column in ("total", "ave"):
         time = {"cpu": "host time", "gpu": "device time"}[part]
         column = time if key.column == "total" else f"average {time}"
     lines = [
-        *title("Profiling Report"),
+        *make_title_lines("Profiling Report"),
         *(["Note! This Report merge all thread info into one."] if merged else []),
         f"Place: {PLACES[options.state]}",
         f"Time unit: {options.unit}",
@@ -336,7 +338,7 @@ def _summary_lines(view: Events) -> list[str]:
     if split is None:
         return []
     lines = [
-        *section_title("Overhead Summary"),
+        *make_section_title_lines("Overhead Summary"),
         f"Total time: {format_six_digits(split.total_ns, unit)}",
         _summary_line("  Computation time", split.total_ns, split.computation_ns, unit),
         *([] if split.waiting_ns is None else [_summary_line("  Waiting", split.total_ns, split.waiting_ns, unit)]),
@@ -348,7 +350,7 @@ def _summary_lines(view: Events) -> list[str]:
         lines.append("  (nothing is declared as computation: layers are, and rules with `phase: compute`)")
     elif split.framework_ns is None:
         lines.append("  (computation ran in parallel to the calls around it, or after them, so the rest is unknown)")
-    lines += ["", *section_title("GpuMemCpy Summary")]
+    lines += ["", *make_section_title_lines("GpuMemCpy Summary")]
     for copies in view.copies:
         label = "  " * (copies is not view.copies[0]) + copies.label
         lines.append(_summary_line(label, split.total_ns, copies.total_ns, unit, copies.calls))
@@ -399,7 +401,7 @@ def _tree_table(
     unit: str,
     line: int,
 ) -> list[str]:
-    names = _name_cells(rows, NAME_LIMIT)
+    names = _format_names(rows, NAME_LIMIT)
     longest, every = max(map(column_width, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
         header, cells = section_of(every[:SAMPLE], digits).cells(unit)
@@ -409,13 +411,16 @@ def _tree_table(
         if room >= longest and len(cells) == len(rows):
             break
     if room < longest:
-        names = _name_cells(rows, room)
+        names = _format_names(rows, room)
     shown = [[name, *texts] for name, (_, *texts) in zip(names, cells, strict=True)]
-    return [*section_title(section_of((), digits).title), *table(header, shown, [0] * len(header))]
+    return [
+        *make_section_title_lines(section_of((), digits).title),
+        *make_table_lines(header, shown, [0] * len(header)),
+    ]
 
 
-def _name_cells(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]:
-    return [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
+def _format_names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]:
+    return [_format_name(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
 
 
 def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
@@ -435,7 +440,7 @@ def _device_text(part: str, row: EventRow, unit: str) -> str:
     return f"{time} ({MISSING if ratio is None else format(ratio, 'f')})"
 
 
-def _name_cell(row: EventRow, tag: str, room: int) -> str:
+def _format_name(row: EventRow, tag: str, room: int) -> str:
     levels = min(INDENT_LIMIT, room // 4)
     before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
     before += tag if row.depth == 0 else ""

@@ -23,22 +23,29 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import EXECUTOR_QUEUE
 from instrument.report import causes as listed
-from instrument.report.causes import CAUSES, CauseTimes, Proof, host_gauges, measure_pressure
+from instrument.report.causes import CAUSES, CauseTimes, Proof, measure_pressure, read_host_gauges
 from instrument.report.request_groups import (
     ENOUGH,
     NEAREST,
     POOL,
     attribute_values,
-    choose_evenly,
     choose_median_requests,
+    choose_places_evenly,
     estimate_slow_threshold_ns,
+    find_similar_requests,
     mask_known_endpoint,
-    similar_requests,
 )
 from instrument.report.request_life import find_requests_by_key
 from instrument.report.requests_view import A_REQUEST
 from instrument.report.section import Section, View
-from instrument.report.table import format_time, percent_text, printable, share, shorten, wrap_text
+from instrument.report.table import (
+    compute_share,
+    format_percent,
+    format_time,
+    printable,
+    shorten,
+    wrap_text,
+)
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
@@ -184,13 +191,13 @@ class Explanation(View):
             is_near = self.excess_ns <= LEAST_SHARE * self.typical_ns
             if work or is_near or lead is None or (lead.ratio or 0.0) < MOSTLY:
                 return usual
-            return f"{usual} Most of its excess is {printable(lead.title())} ({percent_text(lead.ratio, 1)})."
+            return f"{usual} Most of its excess is {printable(lead.title())} ({format_percent(lead.ratio, 1)})."
         part = max(self.parts, key=lambda part: part.excess_ns, default=None)
         more = f": {format_time(part.excess_ns, unit)} {unit} more in {printable(part.name)}" if part else ""
         doubt, because = f" Inconclusive: {self.doubt}." * (self.verdict == INCONCLUSIVE), ""
         if lead is not None:
             path = f" ({printable(lead.path)})" if lead.path else ""
-            accounted = f"{format_time(lead.accounted_ns, unit)} {unit}, {percent_text(lead.ratio, 1)}"
+            accounted = f"{format_time(lead.accounted_ns, unit)} {unit}, {format_percent(lead.ratio, 1)}"
             because = f" {lead.name.capitalize()}{path} accounts for {accounted}: {lead.note}."
         return f"{typical}{more}.{doubt}{because}"
 
@@ -214,7 +221,7 @@ class Explanation(View):
         return [*lines, f"Time unit: {unit}"]
 
     def sections(self) -> list[Section]:
-        ratio = share(self.unexplained_ns, self.excess_ns)
+        ratio = compute_share(self.unexplained_ns, self.excess_ns)
         unexplained = CauseShare("unexplained", "", 0, 0, self.unexplained_ns, ratio)
         proofs = [(cause.title(), proof) for cause in self.causes for proof in cause.proofs]
         return [
@@ -261,7 +268,7 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
 def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
     """Return the explanation of the request with the index `place`."""
     trace, joined = recording.columns, recording.joined
-    places, is_like = similar_requests(recording, place)
+    places, is_like = find_similar_requests(recording, place)
     begin_ns, wall_ns = int(trace.start_ns[joined.rows[place]]), int(trace.total_ns[joined.rows[place]])
     walls = trace.total_ns[joined.rows[places]]
     by_wall = places[np.argsort(walls, kind="stable")]
@@ -270,36 +277,36 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
     evidence = _Evidence(recording, np.array([place]), middle, arrivals, options, is_like=is_like)
     if len(places) < ENOUGH:
         doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
-        return evidence.explain(1, doubt=doubt)
-    return evidence.explain(1, len(places), estimate_slow_threshold_ns(walls, len(joined.rows)))
+        return evidence.add_causes(1, doubt=doubt)
+    return evidence.add_causes(1, len(places), estimate_slow_threshold_ns(walls, len(joined.rows)))
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
     """Return the explanation of the mean of requests. Only the endpoint with the most time is explained."""
     trace, joined = recording.columns, recording.joined
     walls = trace.total_ns[joined.rows]
-    names, of_site = trace.numbered_sites(lambda site: site.name)
+    names, of_site = trace.describe_sites(lambda site: site.name)
     name_of = of_site[trace.site[joined.rows]]
     sums = np.bincount(name_of[places], walls[places] + 1, minlength=len(names))  # above 0 for each name that is there
     is_same = name_of == int(np.argmax(sums))
     places = places[is_same[places]]
     outside = np.setdiff1d(np.flatnonzero(is_same & ~trace.clipped[joined.rows]), places)
-    targets = choose_evenly(places, NEAREST)
-    typical = choose_median_requests(recording, targets, choose_evenly(outside, POOL))
+    targets = choose_places_evenly(places, NEAREST)
+    typical = choose_median_requests(recording, targets, choose_places_evenly(outside, POOL))
     begins, ends = trace.start_ns[joined.rows[places]], trace.end_ns[joined.rows[places]]
     window = int(begins.min()), int(ends.max())
     evidence = _Evidence(recording, targets, typical, window, options, is_like=True)
     if len(outside) < ENOUGH:
         doubt = f"the recording has {len(outside)} requests of the endpoint outside of the time, {ENOUGH} are needed"
-        return evidence.explain(len(places), doubt=doubt)
+        return evidence.add_causes(len(places), doubt=doubt)
     blocks = len(outside) // len(places)
     if blocks < LEAST_BLOCKS:
         doubt = "the recording is too short to know the usual spread of as many requests"
-        return evidence.explain(len(places), len(outside), doubt=doubt)
+        return evidence.add_causes(len(places), len(outside), doubt=doubt)
     means = walls[outside[: blocks * len(places)]].reshape(blocks, -1).mean(axis=1)
     median = float(np.median(means))
     deviation = 1.4826 * float(np.median(np.abs(means - median)))  # the standard one if they are normal
-    return evidence.explain(len(places), len(outside), median + DEVIATIONS * deviation)
+    return evidence.add_causes(len(places), len(outside), median + DEVIATIONS * deviation)
 
 
 class _Evidence:
@@ -321,7 +328,7 @@ class _Evidence:
         self._slowest = int(places[np.argmax(walls[places])])
         begin_ns, end_ns = int(trace.start_ns[rows[places]].min()), int(trace.end_ns[rows[places]].max())
         open_share = float(walls[places].mean()) / max(end_ns - begin_ns, 1)  # a pressure meets all
-        gauges, self._pressure_ns = host_gauges(recording.trace, times.threads_of(places)), dict[str, float]()
+        gauges, self._pressure_ns = read_host_gauges(recording.trace, times.find_threads(places)), dict[str, float]()
         for cause in listed.PRESSURES:
             if pressure := measure_pressure(gauges, cause, recording.trace, begin_ns, end_ns):
                 waited_ns, usual_share = pressure
@@ -332,7 +339,7 @@ class _Evidence:
         whole_ns = max(int(begins[-1] - begins[0]), 1)
         self._arrived, self._usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
 
-    def explain(self, requests: int, alike: int = 0, most_ns: float = 0.0, doubt: str = "") -> Explanation:
+    def add_causes(self, requests: int, alike: int = 0, most_ns: float = 0.0, doubt: str = "") -> Explanation:
         """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual. With a `doubt`
         the verdict is inconclusive. Without comparable requests (`alike`) there are no causes."""
         trace, joined = self._recording.columns, self._recording.joined
@@ -348,7 +355,7 @@ class _Evidence:
             typical_ns=wall_ns,
             usual_most_ns=wall_ns,
             doubt=doubt,
-            not_assessed=tuple(_list_unassessed(self._recording, self._times)),
+            not_assessed=tuple(_list_unassessed_causes(self._recording, self._times)),
             _options=self._options,
         )
         if not alike:
@@ -356,9 +363,9 @@ class _Evidence:
         typical_ns = float(walls_ns[self._typical].mean())
         excess_ns = wall_ns - typical_ns
         claims, more_work_ns, doubts = self._examine_causes()
-        shares, rivals, remaining_ns = _account_for_excess(claims, excess_ns)
+        shares, rivals, remaining_ns = _divide_excess(claims, excess_ns)
         parts, usual = (
-            _mean_times([self._times.parts_of(place) for place in side.tolist()])
+            _mean_times([self._times.times_by_part(place) for place in side.tolist()])
             for side in (self._places, self._typical)
         )
         rows = [PartExcess(name, round(parts[name]), round(usual[name])) for name in {**parts, **usual}]
@@ -397,7 +404,7 @@ class _Evidence:
         queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
         served_ns, usually_served_ns = load.pop(listed.IN_BATCH, (0.0, 0.0))
         steps, usual_steps = (
-            sum(len(self._times.serving_steps(place)[0]) for place in side.tolist()) / len(side)
+            sum(len(self._times.find_serving_steps(place)[0]) for place in side.tolist()) / len(side)
             for side in (self._places, self._typical)
         )
         more_work_ns = 0.0
@@ -416,7 +423,7 @@ class _Evidence:
                 claims.remove(lead)
                 time_ns, typical_ns = lead.time_ns + round(queued_ns), lead.typical_ns + round(usually_queued_ns)
                 claims.append(replace(lead, time_ns=time_ns, typical_ns=typical_ns))
-        claims, doubts = self._assign_to_pressure(claims)
+        claims, doubts = self._move_time_to_pressure(claims)
         if listed.CONTENTION not in self._pressure_ns:
             not_assessed = "and processor contention is not assessed"
             if any(claim.name == listed.SLOW and claim.path == listed.SPREAD for claim in claims):
@@ -433,7 +440,7 @@ class _Evidence:
             path = listed.SPREAD
         return _make_claim(cause, path, spent_ns, usual_ns)
 
-    def _assign_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
+    def _move_time_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
         """Move time from slow calls to processor contention or memory pressure, if gauges prove it. Also return the
         doubts about causes."""
         extra_ns = self._pressure_ns
@@ -466,7 +473,7 @@ class _Evidence:
                 f"{self._arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where "
                 f"{self._usually_arrive:.3g} are usual"
             )
-        elif share.path.startswith(MORE_STEPS) and (facts := self._times.describe_request(self._slowest)):
+        elif share.path.startswith(MORE_STEPS) and (facts := self._times.describe_engine_facts(self._slowest)):
             note = f"{note} ({facts})"
         elif (
             share.name in (listed.BLOCKED, listed.PREFILL, listed.PREEMPTED, listed.LOCK) and proofs and proofs[0].note
@@ -499,7 +506,7 @@ def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> Caus
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 
 
-def _account_for_excess(
+def _divide_excess(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
     """Return the causes that account for the excess, the largest first. Also return all other causes, and the
@@ -515,13 +522,13 @@ def _account_for_excess(
     return shares, tuple(rivals), remaining_ns
 
 
-def _list_unassessed(recording: Recording, times: CauseTimes) -> list[str]:
+def _list_unassessed_causes(recording: Recording, times: CauseTimes) -> list[str]:
     trace, facts = recording.columns, recording.trace
-    gauges = {sample.name for samples in host_gauges(facts) for sample in samples}
+    gauges = {sample.name for samples in read_host_gauges(facts) for sample in samples}
     steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)
     batches = ", ".join(steps), False, "no rule has `batch:`"
     if len(times.costs.rows):
-        has_sizes = np.ptp(recording.compute_once(listed.weights_of_pairs)) > 0
+        has_sizes = np.ptp(recording.compute_once(listed.find_member_weights)) > 0
         unknown = (listed.PADDING,) if has_sizes else (listed.PREFILL, listed.PADDING)
         has_weights = bool(np.ptp(times.joined.served.weight))
         batches = ", ".join(unknown), has_weights, "no weights of `batch:` say how large the members are"

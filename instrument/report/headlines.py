@@ -21,7 +21,7 @@ from instrument.report.endpoint_statistics import BlockedLoops, EndpointTimes
 from instrument.report.phases_view import PhasesView
 from instrument.report.request_groups import mask_requests_by_name
 from instrument.report.requests_view import RequestTimes, request_table
-from instrument.report.table import LINE, format_time, percent_text, printable, shorten
+from instrument.report.table import LINE, format_percent, format_time, printable, shorten
 from instrument.report.view import Options, Recording
 from instrument.trace.intervals import union
 from instrument.trace.ledger import COPIES, LOCK, QUEUE, SHARE, STALL, SUB_REQUESTS, TRANSPORT, UNKNOWN, WAITING
@@ -121,10 +121,10 @@ def find_headlines(
         *_describe_devices(devices),
     ]
     other_causes.sort(key=lambda headline: -headline.ratio)
-    return (*_explain_slowest(recording, options, times), *parts[:1], *of_p99, *other_causes)[:MOST]
+    return (*_explain_slowest_request(recording, options, times), *parts[:1], *of_p99, *other_causes)[:MOST]
 
 
-def _explain_slowest(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
+def _explain_slowest_request(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
     if times.requests <= ENOUGH:
         return []
     from instrument.report.explanation import EXPLAINED, explain_request
@@ -143,16 +143,16 @@ def _describe_parts(recording: Recording, options: Options, endpoint: EndpointTi
         return []
     parts = {phase.name: phase.summed_ns for phase in endpoint.phases if not phase.remaining}
     parts[UNKNOWN] = endpoint.unknown_ns
-    batch, lines = _find_main_batch(recording, endpoint), list[Headline]()
+    batch, lines = _find_main_batches(recording, endpoint), list[Headline]()
     for part, summed_ns in sorted(parts.items(), key=lambda item: -item[1]):
         ratio = summed_ns / endpoint.wall_ns if endpoint.wall_ns else 0.0
         if ratio < NOTABLE:
             break
         place, advice, view = _meaning_of_part(part)
         if batch is not None and part in (QUEUE, WAITING):
-            advice, view = _batch_advice(batch, part), "batches"
+            advice, view = _advise_on_batches(batch, part), "batches"
         mean, whole = (format_time(ns, options.unit) for ns in (summed_ns / endpoint.requests, endpoint.mean_ns))
-        took = f"{percent_text(ratio, 1)} of its time {place} ({mean} of {whole} {options.unit})"
+        took = f"{format_percent(ratio, 1)} of its time {place} ({mean} of {whole} {options.unit})"
         text = f"{_shorten_span_name(endpoint.name)} spends {took}: {advice}; see --view {view}."
         lines.append(Headline(text, part, ratio, endpoint.requests, view))
     return lines
@@ -162,7 +162,7 @@ def _meaning_of_part(part: str) -> PartMeaning:
     return MEANINGS.get(part) or PartMeaning(f"in the phase {_shorten_span_name(part)}", "shorten its functions", "ops")
 
 
-def _batch_advice(batch: NamedBatches, part: str) -> str:
+def _advise_on_batches(batch: NamedBatches, part: str) -> str:
     members = (
         f"batches of {_shorten_span_name(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
     )
@@ -173,7 +173,7 @@ def _batch_advice(batch: NamedBatches, part: str) -> str:
     return f"{members}: find out what they wait for"
 
 
-def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
+def _find_main_batches(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
     joined, trace = recording.joined, recording.columns
     served = joined.served
     is_served = np.append(mask_requests_by_name(recording, endpoint.name), False)[served.request]
@@ -223,7 +223,7 @@ def _describe_steps(steps: Loops, phases: PhasesView | None, options: Options) -
         waited = f"{format_time(loop.reader.mean, options.unit)} {options.unit} a step"
         text = (
             f"Steps of {_shorten_span_name(loop.name)} wait for their input for "
-            f"{percent_text(loop.reader_ratio, 1)} of their time ({waited}): "
+            f"{format_percent(loop.reader_ratio, 1)} of their time ({waited}): "
             "load it earlier, or with more workers; see --view benchmark."
         )
         yield Headline(text, "load", loop.reader_ratio or 0.0, loop.steps, "benchmark")
@@ -231,7 +231,7 @@ def _describe_steps(steps: Loops, phases: PhasesView | None, options: Options) -
     row = max(rows, key=lambda row: row.host.total_ns, default=None)
     if row is not None and (ratio := row.host.ratio or 0.0) >= NOTABLE:
         name = _shorten_span_name(row.name)
-        text = f"Steps spend {percent_text(ratio, 1)} of their time in the phase {name}; see --view phases,ops."
+        text = f"Steps spend {format_percent(ratio, 1)} of their time in the phase {name}; see --view phases,ops."
         yield Headline(text, row.name, ratio, loop.steps, "phases,ops")
 
 
@@ -241,7 +241,7 @@ def _describe_blocked_loops(blocked: BlockedLoops | None, window_ns: int, option
     most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
     by = "" if most.remaining else f", mostly by {_shorten_span_name(most.name)}"
     text = (
-        f"An event loop is blocked for {percent_text(ratio, 1)} of the window ({blocked.stretches} times, "
+        f"An event loop is blocked for {format_percent(ratio, 1)} of the window ({blocked.stretches} times, "
         f"{format_time(blocked.longest_ns, options.unit)} {options.unit} at most{by}), and its requests wait: run this "
         "on a thread; see --view requests."
     )
@@ -258,8 +258,8 @@ def _describe_collections(recording: Recording, window_ns: int, options: Options
         return
     longest = f"{format_time(int(trace.total_ns[rows].max()), options.unit)} {options.unit}"
     text = (
-        f"Garbage collection stops a process for {percent_text(ratio, 1)} of the window ({len(rows)} times, {longest} "
-        "at most): make fewer objects, or call gc.freeze() after the start; see --view overview."
+        f"Garbage collection stops a process for {format_percent(ratio, 1)} of the window ({len(rows)} times, "
+        f"{longest} at most): make fewer objects, or call gc.freeze() after the start; see --view overview."
     )
     yield Headline(text, "garbage collection", ratio, len(rows), "overview")
 
@@ -274,11 +274,11 @@ def _describe_devices(view: DeviceView) -> Iterator[Headline]:
         shares = [(getattr(use, name) or 0.0, count, use.device) for use, count in uses if count >= ENOUGH]
         ratio, intervals, device = max(shares, default=(0.0, 0, 0))
         if ratio >= NOTABLE:
-            text = f"GPU {device} is {state} for {percent_text(ratio, 1)} {base}: {advice}; see --view device."
+            text = f"GPU {device} is {state} for {format_percent(ratio, 1)} {base}: {advice}; see --view device."
             yield Headline(text, state, ratio, intervals, "device")
 
 
-def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
+def describe_requests_in_flight(places: Sequence[tuple[str, int]]) -> str:
     """Return a sentence on the span in which most requests in flight are, "" if no span has half of them. `places` has
     the name of each request's current span, and the age of the span in ns."""
     counts = Counter(name for name, _ in places if name)

@@ -54,10 +54,10 @@ from instrument.report.table import (
     MISSING,
     WHOLE_DIGITS,
     compact_number,
+    format_percent,
+    format_rough_percent,
     format_time,
-    percent_text,
     printable,
-    rough_percent,
     row_name,
     shorten,
 )
@@ -258,7 +258,7 @@ def _table_document(section: Section, unit: str) -> dict[str, Any]:
         kind, value = format_of_field(field), next((value for value in values if value is not None), "")
         if kind == TEXT and isinstance(value, (int, float)) and not isinstance(value, bool):
             kind = NUMBER
-        cells = [_cell_document(value, kind, unit) for value in values]
+        cells = [_make_cell_value(value, kind, unit) for value in values]
         if text is not None and kind != TEXT:
             cells = [[value, text(row, unit)] for row, (value, _) in zip(section.rows, cells, strict=True)]
         columns.append((label, kind, cells))
@@ -275,7 +275,7 @@ def _table_document(section: Section, unit: str) -> dict[str, Any]:
     }
 
 
-def _cell_document(value: Any, kind: str, unit: str) -> Any:
+def _make_cell_value(value: Any, kind: str, unit: str) -> Any:
     if kind in (TEXT, DEVICE):
         return shorten(TEXTS[kind](value, unit), MOST_COLUMNS)
     if value is None or not math.isfinite(value):
@@ -302,7 +302,7 @@ def page_document(
     views = {name: VIEW_OF[name](recording, bounded) for name in ON_PAGE}
     shown_views = [_view_document(name, view, options.unit) for name, view in views.items()]
     served = views["requests"]
-    pictures = kept_spans.document(served.slowest if isinstance(served, RequestTimes) else ())
+    pictures = kept_spans.make_document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
     names = (str(row[0]) for view in shown_views for table in view["tables"] for row in table["rows"])
     omitted_rows = (
@@ -329,7 +329,7 @@ def page_document(
             "cut": shown.requests.requests_cut,
         },
         "headlines": [headline.text for headline in shown.headlines],
-        "figures": _top_numbers(recording, shown, options.unit),
+        "figures": _make_headline_numbers(recording, shown, options.unit),
         "endpoints": _endpoint_documents(shown, options.unit),
         "text": "\n".join(shown.lines()).strip("\n"),
         "views": shown_views,
@@ -346,7 +346,7 @@ def page_document(
     }
 
 
-def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
+def _make_headline_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
     served, lost = shown.requests, sum(shown.losses.values())
     if served.requests:
         errors, cancelled = (sum(getattr(row, name) for row in served.endpoints) for name in ("errors", "cancelled"))
@@ -372,10 +372,10 @@ def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str
     else:
         figures = [("Spans", f"{len(recording.columns):,}", "no request or step was recorded", "")]
     for use in shown.device.devices[:2]:
-        starved = f"starved {percent_text(use.starved_ratio, 1)} of the window"
-        figures.append((f"GPU {use.device} busy", percent_text(use.busy_ratio, 1), starved, ""))
+        starved = f"starved {format_percent(use.starved_ratio, 1)} of the window"
+        figures.append((f"GPU {use.device} busy", format_percent(use.busy_ratio, 1), starved, ""))
     if shown.cost is not None:
-        figures.append(("Instrumentation", rough_percent(shown.cost_ratio), "of the window", ""))
+        figures.append(("Instrumentation", format_rough_percent(shown.cost_ratio), "of the window", ""))
     figures.append(("Not kept", f"{lost:,}", *(("see About", "bad") if lost else ("nothing was lost", ""))))
     return [dict(zip(("label", "value", "note", "mood"), figure, strict=True)) for figure in figures]
 
@@ -386,7 +386,7 @@ def _endpoint_documents(shown: Brief, unit: str) -> list[dict[str, Any]]:
         parts = []
         for part in list_parts_with_unknown(endpoint):
             mean = "" if part.mean_ns is None else f"{format_time(part.mean_ns, unit)} {unit}"
-            parts.append([row_name(part), part.ratio or 0, percent_text(part.ratio, 1), mean])
+            parts.append([row_name(part), part.ratio or 0, format_percent(part.ratio, 1), mean])
         times = [format_time(time_ns, unit) for time_ns in (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns)]
         rows.append({"name": row_name(endpoint), "requests": f"{endpoint.requests:,}", "times": times, "parts": parts})
     return rows

@@ -77,7 +77,7 @@ class KeptSpans:
                 raise TraceError(f"the trace has no request, so not {request!r:.80} either; leave --request out")
             is_step = trace.are_of_kind("step")
             self.what = "step" if is_step.any() else "span"
-            owner = trace.topmost_wanted_rows(is_step if is_step.any() else trace.parent == NONE)
+            owner = trace.find_topmost_wanted_rows(is_step if is_step.any() else trace.parent == NONE)
             rows = np.flatnonzero(owner == np.arange(len(trace)))
             rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
             self.listed = replace(self.listed, rows=rows, of=index_rows(rows, len(trace))[owner])
@@ -87,7 +87,7 @@ class KeptSpans:
         shown = find_distinct(np.append(self._slowest[:MOST_LISTED], self.first))
         self.shown = shown[shown != NONE]
         self._whole = np.zeros(len(self.listed.rows), dtype=np.bool_)
-        kept_rows = self._choose_rows()
+        kept_rows = self._choose_span_rows()
         order = np.lexsort((trace.span_id[kept_rows], -trace.end_ns[kept_rows], trace.start_ns[kept_rows]))
         self.rows: Int64s = kept_rows[order]
         self.number_of = index_rows(self.rows, len(trace))
@@ -106,7 +106,7 @@ class KeptSpans:
         yield from (places[len(places) // 2] for places in names.values())
         yield from self._slowest[:MOST_LISTED].tolist()
 
-    def _choose_rows(self) -> Int64s:
+    def _choose_span_rows(self) -> Int64s:
         trace, listed = self._trace, self.listed
         by_place = Members(listed.of, len(listed.rows))
         served = listed.served
@@ -135,7 +135,7 @@ class KeptSpans:
                 break
         return np.flatnonzero(is_taken)
 
-    def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
+    def make_document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
         trace, rows = self._trace, self.rows
         parent = self.number_of[trace.parent[rows]]
         lane, firsts = number_combinations(trace.thread_id[rows], trace.task_id[rows])
@@ -196,7 +196,7 @@ class KeptSpans:
         trace, shown, listed = self._trace, self.shown, self.listed
         rows, of_shown = listed.rows[shown], list[dict[str, int]]()
         if self.what == "request":
-            of_shown = list(map(self._recording.ledger.parts_of, shown.tolist()))
+            of_shown = list(map(self._recording.ledger.times_of_request, shown.tolist()))
         places = {name: place for place, name in enumerate(IN_ORDER)}
         names = sorted(
             {name for parts in of_shown for name in parts},

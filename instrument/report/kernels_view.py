@@ -21,15 +21,15 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     MISSING,
     Ratio,
-    bound_rows,
     column_width,
+    compute_share,
     format_time,
+    limit_rows,
     name_of_site,
     number_text,
     printable,
-    remaining_row,
-    share,
     shorten,
+    sum_omitted_rows,
 )
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.call_tree import NodeTimes
@@ -37,7 +37,7 @@ from instrument.trace.columns import Bools, Int64s
 from instrument.trace.indices import NONE, Groups, number_combinations
 from instrument.trace.intervals import are_in_window, are_innermost, clip_intervals, lengths_by_group
 from instrument.trace.layout import KernelColumns
-from instrument.trace.self_times import find_innermost
+from instrument.trace.self_times import find_innermost_spans
 
 UNKNOWN = "(not known)"
 """The text in place of a span if the launching call of an event is not in the file."""
@@ -60,23 +60,25 @@ class NumberedPlaces(NamedTuple):
     names: tuple[tuple[str, str], ...]
 
 
-def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
+def find_innermost_rows(
+    recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None
+) -> Int64s:
     """Return the row of the innermost open span for each thread and time. The row is -1 without an open span, and -2 if
     several tasks had open spans. With a `mask`, only spans in the mask are searched."""
     trace = recording.columns
     mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
     if recording.trace.origin.recorder == "other":
-        mask[trace.attributes.having("correlation")] = False
-    return find_innermost(trace, mask, thread_ids, times_ns)
+        mask[trace.attributes.rows_with_attribute("correlation")] = False
+    return find_innermost_spans(trace, mask, thread_ids, times_ns)
 
 
-def find_places(
+def find_places_of_events(
     recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None
 ) -> NumberedPlaces:
     trace = recording.columns
     names = {(UNKNOWN, ""): UNKNOWN_NUMBER, (NOWHERE, ""): 1, (SHARED, ""): 2}
     of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
-    rows = innermost_rows(recording, thread_ids, times_ns, mask)
+    rows = find_innermost_rows(recording, thread_ids, times_ns, mask)
     place_of_row = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
     number = np.where(rows < 0, -rows, place_of_row)
     number[times_ns < recording.trace.coverage[0]] = UNKNOWN_NUMBER
@@ -195,7 +197,7 @@ class Kernels(View):
             if self.source == KERNELS
             else "From: CUDA events around recorded calls; a row is a call's stretch of its stream, not a kernel"
         )
-        key, order = SortKey.of(self._options), NO_HOST_TIME
+        key, order = SortKey.of_options(self._options), NO_HOST_TIME
         if not self._options.sorted_by.startswith("cpu_"):
             order = ORDER.get(key.column, "total time") + (", least first" if key.ascending else "")
         return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {order}"]
@@ -260,28 +262,30 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
     device_work = _read_torch_work(recording) if has_profiler else _read_span_work(recording)
     work, window_ns = device_work.by_kind["kernel"], device_work.window[1] - device_work.window[0]
-    total_ns, key = sum(work.took_ns.tolist()), SortKey.of(options)
+    total_ns, key = sum(work.took_ns.tolist()), SortKey.of_options(options)
     column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
     if options.sorted_by.startswith("cpu_"):
         column, sign = "total_ns", -1
     uses = [
-        KernelUse(name, *sums, share(sums[1], total_ns))
-        for name, sums in zip(device_work.names, _sum_by_group(work, work.name, len(device_work.names)), strict=True)
+        KernelUse(name, *sums, compute_share(sums[1], total_ns))
+        for name, sums in zip(
+            device_work.names, _sum_calls_by_group(work, work.name, len(device_work.names)), strict=True
+        )
         if sums[0]
     ]
     uses.sort(key=lambda use: (sign * getattr(use, column), -use.total_ns, use.name))
     numbers, firsts = number_combinations(work.device)
-    sums_by_device = zip(work.device[firsts].tolist(), _sum_by_group(work, numbers, len(firsts)), strict=True)
+    sums_by_device = zip(work.device[firsts].tolist(), _sum_calls_by_group(work, numbers, len(firsts)), strict=True)
 
     def sum_kernels(rows: Sequence[KernelUse]) -> KernelUse:
-        return remaining_row(
+        return sum_omitted_rows(
             rows, ("calls", "total_ns"), name=f"(remaining {len(rows)})", max_ns=max(use.max_ns for use in rows),
-            min_ns=min(use.min_ns for use in rows), ratio=share(sum(use.total_ns for use in rows), total_ns),
+            min_ns=min(use.min_ns for use in rows), ratio=compute_share(sum(use.total_ns for use in rows), total_ns),
         )  # fmt: skip
 
     def sum_places(rows: Sequence[KernelPlace]) -> KernelPlace:
-        ratio = share(sum(use.total_ns for use in rows), total_ns)
-        return remaining_row(rows, ("kernels", "total_ns"), name=f"(remaining {len(rows)})", ratio=ratio)
+        ratio = compute_share(sum(use.total_ns for use in rows), total_ns)
+        return sum_omitted_rows(rows, ("kernels", "total_ns"), name=f"(remaining {len(rows)})", ratio=ratio)
 
     return Kernels(
         source=device_work.source,
@@ -289,16 +293,16 @@ def kernels(recording: Recording, options: Options) -> Kernels:
         calls=len(work.name),
         total_ns=total_ns,
         devices=tuple(
-            DeviceKernels(device, calls, took_ns, busy_ns, share(busy_ns, window_ns))
+            DeviceKernels(device, calls, took_ns, busy_ns, compute_share(busy_ns, window_ns))
             for device, (calls, took_ns, _, _, busy_ns) in sorted(sums_by_device)
         ),
-        kernels=bound_rows(uses, options, attrgetter("total_ns"), sum_kernels),
-        places=bound_rows(_uses_by_place(device_work, total_ns), options, attrgetter("total_ns"), sum_places),
+        kernels=limit_rows(uses, options, attrgetter("total_ns"), sum_kernels),
+        places=limit_rows(_uses_by_place(device_work, total_ns), options, attrgetter("total_ns"), sum_places),
         others=tuple(
             OtherWork(kind, calls, took_ns, busy_ns)
             for kind, of_kind in sorted(device_work.by_kind.items())
             if kind != "kernel" and len(of_kind.device)
-            for calls, took_ns, _, _, busy_ns in _sum_by_group(of_kind, np.zeros_like(of_kind.device), 1)
+            for calls, took_ns, _, _, busy_ns in _sum_calls_by_group(of_kind, np.zeros_like(of_kind.device), 1)
         ),
         outside=device_work.outside,
         coverage=tuple(_coverage_lines(recording, device_work)),
@@ -322,7 +326,7 @@ class _Work(NamedTuple):
         return _Work(*(column[mask] for column in self))
 
 
-def _sum_by_group(work: _Work, groups: NDArray[Any], count: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _sum_calls_by_group(work: _Work, groups: NDArray[Any], count: int) -> Iterator[tuple[int, int, int, int, int]]:
     """Sum up the calls of each group. Calls at the same time on one device count once in the last number, the busy
     time."""
     on_device, firsts = number_combinations(groups, number_combinations(work.device)[0])
@@ -350,14 +354,16 @@ def _uses_by_place(device_work: _DeviceWork, total_ns: int) -> list[KernelPlace]
     if device_work.places is None:
         return []
     work, (number, names_of_places) = device_work.by_kind["kernel"], device_work.places
-    sums, heaviest = _sum_by_group(work, number, len(names_of_places)), dict[int, tuple[int, str]]()
+    sums, heaviest = _sum_calls_by_group(work, number, len(names_of_places)), dict[int, tuple[int, str]]()
     pairs, firsts = number_combinations(number, work.name)
     of_pairs = Groups(pairs, len(firsts)).sum_by_group(work.took_ns).tolist()
     columns = (number[firsts].tolist(), work.name[firsts].tolist(), of_pairs)
     for place, name, took_ns in zip(*columns, strict=True):
         heaviest[place] = max(heaviest.get(place, (took_ns, "")), (took_ns, device_work.names[name]))
     uses = [
-        KernelPlace(*names_of_places[place], calls, took_ns, busy_ns, share(took_ns, total_ns), heaviest[place][1])
+        KernelPlace(
+            *names_of_places[place], calls, took_ns, busy_ns, compute_share(took_ns, total_ns), heaviest[place][1]
+        )
         for place, (calls, took_ns, _, _, busy_ns) in enumerate(sums)
         if calls
     ]
@@ -373,7 +379,7 @@ def _read_torch_work(recording: Recording) -> _DeviceWork:
     masks |= {kind: is_inside & (events.kind == number) for number, kind in enumerate(events.kinds)}
     thread_id, places = events.thread_id[masks["kernel"]], None
     if thread_id.any():
-        places = find_places(recording, thread_id, events.launched_ns[masks["kernel"]])
+        places = find_places_of_events(recording, thread_id, events.launched_ns[masks["kernel"]])
         places.number[thread_id == 0] = UNKNOWN_NUMBER
     by_kind = {kind: work.select_work(mask) for kind, mask in masks.items()}
     return _DeviceWork(KERNELS, window, events.names, by_kind, places, int((~is_inside).sum()))
@@ -388,7 +394,7 @@ def _read_span_work(recording: Recording) -> _DeviceWork:
         are_innermost(number_combinations(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns)
     )
     inside = inner.clip_to(window)
-    names, of_site = trace.numbered_sites(name_of_site)
+    names, of_site = trace.describe_sites(name_of_site)
     work = _Work(of_site[trace.site[inside.row]], inside.device, inside.start_ns, inside.end_ns)
     is_copy = trace.are_of_kind("copy")[inside.row]
     by_kind = {"kernel": work.select_work(~is_copy), "copy": work.select_work(is_copy)}

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import HOST, Sample, is_operator
-from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places
-from instrument.report.section import Section, View, device_name, mebibytes
-from instrument.report.table import MISSING, bound_rows, number_text, printable, remaining_row, shorten, wrap_text
+from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places_of_events
+from instrument.report.section import Section, View, device_name, format_mebibytes
+from instrument.report.table import MISSING, limit_rows, number_text, printable, shorten, sum_omitted_rows, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.indices import Groups, number_combinations
@@ -133,7 +133,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     is_counted = is_inside & is_of_state
     rows, at_ns = allocations.rows[is_counted], allocations.times_ns[is_counted]
     device, thread_id, size_bytes, address = (rows[name] for name in ("device", "thread_id", "size_bytes", "address"))
-    at_place = find_places(recording, thread_id, at_ns, is_wanted)
+    at_place = find_places_of_events(recording, thread_id, at_ns, is_wanted)
     thread, of_thread = number_combinations(thread_id)
     threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
     names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
@@ -293,7 +293,7 @@ class MemoryView(View):
                 )
             for allocator in self.devices:
                 if allocator.earlier_bytes:
-                    about = f"{mebibytes(allocator.earlier_bytes)} MiB of {device_name(allocator.device)}"
+                    about = f"{format_mebibytes(allocator.earlier_bytes)} MiB of {device_name(allocator.device)}"
                     lines.append(f"Freed of what had been allocated before: {about}")
         if self.gauged:
             lines.append("Most: the largest reading. Peak: the largest value since the process or torch began.")
@@ -316,9 +316,9 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     def sum_places(uses: Sequence[PlaceMemory]) -> PlaceMemory:
         devices = {use.device for use in uses}
         sums = ("allocations", "frees", "allocated_bytes", "freed_bytes", "held_bytes")
-        return remaining_row(uses, sums, device=devices.pop() if len(devices) == 1 else None)
+        return sum_omitted_rows(uses, sums, device=devices.pop() if len(devices) == 1 else None)
 
-    shown = bound_rows(totals.uses, replace(options, least_ns=0), lambda use: 0, sum_places)
+    shown = limit_rows(totals.uses, replace(options, least_ns=0), lambda use: 0, sum_places)
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return MemoryView(
         since_ns=since_ns,

@@ -15,9 +15,9 @@ import numpy as np
 
 from instrument.recording.spans import Interval
 from instrument.report.section import Section
-from instrument.report.table import LINE, bound_rows, format_time, printable, share, shorten
+from instrument.report.table import LINE, compute_share, format_time, limit_rows, printable, shorten
 from instrument.report.view import Options, SortKey
-from instrument.trace.call_tree import CallPaths, NodeTimes, StreamTimes, call_tree
+from instrument.trace.call_tree import CallPaths, NodeTimes, StreamTimes, build_call_tree
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s
 from instrument.trace.indices import NONE, Groups, Members, find_distinct, nearest_above
 
@@ -46,19 +46,19 @@ class CallTable:
     again: Bools
 
     @classmethod
-    def of(
+    def of_spans(
         cls, trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
     ) -> CallTable:
         """Return the call tree of the spans in the mask `among`. Only calls of `kinds` and their direct children have
         device times."""
-        paths = call_tree(trace, kinds, window, among)
-        names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
+        paths = build_call_tree(trace, kinds, window, among)
+        names, of_site = trace.describe_sites(lambda site: (site.name, site.kind))
         name, around = of_site[paths.site], np.where(paths.is_elsewhere, NONE, paths.parent).astype(np.int32)
         inside = nearest_above(around, np.array([kind in kinds for _, kind in names], dtype=np.bool_)[name]) != NONE
-        again = inside & (find_outermost(around, name) != np.arange(len(name)))
+        again = inside & (find_outermost_callers(around, name) != np.arange(len(name)))
         return cls(paths, names, name, around, inside, again)
 
-    def calls_of(self, kinds: Collection[str]) -> Int64s:
+    def find_nodes_of_kinds(self, kinds: Collection[str]) -> Int64s:
         is_of = np.array([kind in kinds for _, kind in self.names], dtype=np.bool_)
         return np.flatnonzero((self.paths.host.calls > 0) & is_of[self.name])
 
@@ -67,32 +67,32 @@ class CallTable:
         return Members(np.where(self.paths.host.calls > 0, self.around, NONE), len(self.name))
 
     @cached_property
-    def streams(self) -> dict[int, list[StreamTimes]]:
+    def stream_times_by_node(self) -> dict[int, list[StreamTimes]]:
         by_node = defaultdict[int, list[StreamTimes]](list)
         for times in self.paths.streams:
             by_node[times.node].append(times)
         return by_node
 
-    def group_by_name(self, nodes: Int64s) -> dict[tuple[str, str], Int64s]:
+    def group_nodes_by_name(self, nodes: Int64s) -> dict[tuple[str, str], Int64s]:
         groups = Groups(self.name[nodes], len(self.names)).members()
         return {self.names[self.name[nodes[places[0]]]]: nodes[places] for places in groups}
 
-    def sum_times(self, nodes: Int64s, on: str) -> CallTimes | None:
+    def summarise_times(self, nodes: Int64s, on: str) -> CallTimes | None:
         times: NodeTimes = getattr(self.paths, on)
         calls, timed = (int(counts[nodes].sum()) for counts in (self.paths.host.calls, times.calls))
         if not timed:
             return None
         total_ns, least_ns = sum(times.total_ns[nodes].tolist()), int(times.least_ns[nodes].min())
         return CallTimes(
-            total_ns, share(total_ns, calls), int(times.most_ns[nodes].max()), least_ns if timed == calls else 0
+            total_ns, compute_share(total_ns, calls), int(times.most_ns[nodes].max()), least_ns if timed == calls else 0
         )
 
-    def total_ns(self, nodes: Int64s, on: str) -> int:
+    def sum_times_ns(self, nodes: Int64s, on: str) -> int:
         times: NodeTimes = getattr(self.paths, on)
         return sum(times.total_ns[nodes].tolist())
 
 
-def find_outermost(around: Int32s, name: Int64s) -> Int64s:
+def find_outermost_callers(around: Int32s, name: Int64s) -> Int64s:
     """Return for each node the outermost caller of the same name. A node without such a caller is its own result."""
     outermost, up = np.arange(len(name)), around.copy()
     inner = np.flatnonzero(up != NONE)
@@ -153,10 +153,10 @@ def call_rows(
 ) -> tuple[CallRow, ...]:
     """Return a row for each name and kind, sorted and limited by the options. At depth 0, calls of one name that are
     nested count once in the ratio."""
-    groups = calls.group_by_name(nodes)
+    groups = calls.group_nodes_by_name(nodes)
 
-    def row(name: str, kind: str, nodes: Int64s, once: Int64s) -> CallRow:
-        cpu, gpu = calls.sum_times(nodes, "host"), calls.sum_times(nodes, "device")
+    def make_row(name: str, kind: str, nodes: Int64s, once: Int64s) -> CallRow:
+        cpu, gpu = calls.summarise_times(nodes, "host"), calls.summarise_times(nodes, "device")
         return CallRow(
             name,
             kind,
@@ -164,15 +164,15 @@ def call_rows(
             int(calls.paths.host.calls[nodes].sum()),
             cpu,
             gpu,
-            share(calls.total_ns(once, "host"), cpu_base_ns),
-            None if gpu is None else share(calls.total_ns(once, "device"), gpu_base_ns),
+            compute_share(calls.sum_times_ns(once, "host"), cpu_base_ns),
+            None if gpu is None else compute_share(calls.sum_times_ns(once, "device"), gpu_base_ns),
         )
 
     def sum_omitted(omitted: Sequence[CallRow]) -> CallRow:
         nodes = np.concatenate([groups[row.name, row.kind] for row in omitted])
         is_omitted = np.isin(calls.name, calls.name[nodes])
         outermost = nodes[nearest_above(calls.around, is_omitted)[nodes] == NONE]
-        total = replace(row(f"(remaining {len(omitted)})", "", nodes, outermost), remaining=len(omitted))
+        total = replace(make_row(f"(remaining {len(omitted)})", "", nodes, outermost), remaining=len(omitted))
         if not depth:
             return total
         columns = zip(*((row.cpu_ratio, row.gpu_ratio) for row in omitted), strict=True)
@@ -180,7 +180,7 @@ def call_rows(
         cpu_ratio, gpu_ratio = (sum(ratios) if ratios else None for ratios in known_ratios)
         return replace(total, cpu_ratio=cpu_ratio, gpu_ratio=gpu_ratio)
 
-    key = SortKey.of(options)
+    key = SortKey.of_options(options)
     sign = 1 if key.ascending else -1
 
     def sort_weight(row: CallRow) -> float:
@@ -190,13 +190,13 @@ def call_rows(
         column = "total" if key.column == "default" else key.column
         return (getattr(times, f"{column}_ns") if times else 0) or 0
 
-    def heaviest_ns(row: CallRow) -> int:
+    def compared_time_ns(row: CallRow) -> int:
         cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
         return {"CPU": cpu_ns, "GPU": gpu_ns}.get(options.state, max(cpu_ns, gpu_ns))
 
-    rows = [row(*key, nodes, nodes if depth else nodes[~calls.again[nodes]]) for key, nodes in groups.items()]
-    rows.sort(key=lambda row: (sign * sort_weight(row), -heaviest_ns(row), row.name, row.kind))
-    return bound_rows(rows, options, heaviest_ns, sum_omitted)
+    rows = [make_row(*key, nodes, nodes if depth else nodes[~calls.again[nodes]]) for key, nodes in groups.items()]
+    rows.sort(key=lambda row: (sign * sort_weight(row), -compared_time_ns(row), row.name, row.kind))
+    return limit_rows(rows, options, compared_time_ns, sum_omitted)
 
 
 REMAINING = "Ratio of the remaining rows: without calls that are inside each other."
@@ -206,8 +206,8 @@ def explain_remaining_ratio(blocks: Iterable[CallBlock]) -> list[str]:
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
-def describe_order(options: Options) -> str:
-    key = SortKey.of(options)
+def describe_sort_order(options: Options) -> str:
+    key = SortKey.of_options(options)
     column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)
     column_text = column if key.column == "calls" else f"{key.part.upper()} {column}"
     return f"sorted by {column_text}, {'least' if key.ascending else 'greatest'} first"

@@ -22,17 +22,17 @@ from itertools import chain
 
 import numpy as np
 
-from instrument.recording.spans import FLOPS, flops_in
-from instrument.report.kernels_view import innermost_rows
+from instrument.recording.spans import FLOPS, read_flops
+from instrument.report.kernels_view import find_innermost_rows
 from instrument.report.operator_rows import (
     CallBlock,
     CallRow,
     CallTable,
     CallTimes,
     call_rows,
-    describe_order,
+    describe_sort_order,
     explain_remaining_ratio,
-    find_outermost,
+    find_outermost_callers,
     make_block_table,
     make_blocks,
 )
@@ -40,19 +40,19 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     LINE,
     Ratio,
-    bound_rows,
     column_width,
     compact_number,
+    compute_share,
+    format_percent,
     format_six_digits,
-    percent_text,
+    limit_rows,
+    make_section_title_lines,
     printable,
-    remaining_row,
-    section_title,
-    share,
     shorten,
+    sum_omitted_rows,
 )
 from instrument.report.view import Options, Recording
-from instrument.trace.call_tree import StreamTimes, measure_calls_on_device
+from instrument.trace.call_tree import StreamTimes, measure_device_times_of_calls
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import (
     NONE,
@@ -63,7 +63,7 @@ from instrument.trace.indices import (
     index_rows,
     mask_of,
     nearest_at_or_above,
-    number_by_first_sight,
+    number_by_first_occurrence,
 )
 from instrument.trace.intervals import shift_to_one_axis
 from instrument.trace.layout import KernelColumns
@@ -98,8 +98,8 @@ class FlopTable:
     elsewhere: int
     rows: tuple[FlopRow, ...]
 
-    def section(self) -> Section:
-        part = f"{percent_text(self.elsewhere, self.flops)} ran where no span was open, or those of several tasks"
+    def make_section(self) -> Section:
+        part = f"{format_percent(self.elsewhere, self.flops)} ran where no span was open, or those of several tasks"
         elsewhere = [f"{part}: they are in no row."] if self.elsewhere else []
         return Section(
             "Operations", self.rows,
@@ -124,15 +124,15 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
     each span with operations."""
     trace = recording.columns
     first, last = recording.trace.coverage
-    having = trace.attributes.having(FLOPS)
+    having = trace.attributes.rows_with_attribute(FLOPS)
     having = having[(first <= trace.start_ns[having]) & (trace.start_ns[having] < last)]
     own_flops = Counter[int]()
     for row, value in zip(having.tolist(), trace.attributes.values(FLOPS, having), strict=True):
-        own_flops[row] = flops_in({FLOPS: value})
+        own_flops[row] = read_flops({FLOPS: value})
     launches = [launch for launch in recording.trace.flops if launch.flops > 0 and first <= launch.at_ns < last]
     if launches:
         thread_ids, times_ns = (np.array([launch[at] for launch in launches], dtype=np.int64) for at in (0, 1))
-        for row, launch in zip(innermost_rows(recording, thread_ids, times_ns).tolist(), launches, strict=True):
+        for row, launch in zip(find_innermost_rows(recording, thread_ids, times_ns).tolist(), launches, strict=True):
             own_flops[max(row, NONE)] += launch.flops
     own_flops = +own_flops
     whole, elsewhere = own_flops.total(), own_flops.pop(NONE, 0)
@@ -143,7 +143,7 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
     around = index_rows(rows, len(trace))[trace.parent_on_same_track[rows]].astype(np.int32)
     flops_of_rows = [own_flops.get(row, 0) for row in rows.tolist()]
-    names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
+    names, of_site = trace.describe_sites(lambda site: (site.name, site.kind))
     name, is_operator = of_site[trace.site[rows]], np.array([kind in OPERATORS for _, kind in names], dtype=np.bool_)
     below = flops_of_rows.copy()
     for number, caller in reversed(list(enumerate(around.tolist()))):
@@ -151,7 +151,9 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
             below[caller] += below[number]
     # The outermost calls of each name, and their operations.
     flops, calls = [0] * len(names), [dict[int, None]() for _ in names]
-    for number, (key, first) in enumerate(zip(name.tolist(), find_outermost(around, name).tolist(), strict=True)):
+    for number, (key, first) in enumerate(
+        zip(name.tolist(), find_outermost_callers(around, name).tolist(), strict=True)
+    ):
         counted = below[number] * (first == number) if is_operator[key] else flops_of_rows[number]
         if is_operator[key] or counted:
             calls[key][int(rows[first])] = None
@@ -164,15 +166,17 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
         is_wanted = np.array([key in keys for key in names], dtype=np.bool_)
         is_inside = nearest_at_or_above(around, (is_wanted & is_operator)[name]) != NONE
         added = sum(flops_of_rows[number] for number in np.flatnonzero(is_wanted[name] | is_inside).tolist())
-        return remaining_row(omitted, ("calls",), flops=added, ratio=share(added, whole))
+        return sum_omitted_rows(omitted, ("calls",), flops=added, ratio=compute_share(added, whole))
 
     shown = [
-        FlopRow(*key, len(of_key), added, *_sum_times(trace, list(of_key), launched_ns), share(added, whole))
+        FlopRow(
+            *key, len(of_key), added, *_sum_call_times(trace, list(of_key), launched_ns), compute_share(added, whole)
+        )
         for key, of_key, added in zip(names, calls, flops, strict=True)
         if of_key
     ]
     shown.sort(key=lambda row: (-row.flops, row.name, row.kind))
-    return FlopTable(whole, elsewhere, bound_rows(shown, options, lambda row: row.time_ns or 0, sum_omitted))
+    return FlopTable(whole, elsewhere, limit_rows(shown, options, lambda row: row.time_ns or 0, sum_omitted))
 
 
 def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
@@ -195,14 +199,14 @@ def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int
         device_ns[rows] = sums[end] - sums[first]
     has_none = mask_of(rows[device_ns[rows] == 0], len(trace))
     work = trace.device.select(trace.device.is_measured & (trace.device.start_ns < trace.device.end_ns))
-    calls_with_work, lengths_ns = measure_calls_on_device(
+    calls_with_work, lengths_ns = measure_device_times_of_calls(
         trace.parent_on_same_track, has_none, work.row, work.start_ns, work.end_ns
     )
     device_ns[calls_with_work] = lengths_ns
     return device_ns
 
 
-def _sum_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
+def _sum_call_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
     """Return where the calls have times, `GPU` or `CPU`, and the sum of the times. Return "" and None if only some
     calls have device times."""
     rows = np.array(calls, dtype=np.int64)
@@ -272,7 +276,7 @@ class Operators(View):
     def header_lines(self) -> list[str]:
         return [
             *self.coverage.lines(),
-            f"Time unit: {self._options.unit}; {describe_order(self._options)}",
+            f"Time unit: {self._options.unit}; {describe_sort_order(self._options)}",
             "Ratio: 100 % is the sum of all operators that are inside no other one. For a row below an operator,",
             "100 % is that operator. Work at the same time counts for each.",
             *explain_remaining_ratio(self.blocks),
@@ -285,7 +289,7 @@ class Operators(View):
         return self.coverage.explain_no_spans("operator", NO_OPERATOR)
 
     def sections(self) -> list[Section]:
-        operations = [] if self.operations is None else [self.operations.section()]
+        operations = [] if self.operations is None else [self.operations.make_section()]
         return [*(make_block_table(block, self._options, "Operator") for block in self.blocks), *operations]
 
     def footnotes(self) -> list[str]:
@@ -297,19 +301,19 @@ def operators(recording: Recording, options: Options) -> Operators:
     """Return the `operators` view. All options except `corrected` apply. `rows` and `least_ns` limit the operators, and
     the rows below each operator."""
     facts = recording.trace
-    calls = CallTable.of(recording.columns, OPERATORS, facts.coverage)
+    calls = CallTable.of_spans(recording.columns, OPERATORS, facts.coverage)
 
-    def block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
+    def make_block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
         outermost = nodes[~calls.inside[nodes]]
-        cpu_ns, gpu_ns = (calls.total_ns(outermost, on) for on in ("host", "device"))
-        groups, shown = calls.group_by_name(nodes), list[CallRow]()
+        cpu_ns, gpu_ns = (calls.sum_times_ns(outermost, on) for on in ("host", "device"))
+        groups, shown = calls.group_nodes_by_name(nodes), list[CallRow]()
         for row in call_rows(calls, nodes, 0, cpu_ns, gpu_ns, options):
             shown.append(row)
             if options.tracer_option != "Default" and not row.remaining:
                 shown += _child_rows(calls, row, groups[row.name, row.kind], options)
         return CallBlock(thread, name, cpu_ns, gpu_ns, tuple(shown))
 
-    blocks = make_blocks(calls, calls.calls_of(OPERATORS), facts.threads, options, block)
+    blocks = make_blocks(calls, calls.find_nodes_of_kinds(OPERATORS), facts.threads, options, make_block)
     in_order = _execution_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
     operations = make_flop_table(recording, options)
     return Operators(Coverage.of_recording(recording), blocks, in_order, operations, options)
@@ -318,7 +322,7 @@ def operators(recording: Recording, options: Options) -> Operators:
 def _child_rows(calls: CallTable, row: CallRow, nodes: Int64s, options: Options) -> Iterator[CallRow]:
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     below = np.concatenate([calls.called_children[node] for node in nodes.tolist()])
-    children = calls.group_by_name(below)
+    children = calls.group_nodes_by_name(below)
     for child_row in call_rows(calls, below, 1, cpu_ns, gpu_ns, options):
         yield child_row
         if not child_row.remaining and child_row.gpu and options.state != "CPU":
@@ -330,14 +334,14 @@ def _child_rows(calls: CallTable, row: CallRow, nodes: Int64s, options: Options)
 def _stream_rows(depth: int, calls: CallTable, nodes: Int64s, base_ns: int) -> Iterator[CallRow]:
     times_by_stream: dict[tuple[int, int], list[StreamTimes]] = {}
     for node in nodes.tolist():
-        for times in calls.streams.get(node, ()):
+        for times in calls.stream_times_by_node.get(node, ()):
             times_by_stream.setdefault((times.device, times.stream), []).append(times)
     for (device, stream), all_times in sorted(times_by_stream.items()):
         *_, counts, totals_ns, greatest_ns, least_ns = zip(*all_times, strict=True)
         count, total_ns = sum(counts), sum(totals_ns)
-        gpu = CallTimes(total_ns, share(total_ns, count), max(greatest_ns), min(least_ns))
+        gpu = CallTimes(total_ns, compute_share(total_ns, count), max(greatest_ns), min(least_ns))
         name = f"device {device}, stream {stream}"
-        yield CallRow(name, "", depth, count, None, gpu, None, share(total_ns, base_ns))
+        yield CallRow(name, "", depth, count, None, gpu, None, compute_share(total_ns, base_ns))
 
 
 # The order of execution.
@@ -347,14 +351,14 @@ def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
     trace, (first, last) = recording.columns, recording.trace.coverage
     kinds = {trace.sites[place].kind for place in find_distinct(trace.site).tolist()}
     kind = next((kind for kind in ITERATIONS if kind in kinds), "")
-    owner = trace.topmost_wanted_rows(trace.are_of_kind(kind))
+    owner = trace.find_topmost_wanted_rows(trace.are_of_kind(kind))
     topmost = np.flatnonzero(owner == np.arange(len(trace)))
     topmost = topmost[np.lexsort((trace.span_id[topmost], trace.start_ns[topmost]))]
     is_whole = ~trace.clipped & (first <= trace.start_ns) & (trace.end_ns <= last)
     whole = topmost[is_whole[topmost]]
     timed = whole[options.skip_first :]
     is_timed = mask_of(timed, len(trace) + 1)
-    executed = list(_ordered_operators(trace, CallTable.of(trace, IN_ORDER, among=is_timed[owner]), len(timed)))
+    executed = list(_ordered_operators(trace, CallTable.of_spans(trace, IN_ORDER, among=is_timed[owner]), len(timed)))
     shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.row_limit]
     shown_numbers = {operator.number for operator in shown}
     return ExecutionOrder(
@@ -370,14 +374,14 @@ def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
 
 def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator[OrderedOperator]:
     paths, number = calls.paths, 0
-    _, key_of_site = trace.numbered_sites(lambda site: site.key)
+    _, key_of_site = trace.describe_sites(lambda site: site.key)
     key, order = key_of_site[paths.site], np.argsort(paths.is_elsewhere, kind="stable")
     below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
         """Return the nodes of each site. The site with the latest first call comes first, because `pending` is a
         stack."""
-        groups = [nodes[places] for places in Groups(number_by_first_sight(key[nodes])[0], len(nodes)).members()]
+        groups = [nodes[places] for places in Groups(number_by_first_occurrence(key[nodes])[0], len(nodes)).members()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
 
     pending = [(0, group) for group in group_by_site(np.flatnonzero(paths.parent == NONE))]
@@ -387,7 +391,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
         listed = site.kind in IN_ORDER
         if listed:
             on_device = bool(paths.device.calls[group].any())
-            total_ns = calls.total_ns(group, "device" if on_device else "host")
+            total_ns = calls.sum_times_ns(group, "device" if on_device else "host")
             count = int(paths.host.calls[group].sum())
             yield OrderedOperator(
                 number, site.name, site.instance, site.kind, depth, count, on_device, total_ns, total_ns / timed
@@ -401,7 +405,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
 
 
 def _order_lines(order: ExecutionOrder, coverage: Coverage) -> list[str]:
-    lines = section_title("Order of execution")
+    lines = make_section_title_lines("Order of execution")
     if not order.iteration:
         return [*lines, *coverage.explain_no_spans("iteration", NO_ITERATION), ""]
     skipped = f"{order.skipped} skipped as the first, {order.cut} cut at the edge of the kept spans"
@@ -440,7 +444,7 @@ class User(View):
     def header_lines(self) -> list[str]:
         return [
             *self.coverage.lines(),
-            f"Time unit: {self._options.unit}; {describe_order(self._options)}",
+            f"Time unit: {self._options.unit}; {describe_sort_order(self._options)}",
             "Ratio: of the window, or of its part with all spans; work at the same time counts for each.",
             *explain_remaining_ratio(self.blocks),
         ]
@@ -457,10 +461,10 @@ def user(recording: Recording, options: Options) -> User:
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
 
-    calls = CallTable.of(recording.columns, ("user",), window)
+    calls = CallTable.of_spans(recording.columns, ("user",), window)
 
-    def block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
+    def make_block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
         return CallBlock(thread, name, window_ns, window_ns, call_rows(calls, nodes, 0, window_ns, window_ns, options))
 
-    blocks = make_blocks(calls, calls.calls_of(("user",)), recording.trace.threads, options, block)
+    blocks = make_blocks(calls, calls.find_nodes_of_kinds(("user",)), recording.trace.threads, options, make_block)
     return User(Coverage.of_recording(recording), window_ns, blocks, options)

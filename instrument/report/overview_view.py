@@ -32,7 +32,7 @@ from instrument.recording.spans import Interval, Site, is_interruption
 from instrument.report.copies_view import sizes_of_copies
 from instrument.report.request_groups import read_numbers
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import Ratio, bound_rows, format_time, share
+from instrument.report.table import Ratio, compute_share, format_time, limit_rows
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct, rank_distinct
@@ -99,8 +99,8 @@ class Overview(View):
             return []
         steps = "|step_ratio=Of steps" if self.steps_ns is not None else ""
         window = KindUse(
-            "window", 0, self.window_ns, self.steps_ns or 0, share(self.window_ns, self.window_ns),
-            share(self.steps_ns or 0, self.steps_ns or 0),
+            "window", 0, self.window_ns, self.steps_ns or 0, compute_share(self.window_ns, self.window_ns),
+            compute_share(self.steps_ns or 0, self.steps_ns or 0),
         )  # fmt: skip
         of_devices = groupby(self.devices, attrgetter("device"))
         return [
@@ -147,13 +147,13 @@ def overview(recording: Recording, options: Options) -> Overview:
     def measure_row(stretches: _Stretches) -> tuple[int, int, int, float | None, float | None]:
         time_ns = stretches.union.length_ns()
         in_steps_ns = measure_intersection(stretches.union, steps.union) if steps is not None else 0
-        step_ratio = None if steps_ns is None else share(in_steps_ns, steps_ns)
-        return stretches.number, time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
+        step_ratio = None if steps_ns is None else compute_share(in_steps_ns, steps_ns)
+        return stretches.number, time_ns, in_steps_ns, compute_share(time_ns, window_ns), step_ratio
 
     order = [kind for kind in KINDS if kind in kinds_of_work]  # unknown kinds, of other profilers, come last
     order += [kind for kind in kinds_of_work if kind not in KINDS]
     kinds = [KindUse(kind, *measure_row(kinds_of_work[kind])) for kind in order]
-    by_calls = SortKey.of(options).column == "calls"
+    by_calls = SortKey.of_options(options).column == "calls"
     kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns))
     devices = [
         DeviceWork(device, work, *measure_row(stretches))
@@ -193,7 +193,7 @@ def _union_device_intervals_by_work(trace: Columns, window: Interval) -> Iterato
     is_copy, is_comm = trace.are_of_kind("copy")[intervals.row], mask_communication(trace, intervals)
     every = np.ones(len(intervals), dtype=np.bool_)
     works = {"busy": every, "compute": ~is_copy, "communication": is_comm & ~is_copy, "copies": is_copy}
-    stretches = divide_by_device(intervals, works)
+    stretches = divide_intervals_by_device(intervals, works)
     numbers = sorted({device for device, _ in stretches})
     for work in works if len(numbers) > 1 else ():
         if pieces := [piece for (_, part), piece in stretches.items() if part == work]:
@@ -203,10 +203,12 @@ def _union_device_intervals_by_work(trace: Columns, window: Interval) -> Iterato
 
 
 def mask_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
-    return np.asarray(trace.topmost_wanted_rows(trace.are_of_kind("comm"))[intervals.row] != NONE)
+    return np.asarray(trace.find_topmost_wanted_rows(trace.are_of_kind("comm"))[intervals.row] != NONE)
 
 
-def divide_by_device(intervals: DeviceIntervals, works: Mapping[str, Bools]) -> dict[tuple[int, str], _Stretches]:
+def divide_intervals_by_device(
+    intervals: DeviceIntervals, works: Mapping[str, Bools]
+) -> dict[tuple[int, str], _Stretches]:
     return {
         (device, work): _Stretches(len(chosen), chosen.union())
         for device in find_distinct(intervals.device).tolist()
@@ -326,20 +328,20 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     on_host, by_host = works.pop(HOST)
     devices = sorted(works, key=lambda device: (len(device), device))
 
-    def use(name: str, communicating: Union, computing: Union, overlaps: Union | None = None) -> DistributionUse:
+    def make_use(name: str, communicating: Union, computing: Union, overlaps: Union | None = None) -> DistributionUse:
         overlap_ns = measure_intersection(communicating, computing) if overlaps is None else overlaps.length_ns()
         return DistributionUse(name, base_ns, communicating.length_ns(), computing.length_ns(), overlap_ns)
 
-    places = [use(HOST, on_host, by_host)] if options.state != "GPU" else []
+    places = [make_use(HOST, on_host, by_host)] if options.state != "GPU" else []
     if options.state != "CPU":
-        places += [use(device, *works[device]) for device in devices]
+        places += [make_use(device, *works[device]) for device in devices]
     if devices and options.state == "All":
         communicating, computing = map(list, zip(*works.values(), strict=True))
         pairs = zip(communicating, computing, strict=True)
         overlaps = unite([intersect(unite([on_host, communicates]), computes) for communicates, computes in pairs])
         everywhere, by_devices = unite([on_host, *communicating]), unite(computing)
         has_work = len(by_devices.starts) > 0
-        places.append(use(TOGETHER, everywhere, *((by_devices, overlaps) if has_work else (by_host,))))
+        places.append(make_use(TOGETHER, everywhere, *((by_devices, overlaps) if has_work else (by_host,))))
     operations = tuple(_operation_uses(trace, calls, options))
     return DistributionView(coverage, of, base_ns, tuple(places), operations, options)
 
@@ -359,7 +361,9 @@ def _separate_communication_from_computation(
         return {}
     works: dict[str, list[Union]] = defaultdict(lambda: [NOTHING, NOTHING])
     works[HOST] = [union(*_measure_communication_intervals(trace, calls)), _computation_of_host(trace, window)]
-    for (device, work), stretches in divide_by_device(intervals, {"communication": is_comm, "": computes}).items():
+    for (device, work), stretches in divide_intervals_by_device(
+        intervals, {"communication": is_comm, "": computes}
+    ).items():
         works[f"device {device}"][not work] = stretches.union
     return {place: [intersect(work, base) for work in pair] for place, pair in works.items()}
 
@@ -388,7 +392,7 @@ def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int
 
 
 def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
-    names, of_site = trace.numbered_sites(lambda site: _describe_operation(site)[0])
+    names, of_site = trace.describe_sites(lambda site: _describe_operation(site)[0])
     is_wait, total_ns = (
         trace.are_of_sites([_describe_operation(site)[1] for site in trace.sites])[calls],
         trace.total_ns[calls],
@@ -401,14 +405,14 @@ def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[Ope
     sums = zip(names, *(groups.sum_by_group(column.astype(np.int64)).tolist() for column in columns), strict=True)
     ordered = sorted((row for row in sums if row[-1]), key=lambda row: (-row[3] - row[4], row[0]))
 
-    def rest(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    def sum_omitted(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         _, *added = zip(*rows, strict=True)
         return f"(remaining {len(rows)})", *map(sum, added)
 
     return [
         OperationUse(name, count, moved_bytes, host_ns, waited_ns, device_ns if timed else None)
-        for name, count, moved_bytes, host_ns, waited_ns, device_ns, timed, _ in bound_rows(
-            ordered, options, lambda row: row[3] + row[4], rest
+        for name, count, moved_bytes, host_ns, waited_ns, device_ns, timed, _ in limit_rows(
+            ordered, options, lambda row: row[3] + row[4], sum_omitted
         )
     ]
 

@@ -23,7 +23,7 @@ from instrument.profile.model import PHASES
 from instrument.recording.spans import Interval
 from instrument.report.benchmark_view import LOADER, OPTIMIZER, Units, find_units, phase_of
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import bound_rows, format_six_digits, format_time, share
+from instrument.report.table import compute_share, format_six_digits, format_time, limit_rows
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct, nearest_above, number_combinations
@@ -54,7 +54,7 @@ def _group_by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any])
     return {names[phase[indexes[0]]]: times_ns[indexes].tolist() for indexes in groups}
 
 
-def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
+def find_phase_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     of_sites = list(map(phase_of, trace.sites))
     names = list(dict.fromkeys(name for name in of_sites if name is not None))
     number_of = np.array([*(NONE if name is None else names.index(name) for name in of_sites), NONE])
@@ -153,12 +153,14 @@ class DividedTime:
         return self._measure(self.calls.get(name, ()), count, self.phases.get(name, 0))
 
     def of_rest(self, rest_ns: int) -> PhaseTimes:
-        return PhaseTimes(rest_ns, None, None, None, share(rest_ns, self.base_ns))
+        return PhaseTimes(rest_ns, None, None, None, compute_share(rest_ns, self.base_ns))
 
     def _measure(self, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes:
         """Return the times of `count` units or calls. The times that `times_ns` lacks are 0."""
         some_ns = times_ns if len(times_ns) == count else [*times_ns, 0]
-        return PhaseTimes(total_ns, share(total_ns, count), max(some_ns), min(some_ns), share(total_ns, self.base_ns))
+        return PhaseTimes(
+            total_ns, compute_share(total_ns, count), max(some_ns), min(some_ns), compute_share(total_ns, self.base_ns)
+        )
 
 
 def measure_device_time_of_phases(trace: Columns, units: Units, calls: Calls) -> DividedTime:
@@ -276,7 +278,7 @@ class PhasesView(View):
         return self.coverage.explain_no_spans("phase", NO_PHASE)
 
     def footnotes(self) -> list[str]:
-        lines = self._singa_lines() if self._options.state != "GPU" else []
+        lines = self._format_like_singa() if self._options.state != "GPU" else []
         if self.outside:
             place = "in no step" if self.of == "step" else "in no request"
             time = f"{format_time(self.outside_ns, self._options.unit)} {self._options.unit}"
@@ -300,7 +302,7 @@ class PhasesView(View):
             for on, heading, notes in tables
         ]  # fmt: skip
 
-    def _singa_lines(self) -> list[str]:
+    def _format_like_singa(self) -> list[str]:
         if self.of != "step" or not self.timed or not {"forward", "backward"} & self.mean_ns.keys():
             return []
         counts = [f"{self.timed} iteration{'s' * (self.timed > 1)} timed", f"{self.skipped} skipped"]
@@ -325,7 +327,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     leaves out the first steps of each thread. `state` and `unit` apply as well."""
     trace, facts = recording.columns, recording.trace
     units = find_units(trace, facts.coverage, options.skip_first)
-    calls = find_calls(trace, units, facts.coverage)
+    calls = find_phase_calls(trace, units, facts.coverage)
     coverage = Coverage.of_recording(recording)
     lengths_ns = (units.intervals.ends - units.intervals.starts).tolist()
     whole, count, is_counted = int(units.is_whole.sum()), len(lengths_ns), units.of != "window"
@@ -372,7 +374,7 @@ def _rank_of_phase(phase: str) -> tuple[int, str]:
 
 
 def _largest_rows(rows: Sequence[PhaseRow], options: Options, host: DividedTime, device: DividedTime) -> list[PhaseRow]:
-    def rest(omitted: Sequence[PhaseRow]) -> PhaseRow:
+    def sum_omitted(omitted: Sequence[PhaseRow]) -> PhaseRow:
         timed = [row.device.total_ns for row in omitted if row.device is not None]
         on_host = host.of_rest(sum(row.host.total_ns for row in omitted))
         on_device = device.of_rest(sum(timed)) if timed else None
@@ -380,5 +382,5 @@ def _largest_rows(rows: Sequence[PhaseRow], options: Options, host: DividedTime,
 
     longest = sorted(rows, key=lambda row: -row.host.total_ns)
     places = {row.name: place for place, row in enumerate(rows)}
-    shown = bound_rows(longest, options, lambda row: row.host.total_ns, rest)
+    shown = limit_rows(longest, options, lambda row: row.host.total_ns, sum_omitted)
     return sorted(shown, key=lambda row: places.get(row.name, len(rows)))

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError, TraceError
 from instrument.profile.document import find_most_similar
-from instrument.recording.distributions import OTHER, group_of
+from instrument.recording.distributions import OTHER, group_name_of
 from instrument.report.section import Section
-from instrument.report.table import bound_rows, make_row_summer, printable, share
+from instrument.report.table import compute_share, limit_rows, make_row_summer, printable
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct
@@ -43,10 +43,10 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
     """Group all requests by the option `requests_by`. Requests without the attribute are in the last group."""
     trace, rows = recording.columns, recording.joined.rows
     if options.requests_by in ("", ENDPOINT):
-        names, of_site = trace.numbered_sites(attrgetter("name"))
+        names, of_site = trace.describe_sites(attrgetter("name"))
         used, group = np.unique(of_site[trace.site[rows]], return_inverse=True)
         return RequestGroups(tuple(names[number] for number in used.tolist()), group.astype(np.int64))
-    names_of_values, group = group_values(attribute_values(trace, rows, options.requests_by), options.at_most)
+    names_of_values, group = group_attribute_values(attribute_values(trace, rows, options.requests_by), options.at_most)
     has_none = bool((group == NONE).any())
     names = [*names_of_values, *[f"(no {options.requests_by})"] * has_none]
     return RequestGroups(tuple(names), np.where(group == NONE, len(names_of_values), group))
@@ -55,10 +55,10 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
 def attribute_values(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
     """Return an attribute of each request. `attribute` may be the last part of a name: `tenant` also means the header
     `x-tenant`."""
-    if not len(trace.attributes.having(attribute)):
+    if not len(trace.attributes.rows_with_attribute(attribute)):
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
         attribute = next((name for name in _attribute_names(trace, rows) if name.endswith(ends)), attribute)
-    return list(map(group_of, trace.attributes.values(attribute, rows)))
+    return list(map(group_name_of, trace.attributes.values(attribute, rows)))
 
 
 def _attribute_names(trace: Columns, rows: Int64s) -> Iterable[str]:
@@ -83,7 +83,7 @@ ROWS_WITH_NAMES = 1_000
 """The maximum number of requests in which an attribute is searched for by the end of its name."""
 
 
-def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
+def group_attribute_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
     """Group values. Each frequent value has its own group, and the others share one. The group of None is `NONE`."""
     values = list(values)
     counts = Counter(value for value in values if value is not None)
@@ -127,7 +127,7 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
     columns = [of_places.count_members(), batches_ns, device_ns]
     for name in (INPUT_TOKENS, OUTPUT_TOKENS):
         tokens = read_numbers(trace.attributes, name, whole, 1 << 62).clip(0)
-        has_tokens = len(trace.attributes.having(name)) > 0
+        has_tokens = len(trace.attributes.rows_with_attribute(name)) > 0
         columns.append(of_places.sum_by_group(tokens) if has_tokens else np.full(count, None))
     rows = [
         GroupShare(name, size, of_batches, None, on_device, None, *tokens)
@@ -137,10 +137,14 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
         if size
     ]
     rows.sort(key=lambda row: (-row.batches_ns, -row.device_ns, -row.requests, row.name))
-    shown = bound_rows(rows, options, attrgetter("batches_ns"), make_row_summer("requests", "batches_ns", "device_ns"))
+    shown = limit_rows(rows, options, attrgetter("batches_ns"), make_row_summer("requests", "batches_ns", "device_ns"))
     all_batches, all_devices = sum(batches_ns.tolist()), sum(device_ns.tolist())
     return tuple(
-        replace(row, batches_ratio=share(row.batches_ns, all_batches), device_ratio=share(row.device_ns, all_devices))
+        replace(
+            row,
+            batches_ratio=compute_share(row.batches_ns, all_batches),
+            device_ratio=compute_share(row.device_ns, all_devices),
+        )
         for row in shown
     )
 
@@ -182,7 +186,7 @@ CHANCE = 0.01
 """The expected number of typical requests per recording that are called slow by chance."""
 
 
-def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
+def find_similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
     """Return the indices of requests of the same endpoint with similar work. If these are few, any requests of the
     endpoint are returned. The second result is False if their work may differ."""
     trace, joined = recording.columns, recording.joined
@@ -198,7 +202,7 @@ def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
         near = near[distances[near] <= LIKE]
         if len(near) >= ENOUGH:
             return np.sort(places[near]), True
-    return choose_evenly(places, NEAREST), not len(work)
+    return choose_places_evenly(places, NEAREST), not len(work)
 
 
 def mask_requests_by_name(recording: Recording, name: str) -> Bools:
@@ -217,7 +221,7 @@ def mask_known_endpoint(recording: Recording, name: str) -> Bools:
     return is_named
 
 
-def choose_evenly(places: Int64s, most: int) -> Int64s:
+def choose_places_evenly(places: Int64s, most: int) -> Int64s:
     chosen = np.unique(np.linspace(0, max(len(places) - 1, 0), min(len(places), most)).astype(np.int64))
     return places[chosen]
 
@@ -238,7 +242,7 @@ def choose_median_requests(recording: Recording, targets: Int64s, outside: Int64
 def _measure_work(recording: Recording) -> NDArray[np.float64]:
     trace, joined = recording.columns, recording.joined
     served, count = joined.served, len(joined.rows)
-    columns = [read_sizes(trace, name, joined.rows)[joined.rows] for name in sorted(size_names(trace))]
+    columns = [read_sizes(trace, name, joined.rows)[joined.rows] for name in sorted(find_size_attributes(trace))]
     pairs = np.flatnonzero(served.request != NONE)
     if len(pairs):
         columns.append(np.bincount(served.request[pairs], minlength=count).astype(np.float64))
@@ -255,16 +259,16 @@ def estimate_slow_threshold_ns(walls: Int64s, requests: int) -> float:
     return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))
 
 
-def size_names(trace: Columns) -> set[str]:
+def find_size_attributes(trace: Columns) -> set[str]:
     rows = trace.attributes.rows()
-    names = set(chain.from_iterable(trace.attributes.distinct_sets(choose_evenly(rows, SEARCHED_ROWS))[1]))
+    names = set(chain.from_iterable(trace.attributes.distinct_sets(choose_places_evenly(rows, SEARCHED_ROWS))[1]))
     return {name for name in names if SIZE.search(name)}
 
 
 def read_numbers(attributes: Attributes, name: str, rows: Int64s, limit: int = 1 << 63) -> Int64s:
     """Return an attribute of each row, if it is an integer from 0 to below `limit`. Otherwise the number is `NONE`."""
     numbers = np.full(len(rows), NONE, dtype=np.int64)
-    places = np.flatnonzero(np.isin(rows, attributes.having(name)))
+    places = np.flatnonzero(np.isin(rows, attributes.rows_with_attribute(name)))
     for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit:
             numbers[place] = value
@@ -272,7 +276,7 @@ def read_numbers(attributes: Attributes, name: str, rows: Int64s, limit: int = 1
 
 
 def read_sizes(trace: Columns, name: str, among: Int64s | None = None) -> NDArray[np.float64]:
-    rows = trace.attributes.having(name)
+    rows = trace.attributes.rows_with_attribute(name)
     rows = rows if among is None else rows[np.isin(rows, among)]
     numbers = np.zeros(len(trace))
     numbers[rows] = [

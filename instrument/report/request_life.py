@@ -16,20 +16,20 @@ import numpy as np
 
 from instrument.errors import TraceError
 from instrument.profile.document import find_most_similar
-from instrument.recorder.attribute_checks import key_text
+from instrument.recorder.attribute_checks import encode_key
 from instrument.report.endpoint_statistics import describe_failure
 from instrument.report.request_groups import mask_requests_by_name
 from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (
     LINE,
+    compute_share,
+    format_percent,
     format_time,
+    make_section_title_lines,
+    make_title_lines,
     number_text,
-    percent_text,
     printable,
-    section_title,
-    share,
     shorten,
-    title,
     wrap_text,
 )
 from instrument.report.view import Options, Recording
@@ -99,19 +99,22 @@ class RequestLife:
         keys = f", key {' '.join(map(printable, self.keys))}" if self.keys else ""
         name = shorten(printable(self.name) or "(no name)", LINE // 2)
         at = f"{number_text(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
-        lines = [*title("Request Report"), *wrap_text(f"{name}: {format_time(self.wall_ns, unit)} {unit}{error}{keys}")]
+        lines = [
+            *make_title_lines("Request Report"),
+            *wrap_text(f"{name}: {format_time(self.wall_ns, unit)} {unit}{error}{keys}"),
+        ]
         lines.append(f"Began {at}")
         if self.namesakes:
             spans = ", ".join(map(str, self.namesakes[:FEW]))
             lines += wrap_text(
                 f"The longest of {len(self.namesakes) + 1} requests of that key; the others are spans {spans}"
             )
-        lines += ["", *section_title("Where the time went")]
+        lines += ["", *make_section_title_lines("Where the time went")]
         width = max(map(len, self.parts), default=0) + 2
         for part, time_ns in sorted(self.parts.items(), key=lambda item: (-item[1], item[0])):
-            ratio = share(time_ns, self.wall_ns)
+            ratio = compute_share(time_ns, self.wall_ns)
             lines.append(
-                f"{printable(part):<{width}}{format_time(time_ns, unit):>10} {unit}{percent_text(ratio, 1):>8}"
+                f"{printable(part):<{width}}{format_time(time_ns, unit):>10} {unit}{format_percent(ratio, 1):>8}"
             )
         if self.device_own_ns or self.device_shared_ns:
             own_time, batch_time = (format_time(ns, unit) for ns in (self.device_own_ns, self.device_shared_ns))
@@ -119,7 +122,7 @@ class RequestLife:
         if self.blame is not None:
             text = blame_text(self.blame, unit)
             lines += ["", *wrap_text(f"{text[0].upper()}{text[1:]}")]  # names and keys stay as they are
-        lines += ["", *section_title("Turn by turn")]
+        lines += ["", *make_section_title_lines("Turn by turn")]
         for turn in self.turns:
             lines.append(self._turn_line(turn, unit))
         return [*lines, "", "A bar is the part's place. 25% its own of 4: its share of batches of 4 requests.", ""]
@@ -146,15 +149,14 @@ class RequestLife:
         many = f" x {turn.times}" if turn.times > 1 else ""
         label = turn.part if not turn.name or turn.name == turn.part else f"{turn.part}: {turn.name}"
         if turn.own_ns is not None:
-            label = (
-                f"{turn.name}{many}, {percent_text(share(turn.own_ns, turn.in_batches_ns), 1)} its own of {turn.size}"
-            )
+            share = format_percent(compute_share(turn.own_ns, turn.in_batches_ns), 1)
+            label = f"{turn.name}{many}, {share} its own of {turn.size}"
         room = LINE - BAR - 26
         times = f"{format_time(turn.begin_ns, unit):>10}{format_time(turn.length_ns, unit):>11}"
         return f"{times}  |{bar}| {shorten(printable(label), room)}".rstrip()
 
 
-def request_life(recording: Recording, name: str, options: Options) -> RequestLife:
+def make_request_life(recording: Recording, name: str, options: Options) -> RequestLife:
     """Return the life of the request with a key or span number. If several requests have the key, it is the longest.
     Raises `TraceError` if no request matches."""
     trace, joined, ledger = (recording.columns, recording.joined, recording.ledger)
@@ -175,7 +177,7 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
         wall_ns=int(trace.total_ns[row]),
         error=error,
         outcome=outcome,
-        parts=ledger.parts_of(place),
+        parts=ledger.times_of_request(place),
         blame=cause,
         turns=tuple(_make_turns(trace, joined, ledger, moments, begin_ns)),
         device_own_ns=int(devices.own_ns[place]),
@@ -187,7 +189,7 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
 def find_requests_by_key(trace: Columns, joined: Joined, name: str) -> list[int]:
     """Return the indices of the requests with a key or span number, the longest first. Raises `TraceError` if there is
     none."""
-    by_key = [place for place, keys in joined.keys.items() if name in keys or key_text(name) in keys]
+    by_key = [place for place, keys in joined.keys.items() if name in keys or encode_key(name) in keys]
     if not by_key and name.isdecimal() and len(name) < MOST_DIGITS:
         rows = np.flatnonzero(trace.span_id[joined.rows] == int(name))
         by_key = rows.tolist()
@@ -207,7 +209,7 @@ def _make_turns(
 ) -> Iterator[Turn]:
     served = joined.served
 
-    def name_of(moment: Moment) -> str:
+    def find_span_name(moment: Moment) -> str:
         return "" if moment.row == NONE else trace.sites[trace.site[moment.row]].name
 
     wall_ns = moments[-1].end_ns - moments[0].start_ns if moments else 0
@@ -215,14 +217,14 @@ def _make_turns(
     lengths: dict[str, list[int]] = defaultdict(list)
     for moment in moments:
         if moment.part == SHARE:
-            lengths[name_of(moment)].append(moment.end_ns - moment.start_ns)
+            lengths[find_span_name(moment)].append(moment.end_ns - moment.start_ns)
     usual_ns = {name: sorted(lengths_ns)[len(lengths_ns) // 2] for name, lengths_ns in lengths.items()}
     longest_ns = max(usual_ns.values(), default=0)
 
     def is_routine(moment: Moment) -> bool:
         length_ns = moment.end_ns - moment.start_ns
         if moment.part in (SHARE, STALL):
-            usual = usual_ns[name_of(moment)] if moment.part == SHARE else longest_ns
+            usual = usual_ns[find_span_name(moment)] if moment.part == SHARE else longest_ns
             return length_ns * BAR < wall_ns or length_ns < OUTSTANDING * usual
         return length_ns * SMALL < wall_ns
 
@@ -237,7 +239,7 @@ def _make_turns(
         sizes = [members_of[served.batch[moment.pair]] for moment in in_batches]
         yield Turn(
             part=first.part,
-            name=name_of(first),
+            name=find_span_name(first),
             begin_ns=group[0].start_ns - begin_ns,
             length_ns=group[-1].end_ns - group[0].start_ns,
             times=max(1, len({moment.pair for moment in in_batches})),

@@ -39,14 +39,14 @@ from instrument.report.request_groups import GroupShare, group_shares, make_shar
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     LINE,
-    bound_rows,
+    compute_share,
+    format_percent,
     format_time,
+    limit_rows,
     make_row_summer,
     number_text,
-    percent_text,
     printable,
     row_name,
-    share,
     shorten,
     wrap_text,
 )
@@ -213,13 +213,14 @@ class RequestTimes(View):
             Section(
                 "Slowest requests", self.slowest,
                 "name=Request|wall_ns=Wall|error=Error|outcome=Outcome|begin_ns=Begin|began=Began|span_id=Span|"
-                "trace_id=Trace", texts={"span_id": lambda row, unit: str(row.span_id)}, paragraph=_slow_lines,
+                "trace_id=Trace", texts={"span_id": lambda row, unit: str(row.span_id)},
+                paragraph=_describe_slow_request,
             ),
         ]  # fmt: skip
 
     def _answers_section(self) -> Section:
         shown = [name for name in CLASSES if any(name in row.statuses for row in self.endpoints)]
-        rates = [share(row.requests * 1e9, self._served_ns) for row in self.endpoints]
+        rates = [compute_share(row.requests * 1e9, self._served_ns) for row in self.endpoints]
         return Section(
             "Answers",
             [
@@ -294,14 +295,14 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     endpoints = table.times_of_endpoints(options, of_all)
     of_all |= Counter({endpoint.name: endpoint.counted for endpoint in endpoints})
     failed |= Counter({endpoint.name: endpoint.errors for endpoint in endpoints})
-    key = SortKey.of(options)
+    key = SortKey.of_options(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
-    shown_rows = bound_rows(
+    shown_rows = limit_rows(
         endpoints, options, lambda row: row.wall_ns, lambda rows: table.sum_endpoints(rows, options)
     )
     tokens: tuple[TokenTimes, ...] = ()
-    if any(len(trace.attributes.having(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
+    if any(len(trace.attributes.rows_with_attribute(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
         names = [row.name for row in shown_rows if not row.remaining]
         tokens = times_by_tokens(trace.attributes, table, find_stages(trace, recording.joined), names)
     devices = recording.compute_once(measure_utilisation).devices if len(trace.device) else ()
@@ -332,7 +333,7 @@ def _count_requests(recording: Recording) -> tuple[Counter[str], Counter[str]]:
     """Return the numbers of calls and of errors of topmost requests by name, from the tally. Names of requests that are
     part of another request are left out."""
     trace, rows = recording.columns, np.arange(len(recording.columns))
-    names, of_site = trace.numbered_sites(attrgetter("name"))
+    names, of_site = trace.describe_sites(attrgetter("name"))
     topmost, unjoined = (
         set(find_distinct(of_site[trace.site[owner == rows]]).tolist())
         for owner in (recording.topmost_requests, recording.joined.owner)
@@ -359,7 +360,7 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
     times = recording.device_ledger
     if not times.given_ns.any():
         return ()
-    names, of_site = trace.numbered_sites(attrgetter("name"))
+    names, of_site = trace.describe_sites(attrgetter("name"))
     groups, places = Groups(of_site[trace.site[whole]], len(names)), joined.of[whole]
     times_of_places = times.own_ns[places], times.shared_ns[places]
     columns = groups.count_members(), *map(groups.sum_by_group, times_of_places)
@@ -367,8 +368,8 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
     rows = [EndpointShare(name, size, own_ns, shared_ns, None) for name, size, own_ns, shared_ns in numbers if size]
     rows.sort(key=lambda row: (-row.device_ns, row.name))
     whole_ns = sum(row.device_ns for row in rows)
-    shown = bound_rows(rows, options, attrgetter("device_ns"), make_row_summer("requests", "own_ns", "shared_ns"))
-    return tuple(replace(row, ratio=share(row.device_ns, whole_ns)) for row in shown)
+    shown = limit_rows(rows, options, attrgetter("device_ns"), make_row_summer("requests", "own_ns", "shared_ns"))
+    return tuple(replace(row, ratio=compute_share(row.device_ns, whole_ns)) for row in shown)
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
@@ -405,7 +406,7 @@ def _make_slow_request(recording: Recording, place: int, cause: Blame | None, op
         trace_id, span_id = f"{trace_number:032x}", f"{span_number:016x}"
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
-    parts = recording.ledger.parts_of(place)
+    parts = recording.ledger.times_of_request(place)
     unknown_ns = parts.pop(UNKNOWN, 0)
     error, outcome = describe_failure(trace, row)
     return SlowRequest(
@@ -421,7 +422,7 @@ def _make_slow_request(recording: Recording, place: int, cause: Blame | None, op
         keys=keys,
         phases=phase_times({part: [part_ns] for part, part_ns in parts.items()}, wall_ns, options),
         unknown_ns=unknown_ns,
-        unknown_ratio=share(unknown_ns, wall_ns),
+        unknown_ratio=compute_share(unknown_ns, wall_ns),
         blame=cause,
     )
 
@@ -452,7 +453,7 @@ class RequestPart(NamedTuple):
 
 def _part_rows(row: EndpointTimes) -> list[RequestPart]:
     whole = PhaseTime(
-        "", row.requests, row.wall_ns, row.mean_ns, row.p50_ns, row.p99_ns, share(row.wall_ns, row.wall_ns)
+        "", row.requests, row.wall_ns, row.mean_ns, row.p50_ns, row.p99_ns, compute_share(row.wall_ns, row.wall_ns)
     )
     name, *parts = row_name(row), *list_parts_with_unknown(row)
     names = [*map(row_name, parts[:-1]), "unknown (no phase ran)"]
@@ -462,7 +463,7 @@ def _part_rows(row: EndpointTimes) -> list[RequestPart]:
     ]
 
 
-def _slow_lines(place: int, request: SlowRequest, unit: str) -> list[str]:
+def _describe_slow_request(place: int, request: SlowRequest, unit: str) -> list[str]:
     error = f", {printable(request.error or request.outcome)}" if request.error or request.outcome else ""
     name = shorten(printable(request.name) or "(no name)", LINE // 2)
     key = f", key {shorten(printable(request.keys[0]), LINE // 2)}" if request.keys else ""
@@ -473,8 +474,8 @@ def _slow_lines(place: int, request: SlowRequest, unit: str) -> list[str]:
         collector_span = f", span {request.collector_span_id}" if request.collector_span_id else ""
         lines += wrap_text(f"   in the collector, if it was kept: trace {request.trace_id}{collector_span}")
     largest = sorted(request.phases, key=lambda phase: -phase.summed_ns)
-    parts = [f"{shorten(row_name(phase), LINE // 2)} {percent_text(phase.ratio, 1)}" for phase in largest]
-    lines += wrap_text("   " + ", ".join([*parts, f"unknown {percent_text(request.unknown_ratio, 1)}"]))
+    parts = [f"{shorten(row_name(phase), LINE // 2)} {format_percent(phase.ratio, 1)}" for phase in largest]
+    lines += wrap_text("   " + ", ".join([*parts, f"unknown {format_percent(request.unknown_ratio, 1)}"]))
     return lines if request.blame is None else [*lines, *wrap_text(f"   {blame_text(request.blame, unit)}")]
 
 

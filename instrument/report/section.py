@@ -27,16 +27,16 @@ from instrument.report.table import (
     LINE,
     MISSING,
     compact_number,
+    format_percent,
+    format_short_percent,
     format_time,
-    named_table,
+    make_named_table_lines,
+    make_section_title_lines,
+    make_table_lines,
+    make_title_lines,
     number_text,
-    percent,
-    percent_text,
     printable,
-    section_title,
     shorten,
-    table,
-    title,
     wrap_text,
 )
 from instrument.report.view import Options, Recording, make_json_values
@@ -99,7 +99,7 @@ Text = Callable[[Any, str], str]
 class Section:
     """A table of a view, with the lines `lead` above it and `notes` below it.
 
-    `columns` is a text such as `name=Name|calls=Calls`, with a field and a heading for each column. Only the HTML page
+    `columns` is a text with a field and a heading for each column, separated by `|`. Only the HTML page
     shows a column that begins with `+`. `texts` has functions that print a field. `widths` are minimum widths; a single
     number applies to all columns except the first. `paragraph` returns the lines of a row that is too long for a table.
     """
@@ -116,15 +116,15 @@ class Section:
 
     def lines(self, unit: str) -> list[str]:
         shown = [*self.lead, *self.table(unit), *self.notes] if self.rows else self.empty
-        return [*section_title(shorten(printable(self.title), LINE - 2 * DASHES)), *shown]
+        return [*make_section_title_lines(shorten(printable(self.title), LINE - 2 * DASHES)), *shown]
 
     def table(self, unit: str) -> list[str]:
         if self.paragraph is not None:
             return [line for place, row in enumerate(self.rows, 1) for line in self.paragraph(place, row, unit)]
         header, cells = self.cells(unit)
         if isinstance(self.widths, int):
-            return named_table(header, cells, self.widths)
-        return table(header, cells, self.widths)
+            return make_named_table_lines(header, cells, self.widths)
+        return make_table_lines(header, cells, self.widths)
 
     def cells(self, unit: str) -> tuple[list[str], list[list[str]]]:
         columns = [(name, heading) for name, heading, is_wide in self.parse_columns() if not is_wide]
@@ -204,7 +204,7 @@ class View:
 
     def lines(self) -> list[str]:
         head = self.header_lines()
-        lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
+        lines = [*make_title_lines(f"{self.heading()} Report"), *head, *([""] if head else [])]
         return lines + (self.reasons_if_empty() or [*self.table_lines(), *self.footnotes()])
 
 
@@ -244,7 +244,7 @@ def device_name(device: int | None) -> str:
     return MISSING if device is None else "CPU" if device == HOST else f"GPU {device}"
 
 
-def mebibytes(size_bytes: float | None) -> str:
+def format_mebibytes(size_bytes: float | None) -> str:
     return compact_number(None if size_bytes is None else size_bytes / MIB, SIZE_ROOM)
 
 
@@ -260,8 +260,8 @@ def _plain_text(value: Any, unit: str) -> str:
 
 TEXTS: Mapping[str, Text] = {
     TIME: format_time,
-    SIZE: lambda size_bytes, unit: mebibytes(size_bytes),
-    RATIO: lambda ratio, unit: percent_text(ratio, 1),
+    SIZE: lambda size_bytes, unit: format_mebibytes(size_bytes),
+    RATIO: lambda ratio, unit: format_percent(ratio, 1),
     DEVICE: lambda device, unit: device_name(device),
     TEXT: _plain_text,
 }
@@ -280,7 +280,7 @@ def list_cost_and_losses(recording: Recording) -> list[str]:
         lines.append(
             f"Cost of the instrumentation: {number_text(cost.total_ns / 1e9)} s "
             f"({cost.calls} calls x {number_text(cost.per_call_ns)} ns{thread}), "
-            f"{percent(cost.total_ns, base_ns)} of the window of {number_text(base_ns / 1e9)} s{by}"
+            f"{format_short_percent(cost.total_ns, base_ns)} of the window of {number_text(base_ns / 1e9)} s{by}"
             f"{describe_uncached_cost(cost, base_ns)}"
         )
     lines += [f"Not kept: {count} ({printable(reason)})" for reason, count in recording.losses.items() if count]
@@ -288,7 +288,7 @@ def list_cost_and_losses(recording: Recording) -> list[str]:
         printable(note) if note.startswith(COST) else f"Not observed: {printable(note)}" for note in recording.notes
     ]
     text = [part for line in lines for part in wrap_text(line)]
-    return [*section_title("Instrumentation"), *text, ""] if lines else []
+    return [*make_section_title_lines("Instrumentation"), *text, ""] if lines else []
 
 
 def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
@@ -297,7 +297,7 @@ def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
         return ""
     return (
         f"; up to {number_text(cost.most_ns / 1e9)} s ({number_text(cost.cold_call_ns)} ns a call), "
-        f"{percent(cost.most_ns, base_ns)}, if other work uses the processor's caches between the calls"
+        f"{format_short_percent(cost.most_ns, base_ns)}, if other work uses the processor's caches between the calls"
     )
 
 
@@ -351,7 +351,7 @@ def make_views(views: Sequence[str], recording: Recording, options: Options) -> 
     return {view: VIEW_OF[view](recording, options) for view in views}
 
 
-def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
+def format_summary(views: Sequence[str], recording: Recording, options: Options) -> str:
     """Return the text of the views. The cost and losses of the instrumentation follow, unless a view contains them.
     Raises `ValueError` for an unknown view."""
     parts = [view.lines() for view in make_views(views, recording, options).values()]

@@ -35,10 +35,10 @@ from instrument.report.table import (
     MISSING,
     Ratio,
     code_location_of,
+    compute_share,
+    format_short_percent,
     format_time,
-    percent,
     printable,
-    share,
     shorten,
 )
 from instrument.report.view import Options, Recording, SortKey
@@ -51,7 +51,7 @@ from instrument.trace.indices import (
     mask_of,
     nearest_above,
     nearest_at_or_above,
-    number_by_first_sight,
+    number_by_first_occurrence,
     number_combinations,
     topmost_rows,
 )
@@ -195,14 +195,14 @@ class SelfTimes(View):
         outer, work = format_time(function.outer_ns, unit), format_time(function.work_ns, unit)
         inner = f"{MISSING} (it calls itself side by side)"
         if function.inner_ns is not None:
-            share_of_calls = percent(function.inner_ns, function.outer_ns)
+            share_of_calls = format_short_percent(function.inner_ns, function.outer_ns)
             inner = f"{format_time(function.inner_ns, unit)} ({share_of_calls} of the calls)"
         lines = [f"Time in {function.calls} call{'s' * (function.calls != 1)}{called}: {outer}"]
         if function.inner_ns != 0 or function.work_ns:
             lines += [
                 f"Time in spans inside: {inner}",
                 f"Time in ops, layers, copies and communication: {work} "
-                f"({percent(function.work_ns, function.outer_ns)} of the calls)",
+                f"({format_short_percent(function.work_ns, function.outer_ns)} of the calls)",
             ]
         if function.time_ns != function.outer_ns:
             lines.append(f"Time of all rows, which Time% is of: {format_time(function.time_ns, unit)}")
@@ -345,7 +345,7 @@ class _FunctionTable:
         is_around = (its_root != nodes) & is_called[its_root]
         in_same = is_around & (key_of_node[function_of[its_root]] == key_of_node[its_function])
         # Each line counts in its function, and once more in number 0, all functions together.
-        numbers, firsts = number_by_first_sight(key_of_node[its_function])
+        numbers, firsts = number_by_first_occurrence(key_of_node[its_function])
         number = np.concatenate([numbers + 1, np.zeros(len(nodes), dtype=np.int64)])
         is_own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
         is_work = np.concatenate([np.isin(kinds, WORKING)[site_of[nodes]]] * 2) & ~is_own
@@ -355,11 +355,11 @@ class _FunctionTable:
         counted[~is_work, 3] = 0
         ones = np.ones((len(lines), 1), dtype=np.int64)
         count = len(firsts) + 1
-        sums = _sum_by_group(np.concatenate([ones, counted], axis=1), number, count)
+        sums = _sum_columns_by_group(np.concatenate([ones, counted], axis=1), number, count)
         groups, of_groups, of_line, at = _group_lines(lines, number, np.concatenate([rows, rows]), at)
         first, instances, time_ns, group_calls, *_ = groups.T
         weights = {"calls": group_calls, "ave": time_ns / group_calls}
-        weight = weights.get(SortKey.of(options).column, time_ns)
+        weight = weights.get(SortKey.of_options(options).column, time_ns)
         order = np.lexsort((-first, -instances, -group_calls, -time_ns, -weight, of_groups))
         self._groups = groups[order]
         self._lines_of_group = Members(of_line, len(groups), at)
@@ -382,7 +382,7 @@ class _FunctionTable:
     def _site_of_node(self, node: int) -> Site:
         return self._every[self._site_of[node]]
 
-    def _nodes_down_to(self, node: int, *, whole: bool) -> list[int]:
+    def _list_path_nodes(self, node: int, *, whole: bool) -> list[int]:
         parents, site_of, is_request = self._parents, self._site_of, self._is_request
         path, inside = [node], 0
         while True:
@@ -407,7 +407,7 @@ class _FunctionTable:
         remaining = None
         if len(heavy) < len(groups):
             omitted = Group._make((groups.sum(axis=0) - heavy.sum(axis=0)).tolist())
-            ratio = share(omitted.time_ns, sums.time_ns)
+            ratio = compute_share(omitted.time_ns, sums.time_ns)
             remaining = Remaining(len(groups) - len(heavy), omitted.time_ns, ratio, omitted.calls, omitted.lines)
         is_one = sums.node != NONE
         return FunctionTimes(
@@ -433,14 +433,14 @@ class _FunctionTable:
 
     def _make_row(self, group: Group, running_ns: int, sums: FunctionSums) -> SelfRow:
         node = self._nodes[group.first]
-        path = self._nodes_down_to(node, whole=sums.node == NONE) if self._of == "instances" else [node]
+        path = self._list_path_nodes(node, whole=sums.node == NONE) if self._of == "instances" else [node]
         is_class = self._of == "classes"
         place = "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
         return SelfRow(
             names=(class_of_site(self._site_of_node(node)),) if is_class else tuple(map(self._label_of_node, path)),
             time_ns=group.time_ns,
-            ratio=share(group.time_ns, sums.time_ns),
-            running=share(running_ns, sums.time_ns),
+            ratio=compute_share(group.time_ns, sums.time_ns),
+            running=compute_share(running_ns, sums.time_ns),
             where=WAITING if group.waiting else place,
             calls=group.calls,
             instances=group.lines,
@@ -461,10 +461,10 @@ def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tu
     ones = np.ones(len(line_numbers), dtype=np.int64)
     parts = np.stack([ones, own_ns, lines["calls"][line_numbers], on_device, is_waiting], axis=1)
     first, numbers = at[line_numbers][firsts][:, None], np.arange(len(firsts))[:, None]
-    rows_of_groups = np.concatenate([first, _sum_by_group(parts, of_group, len(firsts)), numbers], axis=1)
+    rows_of_groups = np.concatenate([first, _sum_columns_by_group(parts, of_group, len(firsts)), numbers], axis=1)
     return rows_of_groups, number[line_numbers][firsts], of_group, at[line_numbers]
 
 
-def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
+def _sum_columns_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
     sums = Groups(groups, count)
     return np.stack([sums.sum_by_group(column) for column in columns.T], axis=1)

@@ -20,13 +20,13 @@ from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
     Ratio,
-    bound_rows,
+    compute_share,
     format_time,
+    limit_rows,
     name_of_site,
     printable,
-    remaining_row,
-    share,
     shorten,
+    sum_omitted_rows,
     wrap_text,
 )
 from instrument.report.view import Options, Recording
@@ -190,7 +190,9 @@ class StartupView(View):
     def _startup_rows(self) -> list[Phase]:
         rows = [
             Phase("Process began, until the session did", self.before_ns, None),
-            Phase("Session began, until the first request", self.way_ns, share(self.way_ns or 0, self.way_ns or 0)),
+            Phase(
+                "Session began, until the first request", self.way_ns, compute_share(self.way_ns or 0, self.way_ns or 0)
+            ),
             *(replace(part, name=f"  {part.name}") for part in self.way),
         ]
         if self.request is not None:
@@ -263,7 +265,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
         unwatched = {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
         unwatched = unwatched if facts.imports is None else set()
         way = [
-            Phase(name, *((None, None) if name in unwatched else (total_ns, share(total_ns, way_ns))))
+            Phase(name, *((None, None) if name in unwatched else (total_ns, compute_share(total_ns, way_ns))))
             for name, total_ns in sums.items()
         ]
     import_rows = [
@@ -271,10 +273,10 @@ def startup(recording: Recording, options: Options) -> StartupView:
         for row in sorted(imports, key=lambda row: (-row.self_ns, row.package))
     ]
     shown_imports = [
-        replace(row, ratio=share(row.self_ns, imports_ns))
-        for row in bound_rows(
+        replace(row, ratio=compute_share(row.self_ns, imports_ns))
+        for row in limit_rows(
             import_rows, options, attrgetter("self_ns"),
-            lambda rows: remaining_row(
+            lambda rows: sum_omitted_rows(
                 rows, ("entries", "self_ns", "in_spans_ns", "late_ns"), package=f"(remaining {len(rows)})"
             ),
         )
@@ -294,13 +296,13 @@ def startup(recording: Recording, options: Options) -> StartupView:
         imports=None if facts.imports is None else tuple(shown_imports),
         imports_ns=imports_ns,
         imports_in_spans_ns=in_spans_ns,
-        preparations=bound_rows(
+        preparations=limit_rows(
             preparations, options, lambda row: row.total_ns or 0,
             lambda rows: _sum_preparations(rows, ("calls", "self_ns"), name=f"(remaining {len(rows)})"),
         ),
-        warm_ups=bound_rows(
+        warm_ups=limit_rows(
             longest, options, attrgetter("extra_ns"),
-            lambda rows: remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})"),
+            lambda rows: sum_omitted_rows(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})"),
         ),
         _options=options,
     )  # fmt: skip
@@ -349,7 +351,7 @@ def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
 
 
 def _sum_preparations(rows: Sequence[Preparation], sums: Sequence[str], **facts: Any) -> Preparation:
-    return remaining_row(rows, sums, max_ns=max(row.max_ns for row in rows), **facts)
+    return sum_omitted_rows(rows, sums, max_ns=max(row.max_ns for row in rows), **facts)
 
 
 def _divide_preparation_times(

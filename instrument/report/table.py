@@ -73,10 +73,10 @@ def column_width(text: str) -> int:
     """Return the width of a text in terminal columns: two for a wide East Asian character, 0 for a combining mark."""
     if text.isascii():
         return len(text)
-    return sum(map(_columns_of, text))
+    return sum(map(_count_columns, text))
 
 
-def _columns_of(char: str) -> int:
+def _count_columns(char: str) -> int:
     if unicodedata.category(char) in MARKS:
         return 0
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
@@ -90,10 +90,10 @@ def shorten(text: str, limit: int) -> str:
     if room < 1:
         return "..."[: max(limit, 0)]
     tail = room // 2
-    end = len(text) - len(_first_columns(text[::-1], tail))
-    while end < len(text) and not _columns_of(text[end]):
+    end = len(text) - len(_take_first_columns(text[::-1], tail))
+    while end < len(text) and not _count_columns(text[end]):
         end += 1
-    return _first_columns(text, room - tail) + "..." + text[end:]
+    return _take_first_columns(text, room - tail) + "..." + text[end:]
 
 
 def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
@@ -115,37 +115,37 @@ def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
-    shown = _shorten_to_rest_from(texts, [_common_length(texts)] * len(texts), limit)
+    shown = _shorten_to_rest_from(texts, [_count_common_characters(texts)] * len(texts), limit)
     alike: dict[str, list[str]] = {}
     for text, short in shown.items():
         alike.setdefault(short, []).append(text)
     for group in alike.values():
         if len(group) > 1:
             group.sort()
-            shared = [0, *map(_common_length, pairwise(group)), 0]
+            shared = [0, *map(_count_common_characters, pairwise(group)), 0]
             shown |= _shorten_to_rest_from(group, list(map(max, shared, shared[1:])), limit)
     return shown
 
 
-def _common_length(texts: Sequence[str]) -> int:
+def _count_common_characters(texts: Sequence[str]) -> int:
     return len(commonprefix(texts))  # noqa: RUF071 - of texts, which are no paths
 
 
 def _shorten_to_rest_from(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
-        while 0 < parting < len(text) and not _columns_of(text[parting]):
+        while 0 < parting < len(text) and not _count_columns(text[parting]):
             parting -= 1
-        begin = _first_columns(text[:parting], limit // 4) + "..."
+        begin = _take_first_columns(text[:parting], limit // 4) + "..."
         remainder = text[parting:]
         shown[text] = begin + shorten(remainder, limit - column_width(begin)) if remainder else shorten(text, limit)
     return shown
 
 
-def _first_columns(text: str, limit: int) -> str:
+def _take_first_columns(text: str, limit: int) -> str:
     width = 0
     for index, char in enumerate(text):
-        width += _columns_of(char)
+        width += _count_columns(char)
         if width > limit:
             return text[:index]
     return text
@@ -163,7 +163,7 @@ def wrap_text(text: str) -> list[str]:
             lines.append(line)
             line = f"{indent}  {word}"
         while column_width(line) > LINE:
-            first = _first_columns(line, LINE)
+            first = _take_first_columns(line, LINE)
             lines.append(first)
             line = f"{indent}  {line[len(first) :]}"
     return [part.rstrip() for part in (*lines, line)]
@@ -203,7 +203,7 @@ def compact_number(value: float | None, room: int = 7, digits: int = 4) -> str:
     return text
 
 
-def share(part: float, base: float) -> float | None:
+def compute_share(part: float, base: float) -> float | None:
     return part / base if base else None
 
 
@@ -215,7 +215,7 @@ class Ratio(property):
 
         def ratio(row: Any) -> float | None:
             part, base = read_both(row)
-            return None if part is None or base is None else share(part, base)
+            return None if part is None or base is None else compute_share(part, base)
 
         super().__init__(ratio)
 
@@ -225,29 +225,29 @@ class Ratio(property):
             ...
 
 
-def percent(part: float, base: float) -> str:
-    fraction = share(part, base)
+def format_short_percent(part: float, base: float) -> str:
+    fraction = compute_share(part, base)
     return MISSING if fraction is None else f"{number_text(100 * fraction)}%"
 
 
-def percent_text(part: float | None, base: float) -> str:
+def format_percent(part: float | None, base: float) -> str:
     return MISSING if part is None or not base else f"{100 * (part / base):.1f}%"
 
 
-def rough_percent(ratio: float | None) -> str:
+def format_rough_percent(ratio: float | None) -> str:
     return MISSING if ratio is None else f"{float(f'{100 * ratio:.2g}'):g}%"
 
 
-def title(text: str) -> list[str]:
+def make_title_lines(text: str) -> list[str]:
     return ["", f"{'-' * 25}>{text:^26}<{'-' * 25}", ""]
 
 
-def section_title(text: str) -> list[str]:
+def make_section_title_lines(text: str) -> list[str]:
     blanks, dashes = max(27 - column_width(text), 0), "-" * DASHES
     return [f"{dashes}{' ' * (blanks // 2)}{text}{' ' * (blanks - blanks // 2)}{dashes}", ""]
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
+def make_table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
     lines = [header, *rows]
     by_column = zip(least_widths, zip(*lines, strict=True), strict=True)
     widths = [max(least, max(map(column_width, cells)) + GAP) for least, cells in by_column]
@@ -257,7 +257,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
     return ["".join(cells).rstrip() for cells in padded]
 
 
-def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
+def make_named_table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
     """Return the lines of a table whose first column contains names. Long texts are shortened, so that a line fits into
     `LINE` columns."""
     escaped = [[printable(name) or "(no name)", *cells] for name, *cells in rows]
@@ -270,10 +270,10 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
     room = max(LINE - sum(widths[1:]), NAME_LEAST) - GAP
     names = shorten_distinctly([name for name, *_ in escaped], room)
     fitting = [[name, *cells] for name, (_, *cells) in zip(names, escaped, strict=True)]
-    return table(header, fitting, [0, *widths[1:]])
+    return make_table_lines(header, fitting, [0, *widths[1:]])
 
 
-def bound_rows(
+def limit_rows(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
     """Return the rows that the options allow, in the given order. `make_rest` makes a last row that sums up the others.
@@ -286,10 +286,10 @@ def bound_rows(
 
 
 def make_row_summer(*sums: str) -> Callable[[Sequence[Any]], Any]:
-    return partial(remaining_row, sums=sums)
+    return partial(sum_omitted_rows, sums=sums)
 
 
-def remaining_row(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
+def sum_omitted_rows(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
     """Return one row that sums up `rows`. The fields `sums` are added up, and `facts` has values of other fields."""
     values = {field.name: "" if isinstance(getattr(rows[0], field.name), str) else None for field in fields(rows[0])}
     added = {name: sum(getattr(row, name) for row in rows) for name in sums}

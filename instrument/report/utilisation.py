@@ -13,10 +13,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from instrument.recording.distributions import percentiles_of
+from instrument.recording.distributions import percentiles_of_times
 from instrument.recording.spans import UNTIMED, Interval
 from instrument.report.section import NO_EVENTS
-from instrument.report.table import Ratio, share
+from instrument.report.table import Ratio, compute_share
 from instrument.report.view import Recording
 from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import NONE, Groups, find_distinct, index_rows, number_combinations
@@ -145,7 +145,7 @@ class DeviceUse:
     @property
     def hidden_copy_ratio(self) -> float | None:
         """The share of the time with copies during which the device also computed."""
-        return share(self.hidden_copy_ns, self.copy_ns + self.hidden_copy_ns)
+        return compute_share(self.hidden_copy_ns, self.copy_ns + self.hidden_copy_ns)
 
     @property
     def mean_streams(self) -> float | None:
@@ -254,7 +254,7 @@ def _device_use(
         starts, ends = (times[work.stream == stream] for times in (work.start_ns, work.end_ns))
         unions.append(union(starts, ends))
         summed_ns, stream_ns = sum((ends - starts).tolist()), unions[-1].length_ns()
-        streams.append(StreamUse(stream, len(starts), summed_ns, stream_ns, share(stream_ns, window_ns)))
+        streams.append(StreamUse(stream, len(starts), summed_ns, stream_ns, compute_share(stream_ns, window_ns)))
     overlap_ns, most_streams = measure_overlap(unions)
     groups = Groups(inside.label, len(inside.labels))
     counts, sums_ns = groups.count_members().tolist(), groups.sum_by_group(inside.total_ns).tolist()
@@ -273,7 +273,7 @@ def _device_use(
         copy_ns=copies.length_ns() - hidden_ns,
         starved_ns=starved_ns,
         unasked_ns=window_ns - busy_ns - starved_ns,
-        starved_in_flight_ratio=share(starved_ns, in_flight_ns),
+        starved_in_flight_ratio=compute_share(starved_ns, in_flight_ns),
         hidden_copy_ns=hidden_ns,
         overlap_ns=overlap_ns,
         most_streams=most_streams,
@@ -289,7 +289,7 @@ def _device_use(
 
 def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
     """Return the device time of each name of a span. Overlapping intervals of one call count once."""
-    keys, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
+    keys, of_site = trace.describe_sites(lambda site: (site.name, site.kind))
     begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # the intervals of a call are adjacent
     call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))
     took_ns = lengths_by_group(call, work.start_ns, work.end_ns, len(begins))
@@ -301,9 +301,9 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
     for number, (name, kind) in enumerate(keys):
         lengths = np.sort(took_ns[name_of_call == number]).tolist()
         if lengths:
-            p50_ns, p99_ns = percentiles_of(lengths, (0.5, 0.99))
+            p50_ns, p99_ns = percentiles_of_times(lengths, (0.5, 0.99))
             busy_ns = all_busy_ns[number]
-            ratio = share(busy_ns, device_busy_ns)
+            ratio = compute_share(busy_ns, device_busy_ns)
             uses.append(NameUse(name, kind, len(lengths), sums_ns[number], busy_ns, p50_ns, p99_ns, ratio))
     return tuple(sorted(uses, key=lambda use: (-use.summed_ns, use.name, use.kind)))
 
@@ -316,7 +316,7 @@ def _endpoint_uses(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: 
     own_ns = lengths_by_group(places[has], starts, ends, len(whole))
     used = find_distinct(places[has])
     busy_ns = work.union().length_within(trace.start_ns[whole[used]], trace.end_ns[whole[used]])
-    names, of_site = trace.numbered_sites(attrgetter("name"))
+    names, of_site = trace.describe_sites(attrgetter("name"))
     endpoints = []
     for members in Groups(of_site[trace.site[whole[used]]], len(names)).members():
         columns = trace.total_ns[whole[used[members]]], own_ns[used[members]], busy_ns[members]

@@ -60,7 +60,7 @@ class Options:
         return self.most if self.rows is None else self.rows
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Options:
+    def from_mapping(cls, values: Mapping[str, Any]) -> Options:
         """Return options from a mapping. A value of None means the default. Raises `TypeError` for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
@@ -94,7 +94,7 @@ class SortKey:
     ascending: bool
 
     @classmethod
-    def of(cls, options: Options) -> SortKey:
+    def of_options(cls, options: Options) -> SortKey:
         part, _, column = options.sorted_by.rpartition("_")
         return cls(part or ("gpu" if options.state == "GPU" else "cpu"), column, bool(part) and column == "min")
 
@@ -166,9 +166,9 @@ class Recording:
 
     @cached_property
     def trace(self) -> Trace:
-        from instrument.trace.request_trees import with_own_facts
+        from instrument.trace.request_trees import move_facts_to_requests
 
-        return with_own_facts(self.make_trace())
+        return move_facts_to_requests(self.make_trace())
 
     @property
     def columns(self) -> Columns:
@@ -177,14 +177,14 @@ class Recording:
     @cached_property
     def topmost_requests(self) -> Int32s:
         """The row of the topmost request at or above each span."""
-        return self.columns.topmost_wanted_rows(self.columns.are_of_kind("request"))
+        return self.columns.find_topmost_wanted_rows(self.columns.are_of_kind("request"))
 
     @cached_property
     def joined(self) -> Joined:
         """The requests. Spans of all processes with the same key are one request."""
-        from instrument.trace.joined import join
+        from instrument.trace.joined import join_requests
 
-        return join(self.columns, self.trace.apart_ns, self.topmost_requests)
+        return join_requests(self.columns, self.trace.apart_ns, self.topmost_requests)
 
     @cached_property
     def complete_requests(self) -> tuple[Int64s, int]:
@@ -226,7 +226,7 @@ class Recording:
         result: Made = self._results[make]
         return result
 
-    def put(self, make: Callable[[Recording], Made | None], result: Made) -> None:
+    def store_result(self, make: Callable[[Recording], Made | None], result: Made) -> None:
         self._results[make] = result
 
     @cached_property

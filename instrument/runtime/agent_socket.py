@@ -73,7 +73,7 @@ def create_run_folder(run: str) -> Path:
             continue
         try:
             home.mkdir(mode=0o700, exist_ok=True)
-            refuse_shared(home)
+            refuse_shared_folder(home)
             folder = home / run
             folder.mkdir(mode=0o700)
         except OSError as error:
@@ -83,7 +83,7 @@ def create_run_folder(run: str) -> Path:
     raise problem
 
 
-def refuse_shared(folder: Path) -> None:
+def refuse_shared_folder(folder: Path) -> None:
     """Raise `PermissionError` if a folder belongs to another user, or if other users may enter it."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
@@ -93,14 +93,13 @@ def refuse_shared(folder: Path) -> None:
         )
 
 
-def listen(path: Path) -> socket.socket:
+def listen_on_socket(path: Path) -> socket.socket:
     """Listen on a new socket at a path. A leftover socket there is replaced. Raises `OSError`, also if a process
     listens there already."""
     holder = listener_pid(path)
     if holder is not None:
-        raise FileExistsError(
-            f"{path}: {agent_name(holder)} already listens there{'' if _answers(path) else no_answer_text(holder)}"
-        )
+        silence = "" if _agent_answers(path) else no_answer_text(holder)
+        raise FileExistsError(f"{path}: {agent_name(holder)} already listens there{silence}")
     path.unlink(missing_ok=True)
     listener = socket.socket(FAMILY, KIND)
     try:
@@ -148,7 +147,7 @@ def no_answer_text(holder: int) -> str:
     return f", and does not answer{advice}"
 
 
-def _answers(path: Path) -> bool:
+def _agent_answers(path: Path) -> bool:
     with suppress(OSError, PacketError), connect_to_agent(path, ANSWER_S) as caller:
         send(caller, {"ask": "processes"})
         return receive(caller)[0] is not None
@@ -160,18 +159,18 @@ def list_runs() -> list[Path]:
     folders = []
     for home in run_parents():
         with suppress(OSError):
-            refuse_shared(home)
+            refuse_shared_folder(home)
             folders += [path for path in home.iterdir() if _RUN_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: path.name)
 
 
-def first_process(run: str) -> int:
+def parse_first_pid(run: str) -> int:
     """Return the id of a run's first process. The name of the run ends with it. The result is 0 for any other name."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
-def paths_in(folder: Path, pattern: str) -> list[Path]:
+def list_matching_paths(folder: Path, pattern: str) -> list[Path]:
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []
@@ -181,17 +180,21 @@ def process_note_path(folder: Path, pid: int, started: int) -> Path:
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
-def find_unreported(folder: Path) -> list[int]:
+def find_unreported_processes(folder: Path) -> list[int]:
     """Return the ids of a run's ended processes whose end no agent has reported."""
     pids = []
-    for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
+    for path in list_matching_paths(folder, f"*{NOTE_SUFFIX}"):
         pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
-        if pid.isdecimal() and started.isdecimal() and clock.start_ticks(Path(f"/proc/{pid}/stat")) != int(started):
+        if (
+            pid.isdecimal()
+            and started.isdecimal()
+            and clock.read_process_start_ticks(Path(f"/proc/{pid}/stat")) != int(started)
+        ):
             pids.append(int(pid))
     return sorted(pids)
 
 
-def read_unsent(folder: Path) -> int:
+def read_unsent_count(folder: Path) -> int:
     """Return the number of spans of ended processes that may be unsent. The agent writes this number to a file."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
@@ -213,7 +216,7 @@ def register_socket(path: Path) -> Iterator[None]:
 
 
 def remove_run_folder(folder: Path) -> None:
-    for path in paths_in(folder, "*"):
+    for path in list_matching_paths(folder, "*"):
         with suppress(OSError):  # another process was faster
             path.unlink()
     with suppress(OSError):
@@ -222,10 +225,10 @@ def remove_run_folder(folder: Path) -> None:
         folder.parent.rmdir()  # the last run of the user; others keep it
 
 
-def remove_abandoned() -> None:
+def remove_abandoned_runs() -> None:
     """Remove the folders of runs whose first process and agent have both ended."""
     for folder in list_runs():
-        pid = first_process(folder.name)
+        pid = parse_first_pid(folder.name)
         lives = pid and pid != os.getpid() and Path(f"/proc/{pid}").exists()  # ours is not there yet
         if not lives and not has_listener(folder / SOCKET):
             remove_run_folder(folder)
@@ -280,14 +283,14 @@ def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
     try:
         if not data and not descriptors:
             return None, []
-        return _parse(data, flags), descriptors.tolist()
+        return _parse_packet(data, flags), descriptors.tolist()
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
 
 
-def _parse(data: bytes, flags: int) -> Message:
+def _parse_packet(data: bytes, flags: int) -> Message:
     if flags & _socket.MSG_TRUNC:
         raise PacketError(f"a packet has more than {PACKET_BYTES} bytes")
     try:
@@ -332,7 +335,7 @@ def prepare_run(run: str) -> socket.socket:
     """Create a run's folder and its agent's socket, so that processes can join. Raises `OSError`."""
     path = create_run_and_socket_path(run)
     try:
-        return listen(path)
+        return listen_on_socket(path)
     except BaseException:
         remove_run_folder(path.parent)
         raise
@@ -340,7 +343,7 @@ def prepare_run(run: str) -> socket.socket:
 
 def create_run_and_socket_path(run: str) -> Path:
     """Create a run's folder. Return the path for its agent's socket, which does not exist yet. Raises `OSError`."""
-    remove_abandoned()
+    remove_abandoned_runs()
     folder = create_run_folder(run)
     (folder / INTERPRETER).symlink_to(sys.executable)
     (folder / f"{SOCKET}{UNSEEN_SUFFIX}").touch(0o600)  # a child may be there before the agent
@@ -361,12 +364,12 @@ def start_agent(listener: socket.socket, run: str, first: int) -> None:
         os._exit(1)
 
 
-def can_replace(path: Path) -> bool:
+def can_replace_agent(path: Path) -> bool:
     """Return True if a process of the run may start another agent after the current one ends. An agent that a user
     started by hand is never replaced. If `instrument run` is the first process of a container, it restarts the agent
     itself."""
     folder = path.parent
-    is_of_container = first_process(folder.name) == 1 and FIRST in os.environ
+    is_of_container = parse_first_pid(folder.name) == 1 and FIRST in os.environ
     is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and not is_of_container
     return is_of_run and (folder / INTERPRETER).is_symlink()
 
@@ -376,7 +379,7 @@ def replace_ended_agent(path: Path) -> bool:
     no fork hooks. No other thread may fork meanwhile, because the child would inherit the socket."""
     folder = path.parent
     with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
-        if not _try_lock(beginnings):
+        if not _try_lock_file(beginnings):
             return False
         if has_listener(path):
             return True
@@ -386,8 +389,8 @@ def replace_ended_agent(path: Path) -> bool:
             return False
         beginnings.write(f"{time.monotonic()}\n")
         interpreter = str((folder / INTERPRETER).readlink())
-        with closing(listen(path)) as listener:
-            first = first_process(folder.name) if FIRST in os.environ else 0
+        with closing(listen_on_socket(path)) as listener:
+            first = parse_first_pid(folder.name) if FIRST in os.environ else 0
             child = spawn_agent(interpreter, listener, folder.name, first, is_apart=True)
             with suppress(ChildProcessError):  # the service has reaped it
                 return posix.waitpid(child, 0)[1] == 0
@@ -395,7 +398,7 @@ def replace_ended_agent(path: Path) -> bool:
     return False
 
 
-def _try_lock(file: IO[str]) -> bool:
+def _try_lock_file(file: IO[str]) -> bool:
     """Lock a file for this process, but not for its forked children. Return False after `LOCK_TRIES` attempts."""
     for _ in range(LOCK_TRIES):
         with suppress(BlockingIOError, PermissionError):

@@ -226,7 +226,7 @@ def _make_uncompiled_init(cls: Any, kw_only: bool) -> Any:
     or after an invalid call."""
     calls = 0
 
-    def fill(self: Any, *values: Any, **options: Any) -> None:
+    def initialise_fields(self: Any, *values: Any, **options: Any) -> None:
         nonlocal calls
         calls += 1
         facts = cls._members
@@ -242,7 +242,7 @@ def _make_uncompiled_init(cls: Any, kw_only: bool) -> Any:
         cls.__init__ = compiled = _compile_init(cls, kw_only)
         compiled(self, *values, **options)
 
-    return fill
+    return initialise_fields
 
 
 def _set_fields(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:

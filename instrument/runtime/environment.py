@@ -55,7 +55,7 @@ def metrics_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in (TEMPORALITY, METRICS_EXPORTER) if name in os.environ}
 
 
-def environment_attributes() -> dict[str, object]:
+def parse_resource_attributes() -> dict[str, object]:
     text, name = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""), os.environ.get("OTEL_SERVICE_NAME", "")
     pairs = [pair.partition("=") for pair in text.split(",") if "=" in pair]
     if "%" in text:
@@ -69,11 +69,11 @@ def environment_attributes() -> dict[str, object]:
 # Runs
 
 
-def new_run() -> str:
+def make_run_name() -> str:
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 
 
-def run_of_environment() -> str:
+def read_run_name() -> str:
     """Return the name of the run to which this process belongs, "" for none."""
     run = os.environ.get(RUN_VARIABLE, "")
     return run if _RUN.fullmatch(run) else ""
@@ -84,7 +84,7 @@ def shared_run_name() -> str:
     return os.environ.get(SHARED_RUN_VARIABLE, "")
 
 
-def is_first_of_run() -> bool:
+def is_first_process_of_run() -> bool:
     """Return True in the process that `instrument run` started, and outside of `instrument run`."""
     main = os.environ.get("INSTRUMENT_RUN_PID")
     return main is None or main == str(os.getpid())
@@ -101,7 +101,7 @@ def working_folder() -> Path:
 # Processes
 
 
-def parent_of(pid: int) -> int:
+def read_parent_pid(pid: int) -> int:
     try:
         return int((PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except (OSError, ValueError, IndexError):
@@ -131,7 +131,7 @@ def count_usable_cores(pid: int | None = None) -> float:
     return min([allowed, *(quota / period for quota, period in limits)])
 
 
-def memory_bytes() -> int | None:
+def measure_usable_memory_bytes() -> int | None:
     try:
         machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, OSError, ValueError):  # not on every system
@@ -206,7 +206,7 @@ def connections_of(
     """Return the TCP connections of the process with a folder in `/proc`. `listened` are ports at which the process
     listened earlier. For an ended process, `table` has the sockets of its network, and `start_ticks` is its start time
     in clock ticks."""
-    least_left = _ticks_left_since(start_ticks or clock.start_ticks(process / "stat"))
+    least_left = _compute_ticks_left(start_ticks or clock.read_process_start_ticks(process / "stat"))
     inodes = list_socket_inodes(process)
     rows = list(read_tcp_rows(process) if table is None else table)
     listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in inodes}
@@ -229,12 +229,12 @@ def has_listening_socket() -> bool:
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
-                if _is_listening(os.dup(int(name))):
+                if _is_listening_socket(os.dup(int(name))):
                     return True
     return False
 
 
-def _is_listening(descriptor: int) -> bool:
+def _is_listening_socket(descriptor: int) -> bool:
     """Return True for a listening socket. The descriptor is closed."""
     try:
         opened = _socket.socket(fileno=descriptor)
@@ -247,7 +247,7 @@ def _is_listening(descriptor: int) -> bool:
         opened.close()
 
 
-def is_same_network(process: Path) -> bool:
+def is_in_same_network(process: Path) -> bool:
     try:
         return (process / "ns/net").readlink() == Path("/proc/self/ns/net").readlink()
     except OSError:
@@ -277,7 +277,7 @@ class TcpRow(NamedTuple):
     ticks_left: int
 
 
-def _ticks_left_since(start_ticks: int) -> int:
+def _compute_ticks_left(start_ticks: int) -> int:
     """Return the `ticks_left` of a connection that closed when a process started. An earlier close has left fewer
     ticks."""
     hertz = os.sysconf("SC_CLK_TCK")

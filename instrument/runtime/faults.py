@@ -67,7 +67,7 @@ class Faults:
         if count == 1:
             _warn(f"{place}: {words}; it is left out, later ones are only counted")
 
-    def counts(self) -> Mapping[str, int]:
+    def count_by_place(self) -> Mapping[str, int]:
         with self._lock:
             return dict(self._counts)
 

@@ -35,7 +35,7 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
     with suppress(FileNotFoundError):
         if not _may_be_replaced(path):
             raise FileExistsError(errno.EEXIST, "this path exists, and is not a regular file")
-    file, part = _create_part(path.parent)
+    file, part = _create_unfinished_file(path.parent)
     try:
         with file:
             yield file
@@ -55,7 +55,7 @@ def _may_be_replaced(path: Path) -> bool:
     return path.is_file() or (is_link and not path.exists())
 
 
-def _create_part(folder: Path) -> tuple[BinaryIO, Path]:
+def _create_unfinished_file(folder: Path) -> tuple[BinaryIO, Path]:
     while True:
         part = folder / f"{PREFIX}{os.urandom(8).hex()}{SUFFIX}"
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -67,7 +67,7 @@ def _create_part(folder: Path) -> tuple[BinaryIO, Path]:
         os.close(descriptor)  # another process took it for abandoned before it was locked
 
 
-def append(path: Path, text: str) -> None:
+def append_text(path: Path, text: str) -> None:
     """Append text to a file, completely or not at all. Missing folders are created. Raises `OSError`. Only the owner
     can read a new file. A symbolic link is refused."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def remove_unfinished_files(folder: Path) -> int:
     return written_bytes
 
 
-def remove_until_freed(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
+def remove_files_until_freed(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
     """Remove files in the given order until `over_bytes` are freed. Return the removed files. Each file has its size. A
     file that another process removes first also counts. A file of another user remains."""
     removed = []

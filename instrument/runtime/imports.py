@@ -134,7 +134,7 @@ class Finder:
             self._busy.name = before
 
 
-def install(
+def install_import_hook(
     wants: Callable[[str], bool],
     imported: Callable[[ModuleType], object],
     asked_for_code: Callable[[], object] = lambda: None,
@@ -150,7 +150,7 @@ def install(
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)
     for name, module in sys.modules.copy().items():
-        if is_lazy(module) and wants(name):
+        if is_unloaded_lazy_module(module) and wants(name):
             finder.wrap_loader(object.__getattribute__(module, "__spec__"))
 
     def undo() -> None:
@@ -161,7 +161,7 @@ def install(
     return undo
 
 
-def is_lazy(module: object) -> bool:
+def is_unloaded_lazy_module(module: object) -> bool:
     """Return True for a module of `importlib.util.LazyLoader` that is not loaded yet. Does not load it."""
     lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return lazy is not None and type(module) is lazy

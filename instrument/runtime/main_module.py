@@ -29,7 +29,7 @@ _WATCHED = ("<module>", "_bootstrap")
 """The names of code whose start is watched: module bodies, and a spawned child's first function."""
 
 
-def names_of(module: ModuleType) -> tuple[str, ...]:
+def list_names_of_module(module: ModuleType) -> tuple[str, ...]:
     """Return the names by which rules may refer to a module. A main module has the name `__main__`. It also has its own
     name, if `python -m` gave one."""
     names = object.__getattribute__(module, "__dict__")
@@ -40,7 +40,7 @@ def names_of(module: ModuleType) -> tuple[str, ...]:
     return (spec_name, MAINS[0]) if isinstance(spec_name, str) and spec_name not in MAINS else MAINS[:1]
 
 
-def is_main(module: ModuleType) -> bool:
+def is_main_module(module: ModuleType) -> bool:
     return object.__getattribute__(module, "__dict__")["__name__"] in MAINS
 
 
@@ -159,7 +159,7 @@ def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
     )
 
 
-def _plan_for(code: CodeType, names: dict[str, Any]) -> Plan | None:
+def _make_plan(code: CodeType, names: dict[str, Any]) -> Plan | None:
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
         return plan_name_reports(ast.parse(source)) if source else None
@@ -191,7 +191,7 @@ class Watch:
         for frame in frames:
             if self._is_main(frame.f_code, frame.f_globals):
                 self._seen = _identities_by_name(frame.f_globals)  # the caller has looked at these
-                self._plan, self._names = _plan_for(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
+                self._plan, self._names = _make_plan(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
                 if self._plan.last > frame.f_lineno and (means := self._acquire_hook()) is not None:
                     means.watch_code(frame.f_code, frame)
                 return
@@ -237,14 +237,14 @@ class Watch:
         if code.co_name != "<module>" or names.get("__name__") not in self._mains:
             return False
         module = _module_of(names)
-        return module is not None and any(map(self._wants, names_of(module)))
+        return module is not None and any(map(self._wants, list_names_of_module(module)))
 
     def is_body_to_watch(self, code: CodeType, names: dict[str, Any]) -> bool:
         """Return True if the code that begins is the body to watch. The watch ends if the source is not readable."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
-            plan = _plan_for(code, names)
+            plan = _make_plan(code, names)
             if plan is None:
                 self.end()
                 return False

@@ -54,7 +54,7 @@ class _Published:
 _published: _Published | None = None
 
 
-def publish(payload: bytes) -> str:
+def publish_context(payload: bytes) -> str:
     """Publish an encoded `ProcessContext`, and withdraw the earlier one of this process. Return "", or the reason for a
     failure. Does nothing if another SDK in the process has published a context."""
     global _published
@@ -65,7 +65,7 @@ def publish(payload: bytes) -> str:
             libc = _load_libc()
             mapping = _published if _published is not None and _published.pid == os.getpid() else None
             if mapping is None:
-                if _is_published():
+                if _is_context_published():
                     return ""
                 mapping = _published = _Published(_map_page(libc))
             _write_context(mapping, payload)
@@ -76,7 +76,7 @@ def publish(payload: bytes) -> str:
     return ""
 
 
-def withdraw() -> None:
+def withdraw_context() -> None:
     global _published
     with _lock:
         context, _published = _published, None
@@ -148,7 +148,7 @@ def _create_memfd() -> int:
     return fd
 
 
-def _is_published() -> bool:
+def _is_context_published() -> bool:
     with suppress(OSError):
         return any(NAME in line for line in Path("/proc/self/maps").read_bytes().splitlines())
     return False

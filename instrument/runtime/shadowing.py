@@ -29,18 +29,18 @@ def guard_imports(folders: Iterable[str] = ()) -> None:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):
             break
         before.append(entry)
-    names = {name.partition(".")[0] for folder in {*folders, *before} for name in _names_in(folder)}
+    names = {name.partition(".")[0] for folder in {*folders, *before} for name in _list_folder(folder)}
     shadowed = (names & sys.stdlib_module_names).difference(sys.builtin_module_names)
-    if shadowed := {name for name in shadowed if not _is_standard(sys.modules.get(name))}:
+    if shadowed := {name for name in shadowed if not _is_standard_module(sys.modules.get(name))}:
         sys.meta_path.insert(0, _Guard(shadowed))
 
 
-def _is_standard(module: ModuleType | None) -> bool:
+def _is_standard_module(module: ModuleType | None) -> bool:
     file = getattr(module, "__file__", None)
     return module is not None and (file is None or file.startswith(_STANDARD))
 
 
-def _names_in(folder: str) -> list[str]:
+def _list_folder(folder: str) -> list[str]:
     try:
         return os.listdir(folder or ".")  # noqa: PTH208
     except OSError:

@@ -35,7 +35,7 @@ class Termination:
         self._end = end
         self._set = signal.signal
         self._get = signal.getsignal
-        self._handler = self._handle  # one object, for comparisons
+        self._handler = self._handle_signal  # one object, for comparisons
         self._is_active = False
         self._address: int | None = None
         """The address of CPython's function that the system calls for every handler in Python."""
@@ -50,7 +50,9 @@ class Termination:
         @functools.wraps(bare_set)
         def set_disposition(signalnum: Any, handler: Any) -> Any:
             before = (
-                self._set_handler(signalnum) if self._must_replace(signalnum, handler) else bare_set(signalnum, handler)
+                self._set_handler(signalnum)
+                if self._must_replace_handler(signalnum, handler)
+                else bare_set(signalnum, handler)
             )
             return signal.SIG_DFL if before is self._handler else before
 
@@ -84,7 +86,7 @@ class Termination:
     def _is_handler_replaced(self, number: int) -> bool:
         return _address_of_handler(number) != self._address
 
-    def _must_replace(self, number: Any, handler: Any) -> bool:
+    def _must_replace_handler(self, number: Any, handler: Any) -> bool:
         if not (self._is_active and isinstance(handler, int) and handler == signal.SIG_DFL):
             return False
         if number in RESETTABLE_SIGNALS:
@@ -92,13 +94,13 @@ class Termination:
             return callable(before) and before is not signal.default_int_handler
         return bool(number == signal.SIGTERM)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._is_handler_replaced(number) and self._end(number, frame):
             self._set(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
-def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
+def call_before_exit(action: Callable[[int], object]) -> Callable[[], None]:
     """Make `os._exit` first call `action` with the exit code. Return the function that undoes this.
 
     Forked workers exit by `os._exit`. The action must not wait.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.unpatched import Event, get_ident, is_patched, sleep, start_new_thread
+from instrument.runtime.unpatched import Event, get_ident, is_threading_patched, sleep, start_new_thread
 
 RESTART_S = 0.2
 """Seconds after which a dead thread starts again."""
@@ -46,7 +46,7 @@ class Thread:
         the thread, unless `threading` is patched."""
         self._pid = os.getpid()
         try:
-            if is_patched() or not is_listed:
+            if is_threading_patched() or not is_listed:
                 start_new_thread(self._run_while_needed, ())
             else:
                 self._listed = threading.Thread(target=self._run_while_needed, name=self.name, daemon=True)
@@ -62,7 +62,7 @@ class Thread:
     def join(self, timeout_s: float | None = None) -> None:
         if self._ident == get_ident() or self._pid != os.getpid():
             return
-        if self._ended.wait(timeout_s) and self._listed is not None and not is_patched():
+        if self._ended.wait(timeout_s) and self._listed is not None and not is_threading_patched():
             self._listed.join(timeout_s)  # until it is no longer listed
 
     def _run_while_needed(self) -> None:
@@ -86,7 +86,7 @@ class Thread:
                 sleep(RESTART_S)
         finally:
             _own_threads.pop(ident, None)
-            if self._listed is not None and is_patched():
+            if self._listed is not None and is_threading_patched():
                 # Patched meanwhile, `threading` looks for it under the number that gevent gives it.
                 active: dict[int, threading.Thread] = threading._active  # type: ignore[attr-defined]
                 active[threading.get_ident()] = active.pop(ident, self._listed)

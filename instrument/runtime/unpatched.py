@@ -42,7 +42,7 @@ if not TYPE_CHECKING:
     local = _find_original(_thread.__name__, "_local")
 
 
-def is_patched() -> bool:
+def is_threading_patched() -> bool:
     """Return True if gevent or eventlet has replaced threads by greenlets."""
     return _thread.start_new_thread is not start_new_thread
 

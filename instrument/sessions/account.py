@@ -17,7 +17,7 @@ from instrument.recorder.core import calls_by_site
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board
-from instrument.recording.spans import Cost, OwnNotes, Site, describe_uncalled
+from instrument.recording.spans import Cost, OwnNotes, Site, describe_uncalled_targets
 from instrument.runtime.cheap_start import LazyModule, dataclass, field
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions.handover import Handover
@@ -79,7 +79,7 @@ class SessionDiagnostics:
         if log:
             logger.warning(message)
 
-    def refuse(self, message: str) -> None:
+    def note_refusal(self, message: str) -> None:
         """Keep the reason why a profile was refused until another one is accepted."""
         if (message,) != self.refused:
             logger.warning("reload: %s", message)
@@ -92,25 +92,25 @@ class SessionDiagnostics:
     # ---------------------------------------------------------------- its readings
 
     def cost(self, window_ns: int) -> Cost:
-        mean_ns = self.mean_ns()
+        mean_ns = self.compute_mean_call_ns()
         cold_ns = mean_ns + self.costs.cold_ns if mean_ns else 0.0
         return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
 
-    def mean_ns(self) -> float:
+    def compute_mean_call_ns(self) -> float:
         calls = calls_by_site(self.recorder)
-        probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
-        return (probes_ns + self.pairs_ns()) / counted if counted else 0.0
+        probes_ns, counted = self.costs.sum_cost_ns(calls), sum(calls.values())
+        return (probes_ns + self.measure_device_events_ns()) / counted if counted else 0.0
 
-    def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
+    def compute_cost_of_window(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
         """Return the cost in a window. `calls` has the number of calls by site, and `timed` calls have device times.
         The processor time of our threads is spread evenly over `session_ns`."""
         spans = sum(calls.values())
-        probes_ns = self.costs.sum_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
+        probes_ns = self.costs.sum_cost_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
         mean_ns = probes_ns / spans if spans else 0.0
         threads_ns = sum(self.threads_ns().values()) * window_ns // max(session_ns, 1)
         return Cost(spans, mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
 
-    def pairs_ns(self) -> float:
+    def measure_device_events_ns(self) -> float:
         return 0.0 if self.timing is None else self.timing.cost_ns()[0]
 
     def threads_ns(self) -> dict[str, int]:
@@ -121,12 +121,12 @@ class SessionDiagnostics:
             ns_by_work["resolving device times"] = self.timing.cost_ns()[1]
         return {name: spent_ns for name, spent_ns in ns_by_work.items() if spent_ns}
 
-    def stats(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
+    def make_stats(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
             added_ns=lambda sites: [self.costs.cost_of(site).added_ns for site in sites],
-            pairs_ns=self.pairs_ns(),
+            pairs_ns=self.measure_device_events_ns(),
             threads_ns=self.threads_ns(),
             passed=self.recorder.muted_calls(),
             muted=set(self.recorder.passes),
@@ -164,10 +164,12 @@ class SessionDiagnostics:
             and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
         ]
         if uncalled := _uncalled_targets(verdict for verdict in verdicts if verdict.rule not in idle):
-            notes.append(describe_uncalled(uncalled))
+            notes.append(describe_uncalled_targets(uncalled))
         notes.extend(f"{event}: {count} times" for event, count in self.recorder.counts().items())
         notes.extend(FAULTS.describe_unreadable_values())
-        notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
+        notes.extend(
+            f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.count_by_place().items()
+        )
         if self.selection.late:
             notes.append(
                 "started after the import of "

@@ -75,7 +75,7 @@ class SessionLock:
                 number, self._postponed = self._postponed, 0
                 os.kill(os.getpid(), number)
 
-    def postpone(self, number: int) -> bool:
+    def postpone_signal(self, number: int) -> bool:
         """Postpone a signal until the lock is released, if the calling thread has the lock. Return True if it has."""
         if self._is_owned():
             self._postponed = number
@@ -128,9 +128,9 @@ class Exporting:
         self.handover.after_fork_in_child()
         self._choose_reader()
 
-    def prepare(self) -> None:
+    def prepare_export(self) -> None:
         if self._exporter is not None:
-            self._exporter.prepare()
+            self._exporter.import_sending_modules()
             RECORDER.remote_parent = lambda: encode_remote(service_sdk.current_parent())
         self._choose_reader()
 
@@ -153,7 +153,7 @@ class Exporting:
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
             self.handover.is_here, self.handover.has_agent = False, True
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
-            run = environment.shared_run_name() or ("" if self.handover.has_agent else environment.run_of_environment())
+            run = environment.shared_run_name() or ("" if self.handover.has_agent else environment.read_run_name())
             if run != self._exporter.own.ids.run:
                 self._exporter.own.ids.run = run
                 self._facts.publish()
@@ -173,16 +173,16 @@ class Exporting:
         """Create the loop that reads the recording. No fork may happen meanwhile, because a child would inherit a
         half-done import."""
         self._read_by = sender
-        self.loop = export_loop.ExportLoop(self._note_end, self._note_unstored)
+        self.loop = export_loop.ExportLoop(self._note_export_end, self._note_unstored_rows)
 
-    def _note_end(self, _: int, ended: EndedExport) -> None:
+    def _note_export_end(self, _: int, ended: EndedExport) -> None:
         self.loop, self._problem = None, ended.problem
         self.handover.left |= losses_by_name({"unread": ended.fates.get("unread", 0)})
 
-    def _note_unstored(self, rows: int) -> None:
+    def _note_unstored_rows(self, rows: int) -> None:
         self.handover.left |= losses_by_name({"unstored": rows})
 
-    def _read_own(self, read: Callable[[ExportLoop, RecordingExport], bool]) -> bool:
+    def _read_own_recording(self, read: Callable[[ExportLoop, RecordingExport], bool]) -> bool:
         """Call `read` to read more rows of this process, and return its result. An error ends the export. The result is
         True if this process does not read its recording."""
         loop, sender = self.loop, self._read_by
@@ -191,7 +191,7 @@ class Exporting:
         try:
             result = read(loop, loop.recordings.get(0) or self._open_recording(loop, sender))
         except Exception as fault:
-            loop.end(0, fault)
+            loop.end_export(0, fault)
             result = True
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -200,8 +200,8 @@ class Exporting:
 
     def _open_recording(self, loop: ExportLoop, sender: sending.Exporter) -> RecordingExport:
         """Begin to read this process's recording, at the row at which its last exporter stopped."""
-        settings = self._recorded.dataset()
-        export = loop.begin(0, RECORDER.memory_fd, sender, sends=sender is self._exporter)
+        settings = self._recorded.dataset_settings()
+        export = loop.begin_export(0, RECORDER.memory_fd, sender, sends=sender is self._exporter)
         if settings is not None:
             key = f"{os.uname().nodename} {os.getpid()}"  # containers may share the folder of its journal
             disk_bytes = self._recorded.profile.limits.disk_bytes
@@ -210,7 +210,7 @@ class Exporting:
 
     def publish_facts(self, *, is_joined: bool) -> None:
         self._facts.publish_resource()
-        self._facts.publish_counts()
+        self._facts.publish_losses_and_costs()
         joined = self._membership.joins if is_joined else 0
         self._gauge_watch.send_updates()
         self._facts.publish_verdicts()
@@ -226,7 +226,7 @@ class Exporting:
         if isinstance(ports := message.get("connections"), list):
             self._recorded.selection.note_connections(ports)
 
-    def sends_to(self, settings: Otlp) -> bool:
+    def sends_spans_to(self, settings: Otlp) -> bool:
         """Return True if the session's own export sends spans to the same endpoint with the same headers."""
         of_session = self._recorded.profile.export.otlp
         if self._exporter is None or of_session is None:
@@ -244,7 +244,7 @@ class Exporting:
         else:
             with self.lock.acquire_within():
                 problem = "the collector has not accepted earlier spans" if self.loop else "the export has ended"
-                is_sent = self._read_own(lambda loop, export: loop.send_window(export, begin_ns, end_ns))
+                is_sent = self._read_own_recording(lambda loop, export: loop.send_window(export, begin_ns, end_ns))
                 is_sent = is_sent and self.loop is not None
         if not is_sent:
             self.count_loss("windows of which only spans that `capture` keeps are sent", 1)
@@ -269,13 +269,13 @@ class Exporting:
                 return
             if self._exporter is not None:
                 self._exporter.own.update_origin()
-            recorded.ticks.check(time.monotonic_ns())
+            recorded.ticks.check_counter(time.monotonic_ns())
             recorded.budget.step()
             recorded.windows.read_new_rows()
             if self.loop is not None:
                 self._facts.publish_resource()
-                self._facts.publish_counts(at_once=meters)
-                self._read_own(lambda loop, export: loop.read_new(metered=export if meters else None))
+                self._facts.publish_losses_and_costs(at_once=meters)
+                self._read_own_recording(lambda loop, export: loop.read_new_rows(metered=export if meters else None))
             while cut:
                 window, origin = cut.popleft()
                 self._saving.write_window(*window, origin)
@@ -296,14 +296,14 @@ class Exporting:
                 return self._scraped[openmetrics]
             why_alone = "for its agent does not answer"
         if not (self._exporter or self._read_by) and RECORDER.memory_fd >= 0:
-            FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, self._begin_scrapes))
+            FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, self._begin_reading_for_scrapes))
             self._start_reading()
         nothing = metrics_queue.Metered(self._recorded.origin(), None, [], ())
         metered = self._read_own_metrics() or self._scraped_here or nothing
         self._scraped_here = metered
         return exposition.format_metrics(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
 
-    def _begin_scrapes(self) -> None:
+    def _begin_reading_for_scrapes(self) -> None:
         self._begin_loop(self._make_idle_exporter())
         self._facts.is_scraped = True
         self._facts.publish()
@@ -314,11 +314,13 @@ class Exporting:
                 return None
             metered_of: dict[str, metrics_queue.Metered] = {}
             if self.loop is not None:
-                self._facts.publish_counts(at_once=True)
-                self._read_own(lambda loop, _: loop.read_new())
-                self._read_own(lambda loop, export: bool(metered_of.update(loop.metered([export]))))
+                self._facts.publish_losses_and_costs(at_once=True)
+                self._read_own_recording(lambda loop, _: loop.read_new_rows())
+                self._read_own_recording(
+                    lambda loop, export: bool(metered_of.update(loop.read_current_metrics([export])))
+                )
             gauges = self._recorded.gauges
-            samples = RECORDER.mapped().samples(time.monotonic_ns() - GAUGE_AGE_LIMIT_NS)
+            samples = RECORDER.make_reader().samples(time.monotonic_ns() - GAUGE_AGE_LIMIT_NS)
             snapshot = next((metered.snapshot for metered in metered_of.values()), None)
             return metrics_queue.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
 
@@ -332,24 +334,28 @@ class Exporting:
         if self._exporter is None:
             return None
         if self.loop is not None:
-            self._flush_here(end)
+            self._flush_own_export(end)
         elif not self.handover.is_here:
             return self.flush_by_agent(end)[0]
         return self._exporter.flush(round(max(min(end - time.monotonic(), TIMEOUT_MAX), 0.0) * 1e9))
 
     def _await_device_times(self, end: float) -> None:
         if (timing := self._recorded.timing) is not None:
-            timing.await_settled(
+            timing.await_device_times(
                 time.monotonic_ns(), min(end, time.monotonic() + recording_reader.DEVICE_WAIT_NS / 1e9)
             )
 
-    def _flush_here(self, end: float) -> None:
+    def _flush_own_export(self, end: float) -> None:
         self._await_device_times(end)
-        self._facts.publish_counts(at_once=True)
+        self._facts.publish_losses_and_costs(at_once=True)
         is_done = False
         while not is_done:
             with self.lock.acquire_within(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as is_acquired:
-                is_done = not is_acquired or self._read_own(export_loop.ExportLoop.send_now) or time.monotonic() > end
+                is_done = (
+                    not is_acquired
+                    or self._read_own_recording(export_loop.ExportLoop.send_now)
+                    or time.monotonic() > end
+                )
             if not is_done:
                 time.sleep(FLUSH_POLL_S)
 
@@ -357,9 +363,9 @@ class Exporting:
         """Ask the agent to send all finished spans, and wait. Return the delivery, and the number of spans that are not
         sent yet. `end` is a time of `time.monotonic`. The wait ends earlier if the agent reads no new rows for
         `patience_s` seconds, and has nothing to send."""
-        handover, recorded, asked_ns = self.handover, rows_recorded(), time.monotonic_ns()
+        handover, recorded, asked_ns = self.handover, count_recorded_rows(), time.monotonic_ns()
         self._await_device_times(end)  # the agent does so, too
-        self._facts.publish_counts(at_once=True)
+        self._facts.publish_losses_and_costs(at_once=True)
         seen_rows, seen_at, joins = -1, 0.0, -1
         while True:
             if joins != self._membership.joins:  # another agent may have come meanwhile
@@ -370,7 +376,7 @@ class Exporting:
             sent_counts = {fate: fates[fate] for fate in SENT}
             pending = fates["kept"] - sum(sent_counts.values())
             now, before, seen_rows = time.monotonic(), seen_rows, fates["seen"] + fates["missed"]
-            is_starting = self._membership.is_connected() and not (handover.is_taken() or handover.is_refused)
+            is_starting = self._membership.is_connected() and not (handover.is_export_taken() or handover.is_refused)
             is_awaited = seen_rows != before or pending or is_starting
             seen_at = now if is_awaited else seen_at
             is_read = seen_rows >= recorded and progress.settled_ns >= asked_ns
@@ -392,7 +398,7 @@ class Exporting:
 
     def replace_lost_agent(self) -> None:
         """Start another agent if the run has lost its agent. If that fails, the unexported spans count as lost."""
-        if self.handover.is_here or not rows_recorded() or self._membership.is_connected():
+        if self.handover.is_here or not count_recorded_rows() or self._membership.is_connected():
             return
         if not self._membership.join(begins=True):
             return
@@ -404,14 +410,14 @@ class Exporting:
 
         def read(loop: ExportLoop, export: RecordingExport) -> bool:
             export.has_ended = True
-            loop.read_rest(until)
+            loop.read_remaining_rows(until)
             export.settle_remaining()
             loop.end_datasets(until)
             return True
 
-        self._read_own(read)
+        self._read_own_recording(read)
 
-    def finish(self, *, has_delivered: bool) -> None:
+    def finish_export(self, *, has_delivered: bool) -> None:
         loop, self.loop = self.loop, None
         if not has_delivered and self._exporter is not None:
             if loop is not None:
@@ -420,9 +426,9 @@ class Exporting:
         for export in () if loop is None else loop.recordings.values():
             export.has_ended = True
         if loop is not None:
-            FAULTS.attempt("end of the export", partial(loop.end, 0))
+            FAULTS.attempt("end of the export", partial(loop.end_export, 0))
 
 
-def rows_recorded() -> int:
+def count_recorded_rows() -> int:
     recorded: int = sum(ring.head for ring in RECORDER.rings()) + RECORDER.ended_rows
     return recorded

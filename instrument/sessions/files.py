@@ -125,12 +125,12 @@ class Destination:
     run: str
     is_first: bool
 
-    def path(self, template: str, window: int = 0) -> Path:
+    def make_path(self, template: str, window: int = 0) -> Path:
         template = add_pid_to_template(template, is_first=self.is_first)
         name = fill_template(template, service=self.service, run=self.run, pid=os.getpid(), window=window)
         return Path(name) if self.folder == environment.working_folder() else self.folder / name
 
-    def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
+    def remove_oldest_files(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
         """Remove old files of the templates until the others fit into `disk_bytes`. Return the number of removed files.
         Files in `keep` are never removed. Unfinished files of ended processes go first. The newest file of each running
         process goes last."""
@@ -155,7 +155,7 @@ class Destination:
                 rank_by_name[name] = True, at_ns, rank_by_name[name][2]
         free_bytes -= sum(map(file_writing.remove_unfinished_files, folders))
         oldest = ((Path(name), size) for name, (_, _, size) in sorted(rank_by_name.items(), key=itemgetter(1)))
-        return len(file_writing.remove_until_freed(oldest, -free_bytes))
+        return len(file_writing.remove_files_until_freed(oldest, -free_bytes))
 
     def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
         """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the file's path. The wait
@@ -165,7 +165,7 @@ class Destination:
             if stream is not None:
                 write_to_stream(stream, text, limit_ns)
             return None
-        path = self.path(to)
+        path = self.make_path(to)
         with file_writing.open_replacement(path) as file:
             file.write(text.encode(errors="backslashreplace"))
         return path
@@ -222,27 +222,27 @@ class Saving:
         for settings, dump in ((export.chrome, chrome.dump), (export.recording, file.dump)):
             try:
                 if settings is not None:
-                    paths.append(dump(place.path(settings.path, index), trace, tally))
+                    paths.append(dump(place.make_path(settings.path, index), trace, tally))
             except TraceError as error:
                 session.account.complain(str(error))
             except Exception as fault:  # the other is written all the same
                 FAULTS.note("trace file", fault)
         if paths:
             self.newest = tuple(paths)
-            self._make_room()
+            self._remove_oldest_files()
 
-    def _make_room(self) -> None:
+    def _remove_oldest_files(self) -> None:
         profile, export = self._session.profile, self._session.profile.export
         written = [*path_templates(export)]
         written += [export.summary.to] if export.summary is not None and export.summary.to not in STREAMS else []
         paths = [path for path in (*self.newest, self._summary) if path is not None]
-        removed = self.destination().make_room(
+        removed = self.destination().remove_oldest_files(
             written, [self.folder / path for path in paths], profile.limits.disk_bytes
         )
         self._session.account.count_loss("files removed to stay within limits.disk", removed)
 
     def destination(self) -> Destination:
-        is_first = environment.is_first_of_run() and not self._is_child
+        is_first = environment.is_first_process_of_run() and not self._is_child
         return Destination(self.folder, self._session.profile.service, self.run, is_first=is_first)
 
     def print_summary(self, settings: Summary, limit_ns: int) -> None:
@@ -260,7 +260,7 @@ class Saving:
             message = f"the summary could not be written to {settings.to}: {error}"
             self._session.account.complain(message, log=settings.to != "stderr")
         if self._summary is not None:
-            FAULTS.attempt("room for the summary", self._make_room)
+            FAULTS.attempt("room for the summary", self._remove_oldest_files)
 
     def prepare_files(self) -> None:
         """Import the modules that the session's threads need to write windows.

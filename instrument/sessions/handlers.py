@@ -21,7 +21,7 @@ from instrument.errors import ExportError, ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.spans import BATCH_KEYS, Sample, Span
-from instrument.report.section import View, make_views, refuse_unknown_views, summary
+from instrument.report.section import View, format_summary, make_views, refuse_unknown_views
 from instrument.report.view import Options, Recording
 from instrument.runtime import environment, file_writing
 from instrument.runtime.cheap_start import LazyModule, dataclass, replace
@@ -91,7 +91,7 @@ class Window:
                 return trace
             with torch_record.lock:
                 if self._trace is None:
-                    self._trace = torch_record.join(trace)
+                    self._trace = torch_record.add_to_trace(trace)
         return self._trace
 
     def own_trace(self) -> Trace:
@@ -111,9 +111,9 @@ class Window:
                 f"window {self.index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and "
                 "are not counted; raise limits.ring or record fewer steps"
             )
-        late = trace.columns.count_untimed()
+        late = trace.columns.count_rows_without_device_time()
         timing = self.session.account.timing
-        if late and timing is not None and not timing.is_settled(trace.end_ns):
+        if late and timing is not None and not timing.has_device_times_until(trace.end_ns):
             notes.append(
                 f"window {self.index}: {late} spans have no device time, which had not come when the window was looked "
                 "at, for no thread of the service waits for the device"
@@ -129,7 +129,7 @@ class Window:
     ) -> str:
         """Return the text of views on this window alone. The options, `torch_trace` and the errors are those of
         `Session.summary`."""
-        return summary(views, self._recording(torch_trace), self._options(options))
+        return format_summary(views, self._recording(torch_trace), self._options(options))
 
     def views(
         self, views: Sequence[str] = ("events",), *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
@@ -150,7 +150,9 @@ class Window:
         defaults = {
             "tracer_option": self.tracer_option, "state": self.state, "sorted_by": "total", "threads": "merged",
         }  # fmt: skip
-        return Options.of({**defaults, **{name: value for name, value in options.items() if value is not None}})
+        return Options.from_mapping(
+            {**defaults, **{name: value for name, value in options.items() if value is not None}}
+        )
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write this window to a file, and return the path. Raises `TraceError`. The file is a recording if the path
@@ -176,20 +178,20 @@ def export_chrome(folder: str | os.PathLike[str]) -> Handler:
     """Return a handler for `on_trace_ready` that writes each window to a Chrome trace in `folder`. The handler runs on
     the thread of the `Profiler`. Files are named by service, process and window, and never overwritten. The oldest
     files are removed to stay within the profile's `limits.disk`."""
-    return InBackground(chrome_files(folder))
+    return InBackground(make_chrome_handler(folder))
 
 
-def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
+def make_chrome_handler(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
     """Return a handler like that of `export_chrome`, which runs within `step`. `worker` replaces the service in file
     names."""
     into = environment.working_folder() / folder
 
-    def handle(window: Window) -> None:
+    def write_window(window: Window) -> None:
         place = files.Destination(into, worker or window.session.profile.service, "", is_first=True)
         index = window.index
         into.mkdir(parents=True, exist_ok=True)
         while True:
-            path = place.path(_FILE, index)
+            path = place.make_path(_FILE, index)
             try:
                 path.touch(0o600, exist_ok=False)  # reserves the name against other processes
                 break
@@ -200,9 +202,9 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        place.make_room((_FILE,), (path,), window.session.profile.limits.disk_bytes)
+        place.remove_oldest_files((_FILE,), (path,), window.session.profile.limits.disk_bytes)
 
-    return handle
+    return write_window
 
 
 def print_summary(
@@ -212,16 +214,16 @@ def print_summary(
     file. Summaries are appended to the file, which only its owner can read. `views` and the other options are those of
     `Window.summary`. Raises `ValueError` at once for an unknown view or value."""
     refuse_unknown_views(views)
-    Options.of({name: value for name, value in options.items() if name != "torch_trace"})
+    Options.from_mapping({name: value for name, value in options.items() if name != "torch_trace"})
 
-    def handle(window: Window) -> None:
+    def print_window(window: Window) -> None:
         text = f"{str(window).capitalize()}\n{window.summary(views=views, **options)}"
         if to in files.STREAMS:
             print(text, file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
             return
-        file_writing.append(Path(to), f"{text}\n")
+        file_writing.append_text(Path(to), f"{text}\n")
 
-    return handle
+    return print_window
 
 
 def is_asynchronous(handler: Any) -> bool:
@@ -256,7 +258,7 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
     if otlp_settings is None:
         logger.warning("export_otlp: %s", "; ".join(read_profile.remarks))
         return lambda window: None
-    for name in senders.modules_of(otlp_settings):
+    for name in senders.list_sender_modules(otlp_settings):
         import_module(name)  # not on the Profiler's thread: a fork in the middle would leave the child half a module
     return InBackground(_CollectorHandler(otlp_settings, frozenset(settings)))
 
@@ -268,9 +270,9 @@ class _CollectorHandler:
     def __init__(self, settings: Otlp, names: frozenset[str]) -> None:
         self._settings = settings
         self._argument_names = names
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = Lock()
         self._exporter: sending.Exporter | None = None
@@ -280,14 +282,14 @@ class _CollectorHandler:
 
     def __call__(self, window: Window) -> None:
         if self._pid != os.getpid():
-            self._begin()
+            self._reset()
         with self._lock:
-            self._send(window)
+            self._send_window(window)
 
-    def _send(self, window: Window) -> None:
+    def _send_window(self, window: Window) -> None:
         session = window.session
         settings = self._settings_for(session)
-        if session.exporting.sends_to(settings):
+        if session.exporting.sends_spans_to(settings):
             session.exporting.send_window(window.recorded.start_ns, window.recorded.end_ns)
             return
         trace = window.own_trace()
@@ -299,7 +301,11 @@ class _CollectorHandler:
         if exporter is None or settings != self._sending_by:
             exporter = self._exporter = sending.Exporter(settings, trace.origin, lambda: self._threads)
             self._sending_by = settings
-        exporter.own.origin, exporter.own.ids, self._threads = trace.origin, session.recorded.ids(), trace.threads
+        exporter.own.origin, exporter.own.ids, self._threads = (
+            trace.origin,
+            session.recorded.id_generator(),
+            trace.threads,
+        )
         before = exporter.counts()["exported"]
         size = sum(1 + len(span.device) for span in spans)
         delivery = exporter.send(_pack_window(spans, trace.columns, exporter))
@@ -322,14 +328,14 @@ def _pack_window(spans: Sequence[Span], trace: Columns, exporter: sending.Export
     import numpy as np
 
     from instrument.otlp.packed_spans import SpanIds
-    from instrument.trace.joined import join
+    from instrument.trace.joined import join_requests
 
     span_ids = np.array([span.span_id for span in spans])
     rows = np.flatnonzero(np.isin(trace.span_id, span_ids))
     rows = rows[np.argsort(trace.root_id[rows], kind="stable")]
     ids = SpanIds(trace, exporter.own.ids)
-    links = ids.links_by_row(join(trace)) if len(trace.attributes.having(BATCH_KEYS)) else {}
-    return exporter.own.requests(trace, rows, exporter.request_bytes, ids, links=links)
+    links = ids.make_links_by_row(join_requests(trace)) if len(trace.attributes.rows_with_attribute(BATCH_KEYS)) else {}
+    return exporter.own.pack_requests(trace, rows, exporter.request_bytes, ids, links=links)
 
 
 # -------------------------------------------------------------------- the other thread
@@ -351,11 +357,11 @@ class Backlog:
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
         """Queue a window for its handlers. At interpreter exit no thread can start, and the handlers run at once."""
         if self._thread is None:
-            thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
+            thread = Thread(self._run_handlers, WINDOWS_THREAD, lambda: not self._is_ending)
             try:
                 thread.start()
             except RuntimeError:
-                self._handle(window, handlers)
+                self._handle_window(window, handlers)
                 return
             self._thread = thread
         with self._lock:
@@ -366,7 +372,7 @@ class Backlog:
                 excess += 1
             given_up = [self._waiting.popleft()[0] for _ in range(excess)]
         self._news.put(None)
-        self._give_up(given_up, "newer windows came faster than they can be written")
+        self._drop_windows(given_up, "newer windows came faster than they can be written")
 
     def stop(self, limit_ns: int) -> None:
         """Wait up to `limit_ns` until all windows are handled, and end the thread. Drop the windows that still wait."""
@@ -386,26 +392,26 @@ class Backlog:
             logger.warning(
                 "a handler of a Profiler still runs after %d s, and the process does not wait for it", limit_ns // 10**9
             )
-        self._give_up(given_up, f"they were not written within {limit_ns / 1e9:g} s")
+        self._drop_windows(given_up, f"they were not written within {limit_ns / 1e9:g} s")
 
-    def _give_up(self, windows: Sequence[Window], why: str) -> None:
+    def _drop_windows(self, windows: Sequence[Window], why: str) -> None:
         for window in windows:
             window.session.exporting.count_loss("windows of loops that were not written", 1)
             self._fail(f"{window} was given up", ExportError(f"{why}; record fewer steps, or write to a faster place"))
 
-    def _run(self) -> None:
+    def _run_handlers(self) -> None:
         while True:
             with self._lock:
                 entry = self._waiting.popleft() if self._waiting else None
             if entry is not None:
-                self._handle(*entry)
+                self._handle_window(*entry)
                 del entry
             elif self._is_ending:
                 return
             else:
                 self._news.get()  # one for each that was added, and one for the end
 
-    def _handle(self, window: Window, handlers: Sequence[Handler]) -> None:
+    def _handle_window(self, window: Window, handlers: Sequence[Handler]) -> None:
         for handler in handlers:
             try:
                 handler(window)

@@ -22,7 +22,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
 from instrument.recording.memory import GaugePlace
-from instrument.recording.memory_layout import RecordingHead, generation_of
+from instrument.recording.memory_layout import RecordingHead, read_generation
 from instrument.recording.spans import Gpu
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import dataclass
@@ -67,7 +67,7 @@ class Handover:
 
     def is_left_unexported(self) -> bool:
         """Return True if no process exports the recording, because the agent has refused or ended the export."""
-        return self.is_refused and not self.is_taken()
+        return self.is_refused and not self.is_export_taken()
 
     def note_undelivered(self, count: int, *, is_reported: bool) -> None:
         reason = UNDELIVERED if is_reported else UNREPORTED
@@ -82,7 +82,7 @@ class Handover:
             pass
         return default
 
-    def is_taken(self) -> bool:
+    def is_export_taken(self) -> bool:
         return self._read_checkpoint(ExportCheckpoint.is_taken, default=False)
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
@@ -91,7 +91,7 @@ class Handover:
         returns True if an agent will read the rows."""
         end = time.monotonic() + LAST_READ_S
         while True:
-            is_taken, progress = self.is_taken(), self.progress()
+            is_taken, progress = self.is_export_taken(), self.progress()
             unread_rows = recorded - progress.fates["seen"] - progress.fates["missed"]
             if progress.is_reported or (unread_rows <= 0 and not (metered and self._metered_rows() < recorded)):
                 return 0
@@ -103,7 +103,7 @@ class Handover:
 
     def _metered_rows(self) -> int:
         state = self.agent_metrics()
-        ended_rows = self._read_checkpoint(lambda place: RecordingHead(place.fileno()).number("ended_rows"), 0)
+        ended_rows = self._read_checkpoint(lambda place: RecordingHead(place.fileno()).header_number("ended_rows"), 0)
         return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
@@ -111,16 +111,16 @@ class Handover:
         session."""
 
         def read(place: ExportCheckpoint) -> Progress:
-            progress = place.read()
-            is_of_now = progress.generation == generation_of(place.fileno())
-            return progress if is_of_now else Progress(before=progress.unreported())
+            progress = place.read_progress()
+            is_of_now = progress.generation == read_generation(place.fileno())
+            return progress if is_of_now else Progress(before=progress.unreported_counts())
 
         return self._read_checkpoint(read, Progress())
 
     def agent_metrics(self) -> MeterState | None:
         def read(place: ExportCheckpoint) -> MeterState | None:
             state = place.read_meter()
-            return state if state is not None and state.generation == generation_of(place.fileno()) else None
+            return state if state is not None and state.generation == read_generation(place.fileno()) else None
 
         return self._read_checkpoint(read, None)
 
@@ -136,7 +136,7 @@ class Handover:
 
     def losses(self) -> Mapping[str, int]:
         progress = self.progress()
-        fates = progress.unreported() if self.is_left_unexported() else progress.fates
+        fates = progress.unreported_counts() if self.is_left_unexported() else progress.fates
         if self._exporter is None and not self.writes_dataset:  # an agent may write files nevertheless
             fates = {fate: fates[fate] for fate in ("unwritten", "unstored")}
         return {**export_checkpoint.losses_by_name(fates), **self.left}
@@ -171,7 +171,7 @@ class GaugeWatch:
         self._close_claim()
         self._reset()
 
-    def facts(self) -> Mapping[str, Any] | None:
+    def make_settings_for_agent(self) -> Mapping[str, Any] | None:
         if not self._gauges.has_readable_gauges:
             return None
         settings = self._gauges.readable_settings()
@@ -192,7 +192,7 @@ class GaugeWatch:
         if self._membership.path and RECORDER.memory_fd >= 0:
             with suppress(OSError):
                 self._claim = GaugePlace(RECORDER.memory_fd)
-                if not self._claim.take():
+                if not self._claim.acquire():
                     self._close_claim()
                     return
         self._gauges.begin()
@@ -207,7 +207,7 @@ class GaugeWatch:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
             before = self._sent_settings
-            if self.facts() != before:
+            if self.make_settings_for_agent() != before:
                 self._membership.send({"gauges": self._sent_settings})
             self._send_torch_memory()
 
@@ -216,12 +216,12 @@ class GaugeWatch:
             return
         if "yours" in message:
             why = f"device: a thread of this process reads the gauges, not the agent: {message['yours']!s}"
-            self._gauges.store_agent_readings((), [why])
+            self._gauges.store_agent_gpus((), [why])
             if self._has_begun:
                 self._start_own_thread()
         elif "gpus" in message:
             gpus = [Gpu(int(gpu["device"]), str(gpu["model"]), str(gpu["uuid"])) for gpu in message["gpus"]]
-            self._gauges.store_agent_readings(gpus, [str(note) for note in message["notes"]])
+            self._gauges.store_agent_gpus(gpus, [str(note) for note in message["notes"]])
             self._changed()
 
     # ---------------------------------------------------------------- what the agent does not know
@@ -232,7 +232,7 @@ class GaugeWatch:
             return
         now_ns = time.monotonic_ns()
         rarely = is_last or now_ns >= self._torch_ns
-        readings = self._gauges.torch_memory(rarely=rarely)
+        readings = self._gauges.read_torch_memory(rarely=rarely)
         if rarely:
             self._torch_ns = now_ns + RARELY_NS
         rows = [[device, name, value] for device, values in readings for name, value in values.items()]
@@ -251,9 +251,9 @@ class GaugeWatch:
             return
         FAULTS.attempt("last reading of torch", lambda: self._send_torch_memory(is_last=True))
         if self._membership.send({"gauges": None}):
-            self._await_last(deadline.seconds_left(LAST_READING_S))
+            self._await_last_reading(deadline.seconds_left(LAST_READING_S))
 
-    def _await_last(self, limit_s: float) -> None:
+    def _await_last_reading(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
         while (left_s := end - time.monotonic()) > 0:
             message = self._membership.await_message("gauges", left_s)
@@ -262,6 +262,6 @@ class GaugeWatch:
             self.handle_message(message["gauges"])
             if isinstance(message["gauges"], dict) and message["gauges"].keys() & {"ended", "yours"}:
                 return
-        self._gauges.store_agent_readings(
+        self._gauges.store_agent_gpus(
             self._gauges.gpus(), [f"device: the agent had not read the gauges again {limit_s:.2g} s after the end"]
         )

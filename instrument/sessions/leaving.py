@@ -22,7 +22,7 @@ from instrument.runtime import agent_socket, environment
 from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.faults import FAULTS, logger
-from instrument.runtime.termination import before_exit
+from instrument.runtime.termination import call_before_exit
 from instrument.runtime.threads import Thread
 from instrument.sessions import files
 from instrument.sessions.exporting import Exporting
@@ -75,12 +75,12 @@ class Leaving:
         """Functions that undo the exit and signal handlers. They are called last, so that these handlers work until
         then."""
 
-    def prepare(self) -> None:
+    def prepare_exit(self) -> None:
         """Make the session end when the process exits. If `instrument init` started the process, report to it."""
-        atexit.register(self._at_exit)
-        self.undos.append(lambda: atexit.unregister(self._at_exit))
+        atexit.register(self._stop_at_exit)
+        self.undos.append(lambda: atexit.unregister(self._stop_at_exit))
         if self._membership.path:
-            self.undos.append(before_exit(lambda status: self._membership.send({"exits": status})))
+            self.undos.append(call_before_exit(lambda status: self._membership.send({"exits": status})))
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -88,20 +88,22 @@ class Leaving:
         if self._observed_for:
             from instrument.proposal import observation
 
-            FAULTS.attempt("report to init", partial(observation.mark_started, self._observed_for))
+            FAULTS.attempt("report to init", partial(observation.mark_process_started, self._observed_for))
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             util.register_after_fork(self, Leaving._finish_with_multiprocessing)
             if sys.modules["multiprocessing.process"].parent_process() is not None:  # it has cleared them
                 self._finish_with_multiprocessing()
         if (signals := sys.modules.get("celery.signals")) is not None:
-            signals.worker_process_shutdown.connect(lambda **_: self._at_exit(), weak=False, dispatch_uid="instrument")
+            signals.worker_process_shutdown.connect(
+                lambda **_: self._stop_at_exit(), weak=False, dispatch_uid="instrument"
+            )
 
     def _finish_with_multiprocessing(self) -> None:
         util = sys.modules["multiprocessing.util"]
-        util.Finalize(None, self._at_exit, exitpriority=-100)
+        util.Finalize(None, self._stop_at_exit, exitpriority=-100)
 
-    def _at_exit(self) -> None:
+    def _stop_at_exit(self) -> None:
         """End the session at interpreter exit. If a KeyboardInterrupt ended the program, it is raised again, so that
         Python exits by the signal."""
         FAULTS.attempt("exit", self._stop)
@@ -114,7 +116,7 @@ class Leaving:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
 
-    def _report(self) -> None:
+    def _write_reports(self) -> None:
         if folder := os.environ.get(CHECK_FOLDER):
             report = partial(write_check_report, folder, RECORDER.calls, self._recorded.profile)
             FAULTS.attempt("report to check", lambda: report(self._recorded.account.verdicts()))
@@ -130,7 +132,7 @@ class Leaving:
             self._observed_for,
             tally=recorded.tally(),
             verdicts=recorded.account.verdicts(),
-            arguments={} if watch is None else watch.facts(),
+            arguments={} if watch is None else watch.make_summaries(),
             shapes=RECORDER.shapes,
             blockers=recorded.selection.blockers(),
             lasted_ns=recorded.lasted_ns(),
@@ -142,7 +144,7 @@ class Leaving:
 
     def leave(self, deadline: Deadline) -> None:
         recorded, exporting = self._recorded, self._exporting
-        self._report()
+        self._write_reports()
         is_first = self._saving.destination().is_first
         is_due = (
             RECORDER.calls
@@ -151,7 +153,7 @@ class Leaving:
         )
         if is_due:
             FAULTS.attempt("last window", partial(self._send_last_data, deadline))
-        exporting.finish(has_delivered=bool(is_due))
+        exporting.finish_export(has_delivered=bool(is_due))
         RECORDER.write_goodbye()
         FAULTS.attempt("goodbye", partial(self._say_goodbye, deadline, is_due=bool(is_due)))
         while self.undos:
@@ -160,12 +162,12 @@ class Leaving:
     def _send_last_data(self, deadline: Deadline) -> None:
         recorded, exporting, exporter = self._recorded, self._exporting, self._recorded.exporter
         window = recorded.windows.stop(recorded.end_ns or 0)
-        deadline = deadline.earlier(REPORT_S if self._membership.path else SUMMARY_S)
+        deadline = deadline.make_earlier_deadline(REPORT_S if self._membership.path else SUMMARY_S)
         if exporter is not None:
             is_here = exporting.handover.is_here
             if is_here:  # which may not have begun yet
                 exporter.start()
-                exporting.read_remaining(time.monotonic() + deadline.earlier(LAST_SEND_S).seconds_left())
+                exporting.read_remaining(time.monotonic() + deadline.make_earlier_deadline(LAST_SEND_S).seconds_left())
             elif (
                 self._is_first()
                 or recorded.profile.export.summary is not None
@@ -183,8 +185,8 @@ class Leaving:
 
     def _is_first(self) -> bool:
         is_of_run = "INSTRUMENT_RUN_PID" in os.environ
-        first_pid = agent_socket.first_process(environment.run_of_environment())
-        return environment.is_first_of_run() and (is_of_run or first_pid == os.getpid())
+        first_pid = agent_socket.parse_first_pid(environment.read_run_name())
+        return environment.is_first_process_of_run() and (is_of_run or first_pid == os.getpid())
 
     def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
         """Send the goodbye to the agent, and print the summary. The last process on a standard stream prints one report
@@ -192,9 +194,11 @@ class Leaving:
         account, profile = self._recorded.account, self._recorded.profile
         settings = profile.export.summary
         if settings is None:
-            self._log_unsent()
+            self._log_unsent_spans()
         shares = settings is not None and settings.to in files.STREAMS
-        answer = self._membership.leave(self._facts.goodbye_facts(), self._facts.save if shares else None, deadline)
+        answer = self._membership.leave(
+            self._facts.make_goodbye_message(), self._facts.save_recording if shares else None, deadline
+        )
         if unsent := answer.get("unsent"):
             account.complain(UNSENT % unsent)
         if unseen := answer.get("unseen"):
@@ -212,7 +216,7 @@ class Leaving:
                     account.complain(UNTOLD % ", ".join(map(str, unreported)), log=False)
             self._saving.print_summary(settings, round(deadline.seconds_for_last_wait() * 1e9))
 
-    def _log_unsent(self) -> None:
+    def _log_unsent_spans(self) -> None:
         handover = self._exporting.handover
         lost = dict(handover.losses())
         if self._recorded.exporter is not None and handover.is_here:

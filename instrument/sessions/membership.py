@@ -20,7 +20,7 @@ from typing import Any
 from instrument import clock
 from instrument.clock import LEAST_S, Deadline
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.memory_layout import OwnDescriptor, duplicate
+from instrument.recording.memory_layout import OwnDescriptor, duplicate_descriptor
 from instrument.runtime import agent_socket, environment
 from instrument.runtime.unpatched import poll
 
@@ -75,7 +75,7 @@ class Membership:
         facts = {
             **self._facts(),
             "pid": os.getpid(),
-            "started": clock.start_ticks(clock.STAT),
+            "started": clock.read_process_start_ticks(clock.STAT),
             "stderr": file_of_descriptor(2),
             "image": environment.read_auxiliary_vector().hex(),
         }
@@ -88,7 +88,7 @@ class Membership:
                 connection.setblocking(False)
                 connection.connect(self.path)
                 agent_socket.send(connection, {"join": facts}, [memory] if memory >= 0 else [])
-                self._descriptor = OwnDescriptor(duplicate(connection.fileno()))
+                self._descriptor = OwnDescriptor(duplicate_descriptor(connection.fileno()))
             finally:
                 connection.close()
         except (OSError, ValueError) as error:
@@ -105,7 +105,7 @@ class Membership:
         return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
 
     def can_begin_agent(self) -> bool:
-        return bool(self.path) and agent_socket.can_replace(Path(self.path))
+        return bool(self.path) and agent_socket.can_replace_agent(Path(self.path))
 
     @property
     def is_joined(self) -> bool:
@@ -127,7 +127,7 @@ class Membership:
         return self._descriptor.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        with suppress(OSError), self._connection() as connection:
+        with suppress(OSError), self._wrap_connection() as connection:
             if connection is not None:
                 agent_socket.send(connection, message)
                 return True
@@ -161,7 +161,7 @@ class Membership:
 
     def _receive_message(self) -> Mapping[str, Any] | None:
         try:
-            with self._connection() as connection:
+            with self._wrap_connection() as connection:
                 message, descriptors = (None, []) if connection is None else agent_socket.receive(connection)
         except (BlockingIOError, agent_socket.PacketError):
             return {}
@@ -192,9 +192,9 @@ class Membership:
         if not self.send(goodbye) and (self.join(begins=begins) or not self.send(goodbye)):
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
-                agent_socket.process_note_path(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
-            unsent = agent_socket.read_unsent(folder)
-            return {"unheard": True, "unreported": agent_socket.find_unreported(folder), "unsent": unsent}
+                agent_socket.process_note_path(folder, os.getpid(), clock.read_process_start_ticks(clock.STAT)).unlink()
+            unsent = agent_socket.read_unsent_count(folder)
+            return {"unheard": True, "unreported": agent_socket.find_unreported_processes(folder), "unsent": unsent}
         wait_s = max(ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S) if self._has_begun_agent else ANSWER_LIMIT_S
         answer = {} if save is None else self._await_answer(wait_s)
         if answer is None:
@@ -204,7 +204,9 @@ class Membership:
                 save(str(answer["save"]))
                 self.send({"saved": True})
             if answer.get("wait"):
-                answer = self._await_answer(deadline.earlier(LEAST_S).seconds_for_last_wait()) or {"late": True}
+                answer = self._await_answer(deadline.make_earlier_deadline(LEAST_S).seconds_for_last_wait()) or {
+                    "late": True
+                }
             return answer
         finally:
             self.close()
@@ -239,7 +241,7 @@ class Membership:
         self.close()
 
     @contextmanager
-    def _connection(self) -> Iterator[_socket.socket | None]:
+    def _wrap_connection(self) -> Iterator[_socket.socket | None]:
         """Yield the connection as a socket, None without a connection. The descriptor remains open after the block."""
         descriptor = self.fileno()
         if descriptor < 0:

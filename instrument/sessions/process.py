@@ -23,11 +23,11 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.native import OFF
 from instrument.profile import shared_profile
 from instrument.profile.model import Profile
-from instrument.recorder.recorder import RECORDER, await_first_span
+from instrument.recorder.recorder import RECORDER, call_at_first_span
 from instrument.recording import board
 from instrument.runtime import agent_socket, environment
 from instrument.runtime.cheap_start import replace
-from instrument.runtime.environment import RUN_VARIABLE, is_first_of_run, new_run
+from instrument.runtime.environment import RUN_VARIABLE, is_first_process_of_run, make_run_name
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
@@ -87,7 +87,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     is_reported = is_read and chosen.exports_nothing and environment.INIT_FOLDER not in os.environ
     for remark in chosen.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
-    if is_reported and is_first_of_run():
+    if is_reported and is_first_process_of_run():
         logger.warning("%s: %s; call instrument.summary() or instrument.dump() in code", chosen.source, NO_EXPORT)
     with _session_lock:
         if _session is not None:
@@ -120,19 +120,19 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
     if profile.agent == "off" or not (is_asked and is_free and "python" in Path(sys.executable).name):
         return bool
     try:
-        path = agent_socket.create_run_and_socket_path(run := new_run())
+        path = agent_socket.create_run_and_socket_path(run := make_run_name())
     except OSError:
         return bool  # the session exports by itself
     os.environ.update({agent_socket.VARIABLE: str(path), RUN_VARIABLE: run})
     pid = os.getpid()
 
-    def leave() -> None:
+    def end_run() -> None:
         for name in (agent_socket.VARIABLE, RUN_VARIABLE):
             os.environ.pop(name, None)
         if os.getpid() == pid and not agent_socket.has_listener(path):
             agent_socket.remove_run_folder(path.parent)
 
-    return leave
+    return end_run
 
 
 def stop() -> None:
@@ -269,7 +269,7 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
                 try:
                     __import__(name)
                 except (Exception, SystemExit) as error:
-                    failed[name] = f"{type(error).__name__}: {error}{_nearest_to_import(name, error)}"
+                    failed[name] = f"{type(error).__name__}: {error}{_suggest_module(name, error)}"
             uses_torch = "auto" in (profile.loaders, profile.phases, profile.comm)
             frameworks = {"torch"} if profile.layers or profile.copies or uses_torch else set()
             frameworks.update(rule.name for rule in profile.frameworks if not rule.auto)
@@ -295,7 +295,7 @@ def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mappi
     return replace(verdict, why="; ".join(f"{name} fails to import: {failed[name]}" for name in failing))
 
 
-def _nearest_to_import(name: str, error: BaseException) -> str:
+def _suggest_module(name: str, error: BaseException) -> str:
     missing = getattr(error, "name", None) or ""
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
         return ""
@@ -321,7 +321,7 @@ def stop_on_sigterm() -> None:
 def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
     """Stop the session because of a signal. Return False if that is impossible now. The signal is then sent again."""
     running = _session
-    if running is not None and running.exporting.lock.postpone(number):
+    if running is not None and running.exporting.lock.postpone_signal(number):
         return False
     # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
     # come again.
@@ -398,7 +398,7 @@ def _after_fork_in_child() -> None:
     _session_lock = RLock()
     locked_session, _forking.session = getattr(_forking, "session", None), None
     FAULTS.clear()
-    await_first_span(None)  # the parent's
+    call_at_first_span(None)  # the parent's
     RECORDER.after_fork_in_child()
     if _session is not None:
         try:

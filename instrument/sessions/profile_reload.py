@@ -87,13 +87,13 @@ class Reload:
         return {
             "generation": self.generation,
             "digest": self.digest,
-            "attached": _clip_names(self.attached),
-            "undone": _clip_names(self.undone),
+            "attached": _limit_names(self.attached),
+            "undone": _limit_names(self.undone),
             "refused": list(self.refused),
         }
 
 
-def _clip_names(names: Sequence[str]) -> list[str]:
+def _limit_names(names: Sequence[str]) -> list[str]:
     more = len(names) - MOST_NAMES
     return [*names[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]
 
@@ -115,14 +115,14 @@ def describe_if_unaddressed(request: Request, now: Profile, file: Path | None) -
     request is for the processes whose own file it names. With `switch` it is for all processes of the service in the
     named profile."""
     service, path = request.service, request.path
-    is_own = path is None or (file is not None and _is_same(Path(path), file))
+    is_own = path is None or (file is not None and _is_same_file(Path(path), file))
     if path is not None and request.switch and not is_own:
         service, is_own = load_profile(path).service, True
     is_addressed = is_own and service in (None, now.service)
     return "" if is_addressed else f"it runs the service {now.service} with {now.source}"
 
 
-def _is_same(first: Path, second: Path) -> bool:
+def _is_same_file(first: Path, second: Path) -> bool:
     try:
         return first.samefile(second)
     except OSError:  # one that is gone just now, as where a file is being replaced
@@ -219,7 +219,7 @@ class Generations:
             session.account.complain(f"control.watch: the profile has no file to watch; it is {source}")
         return True
 
-    def change(self, profile: Profile | str | os.PathLike[str] | None) -> Reload:
+    def change_profile(self, profile: Profile | str | os.PathLike[str] | None) -> Reload:
         session = self._session
         if profile is None and self.file is None:
             raise StateError(
@@ -234,7 +234,7 @@ class Generations:
             else:
                 file = folder / (profile or self.file or "")
                 new_profile = load_profile(file)
-            next_profile = self._with_engines(keep_fixed_settings(new_profile, session.profile))
+            next_profile = self._add_engine_rules(keep_fixed_settings(new_profile, session.profile))
             attached: list[str] = []
             undone: list[str] = []
             if next_profile != session.profile:
@@ -244,14 +244,14 @@ class Generations:
             self._apply(next_profile)
             return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
 
-    def _with_engines(self, profile: Profile) -> Profile:
+    def _add_engine_rules(self, profile: Profile) -> Profile:
         from instrument.profile.keys import with_engine_preset
 
         for package in self._engines if profile.engines == "auto" else ():
             profile = with_engine_preset(profile, package)
         return profile
 
-    def add_engine(self, package: str) -> None:
+    def add_engine_rules(self, package: str) -> None:
         from instrument.profile.keys import with_engine_preset
 
         session = self._session
@@ -272,11 +272,13 @@ class Generations:
                 package, preset, preset,
             )  # fmt: skip
 
-    def refuse(self, error: str) -> None:
+    def note_refusal(self, error: str) -> None:
         """Keep the reason why a profile was refused until another one is accepted."""
-        self._session.account.refuse(f"the profile of generation {self._session.generation} stays in force: {error}")
+        self._session.account.note_refusal(
+            f"the profile of generation {self._session.generation} stays in force: {error}"
+        )
 
-    def answer(self, request: Request) -> Answer:
+    def answer_request(self, request: Request) -> Answer:
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:
@@ -289,7 +291,7 @@ class Generations:
                 other_process = describe_if_unaddressed(request, session.profile, self.file)
             if other_process:
                 return {**facts, "generation": session.generation, "digest": session.digest, "other": other_process}
-            result = self.change(path)
+            result = self.change_profile(path)
         except (InstrumentError, ValueError) as error:
             return {**facts, "generation": session.generation, "digest": session.digest, "error": str(error)}
         return {**facts, **result.facts()}
@@ -335,9 +337,9 @@ class ControlThread:
         self._due_at = 0.0
         self._error = ""
         self._unsettled = False
-        self._begin()
+        self._reset()
 
-    def _begin(self, *, has_begun: bool = False) -> None:
+    def _reset(self, *, has_begun: bool = False) -> None:
         self._lock = RLock()
         self._has_begun = has_begun
         self._thread: Thread | None = None
@@ -365,7 +367,7 @@ class ControlThread:
                 os.eventfd_write(self._wake, 1)  # it looks for the agent
             elif self._has_begun and (self._generations.watched is not None or self._membership.joins):
                 self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                thread = Thread(self._run, "instrument-control", lambda: not self._stopping)
+                thread = Thread(self._handle_events, "instrument-control", lambda: not self._stopping)
                 thread.start()
                 self._thread = thread
 
@@ -382,7 +384,7 @@ class ControlThread:
     def after_fork_in_child(self) -> None:
         """Drop the parent's thread. `start_or_wake` starts a thread of the child if there is a file to watch."""
         self._close()
-        self._begin(has_begun=self._has_begun and self._generations.watched is not None)
+        self._reset(has_begun=self._has_begun and self._generations.watched is not None)
 
     def _close(self) -> None:
         if self._wake >= 0:
@@ -391,7 +393,7 @@ class ControlThread:
 
     # ---------------------------------------------------------------- the thread
 
-    def _run(self) -> None:
+    def _handle_events(self) -> None:
         end = self._end_of_main_thread()
         while not self._stopping:
             waits_s = [3600.0]
@@ -408,13 +410,13 @@ class ControlThread:
                     return
             if self._membership.joins:  # else the session joins first
                 waits_s.append(_attempt(self._find_agent) or AGENT_RETRY_S)
-            for descriptor, _ in self._wait(min(waits_s)):
+            for descriptor, _ in self._wait_for_events(min(waits_s)):
                 if descriptor == self._wake:
                     os.eventfd_read(self._wake)  # the word to stop, or to look for the agent
                 else:
                     _attempt(self._handle_agent_message)
 
-    def _wait(self, wait_s: float) -> list[tuple[int, int]]:
+    def _wait_for_events(self, wait_s: float) -> list[tuple[int, int]]:
         """Wait for a message of the agent, or to be woken. Uses `poll`, because a forked child would share an
         `epoll`."""
         waiting = poll()
@@ -457,7 +459,7 @@ class ControlThread:
         membership.send({"answer": answer, "number": message.get("number", 0)})
 
     def _request_reload(self, request: Request) -> Answer:
-        answer = self._generations.answer(request)
+        answer = self._generations.answer_request(request)
         self._unsettled = True
         return answer
 
@@ -477,7 +479,7 @@ class ControlThread:
             self._due_at = time.monotonic() + (FILE_CHECK_S if self._reads < 2 else INVALID_FILE_S)
         elif now >= self._due_at and self._error:
             error, self._error = self._error, ""
-            self._generations.refuse(error)
+            self._generations.note_refusal(error)
         return FILE_CHECK_S if self._reads else QUIET_S
 
 

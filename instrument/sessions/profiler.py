@@ -29,8 +29,8 @@ from instrument.native import OFF
 from instrument.profile.keys import load
 from instrument.profile.model import EVERYTHING, STATES, TRACER_OPTIONS, Profile
 from instrument.recording.spans import HOST, Sample
-from instrument.report.benchmark_view import Benchmark, LoopTimes, benchmark_line, running_steps, show_benchmark
-from instrument.report.section import summary
+from instrument.report.benchmark_view import Benchmark, LoopTimes, format_benchmark_line, running_steps, show_benchmark
+from instrument.report.section import format_summary
 from instrument.report.view import Options
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS, logger
@@ -135,9 +135,9 @@ class Profiler:
         self._is_running = self._is_making = self._is_delivering = False
         self._session: Session | None = None
         self._windows: Windows | None = None
-        self._begin()
+        self._reset_state()
 
-    def _begin(self) -> None:
+    def _reset_state(self) -> None:
         self.window: Window | None = None
         self.failures = 0
         self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
@@ -173,20 +173,20 @@ class Profiler:
                     raise
                 self._session = session
                 if session is not None:
-                    session.onlookers.append(self._end_with_session)
+                    session.onlookers.append(self._leave_ending_session)
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
-            self._begin()
+            self._reset_state()
             self._is_running = True
             self._unlisten = listen_to_waits(self._count_wait)
             if self._windows is not None and self._session is not None:
-                self._torch = torch_profiler_for(self._session, self._torch_options, self._state)
+                self._torch = make_torch_profiler(self._session, self._torch_options, self._state)
                 self._host = Host() if records_everything(self._session) else None
-                self._prepare(self._windows)
+                self._prepare_window(self._windows)
             self._reset_benchmarks()
             if self._windows is not None:
                 self._windows.begin_window(self._step_ns)
 
-    def _prepare(self, windows: Windows) -> bool:
+    def _prepare_window(self, windows: Windows) -> bool:
         if self._torch is not None:
             self._torch.stop_at_limit()
             if windows.state is State.READY:
@@ -269,16 +269,16 @@ class Profiler:
                 if windows.state in RECORDING_STATES:
                     self._steps.append(step)
                 session.recorded.steps.append(step)
-                bounds = windows.advance(now_ns)
+                bounds = windows.end_step(now_ns)
                 try:
                     if bounds is not None:
-                        self._deliver(self._make_window(session, windows, bounds, last))
+                        self._deliver_window(self._make_window(session, windows, bounds, last))
                 except Exception as fault:
                     FAULTS.note("window of a Profiler", fault)
                 finally:  # a Ctrl-C in a handler ends the loop, not the Profiler
                     if self._is_over:
                         self._stop()
-                    elif self._prepare(windows) or bounds is not None:
+                    elif self._prepare_window(windows) or bounds is not None:
                         self._step_ns, self._waited = time.monotonic_ns(), {}
                     windows.begin_window(self._step_ns)
 
@@ -301,15 +301,15 @@ class Profiler:
         is_running, self._is_running = self._is_running, False
         if is_running:
             self._unlisten()
-            self._leave(WAIT_LIMIT_NS)
+            self._leave_session(WAIT_LIMIT_NS)
 
-    def _end_with_session(self) -> None:
+    def _leave_ending_session(self) -> None:
         """Stop recording because the session ends, perhaps on SIGTERM. Later steps are only timed."""
         if self._pid != os.getpid():
             return
         if self._lock.acquire(timeout=STEP_LIMIT_S):
             try:
-                self._leave(EXIT_LIMIT_NS // 2)
+                self._leave_session(EXIT_LIMIT_NS // 2)
                 if self._is_over and not self._is_delivering:
                     self._stop()
             finally:
@@ -321,7 +321,7 @@ class Profiler:
                 session.exporting.count_loss("windows of loops that were not written", 1)
             self._backlog.stop(EXIT_LIMIT_NS // 2)
 
-    def _leave(self, limit_ns: int) -> None:
+    def _leave_session(self, limit_ns: int) -> None:
         now_ns = time.monotonic_ns()
         windows, self._windows = self._windows, None
         session = self._session
@@ -332,15 +332,15 @@ class Profiler:
             if bounds is not None:
                 window = self._make_window(session, windows, bounds, windows.steps, partial=True)
                 if window.first_step <= window.last_step:
-                    self._deliver(window)
+                    self._deliver_window(window)
         except Exception as fault:
             FAULTS.note("last window of a Profiler", fault)
         finally:
             if self._torch is not None:
                 self._torch.cancel()
-            self._end(session, limit_ns)
+            self._detach_from_session(session, limit_ns)
 
-    def _end(self, session: Session, limit_ns: int) -> None:
+    def _detach_from_session(self, session: Session, limit_ns: int) -> None:
         def end_windows() -> None:
             self._backlog.stop(limit_ns)
             for reference in self._delivered:  # windows that the user still has: their facts end with the session
@@ -351,8 +351,8 @@ class Profiler:
             FAULTS.attempt("windows of a Profiler", end_windows)
         finally:
             atexit.unregister(self.stop)
-            if self._end_with_session in session.onlookers:
-                session.onlookers.remove(self._end_with_session)
+            if self._leave_ending_session in session.onlookers:
+                session.onlookers.remove(self._leave_ending_session)
             if self.failures > 1:
                 session.account.complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
             leave_session(session)
@@ -386,7 +386,7 @@ class Profiler:
             samples=[replace(sample, at_ns=min(sample.at_ns, end_ns)) for sample in self._samples],
         )
 
-    def _deliver(self, window: Window) -> None:
+    def _deliver_window(self, window: Window) -> None:
         self.window = window
         self._delivered = [reference for reference in self._delivered if reference() is not None]
         self._delivered.append(weakref.ref(window))
@@ -442,7 +442,7 @@ class Profiler:
         """
         with self._lock:
             since, self._since = self._since, Benchmark(skip=0)
-        return benchmark_line(since, unit)
+        return format_benchmark_line(since, unit)
 
     def benchmark(self) -> LoopTimes:
         """Return the times of all steps except the first `SKIPPED_STEPS`."""
@@ -467,8 +467,10 @@ class Profiler:
         steps = self._benchmark if skip_first is None else self._benchmark.without_first_steps(skip_first)
         if window is not None:
             recording = window._recording(torch_trace)
-            recording.put(running_steps, steps)
-            text = summary(names, recording, window._options({"unit": unit, "skip_first": skip_first, **options}))
+            recording.store_result(running_steps, steps)
+            text = format_summary(
+                names, recording, window._options({"unit": unit, "skip_first": skip_first, **options})
+            )
             return f"{str(window).capitalize()}\n{text}"
         lines = [] if self._timer_only else [process.SWITCHED_OFF if OFF else "No window has ended yet."]
         if self._timer_only or "benchmark" in names:
@@ -496,14 +498,14 @@ class LoaderItems(Iterator[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         iterator, self._begun = self._begun, None
-        return self._read() if iterator is None else iterator
+        return self._iterate_source() if iterator is None else iterator
 
     def __next__(self) -> Any:
         if self._begun is None:
-            self._begun = self._read()
+            self._begun = self._iterate_source()
         return next(self._begun)
 
-    def _read(self) -> Iterator[Any]:
+    def _iterate_source(self) -> Iterator[Any]:
         items: Iterator[Any] | None = None
         while True:
             waiting = Waiting(self._of)
@@ -528,7 +530,7 @@ def records_everything(session: Session) -> bool:
     return session.profile.source == EVERYTHING.source
 
 
-def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
+def make_torch_profiler(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
     if options.is_wanted is False or (options.is_wanted is None and not records_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"

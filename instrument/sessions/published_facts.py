@@ -92,12 +92,14 @@ class PublishedFacts:
                 if not any(rule.key or rule.batch for rule in profile.functions):
                     spans_per_request = 1  # no metric needs the spans of a request
             resource = {} if exporter is None else exporter.resource()
-            facts["export"] = export_facts.facts_as_json(
-                export_facts.ExportFacts(recorded.ids(), resource, capture, spans_per_request, self._metered_facts())
+            facts["export"] = export_facts.encode_facts(
+                export_facts.ExportFacts(
+                    recorded.id_generator(), resource, capture, spans_per_request, self._make_metered_facts()
+                )
             )
         return facts
 
-    def keep_gpus(self, gpus: Sequence[Gpu]) -> None:
+    def publish_gpus(self, gpus: Sequence[Gpu]) -> None:
         if self._gpus != gpus:
             self._gpus = gpus
             self.publish()
@@ -114,7 +116,7 @@ class PublishedFacts:
 
     def publish_context(self) -> None:
         """Publish this process's resource attributes in its memory, where eBPF profilers find them (OTEP 4719)."""
-        problem = process_context.publish(packing.pack_resource(self._recorded.resource()))
+        problem = process_context.publish_context(packing.pack_resource(self._recorded.resource()))
         if problem:
             why = f"process context: {problem}; profilers name this process on their own"
             self._recorded.account.complain(why, log=False)
@@ -137,12 +139,12 @@ class PublishedFacts:
     def export_settings(self) -> Mapping[str, Any] | None:
         profile = self._recorded.profile
         otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
-        parquet = self._recorded.dataset()
+        parquet = self._recorded.dataset_settings()
         if not (self.has_metrics_reader and self.has_agent()):
             return None
         has_otlp = otlp is not None and self._recorded.handover.has_agent
         return {
-            "otlp": export_facts.settings_as_json(otlp) if otlp is not None and has_otlp else None,
+            "otlp": export_facts.encode_collector_settings(otlp) if otlp is not None and has_otlp else None,
             "prometheus": None if scraped is None else scraped.listen,
             "captures": None if to is None else str(environment.working_folder() / to),
             "parquet": None if parquet is None else asdict(parquet),
@@ -163,7 +165,7 @@ class PublishedFacts:
         profile = self._recorded.profile
         return bool(profile.requests) or any(rule.metrics or rule.gen_ai or rule.batch for rule in profile.functions)
 
-    def _metered_facts(self) -> MeteredFacts:
+    def _make_metered_facts(self) -> MeteredFacts:
         recorded, profile = self._recorded, self._recorded.profile
         return replace(
             self._books or export_facts.MeteredFacts(0),
@@ -171,8 +173,8 @@ class PublishedFacts:
             asks=self.asks_for_metrics or self.is_scraped,
             requests=bool(profile.requests),
             routes=tuple(route for rule in profile.requests for route in rule.gen_ai),
-            by=recorded.requests_by[0],
-            at_most=recorded.requests_by[1],
+            by=recorded.request_grouping[0],
+            at_most=recorded.request_grouping[1],
             watches=any(rule.gen_ai or rule.batch for rule in profile.functions),
             environ=environment.metrics_variables(),
         )
@@ -183,10 +185,10 @@ class PublishedFacts:
         if not self.has_metrics_reader or began_ns < self._marks_until_ns:
             return
         if any(rule.metrics or rule.gen_ai for rule in self._recorded.profile.functions):
-            self._publish_counts(self._books or export_facts.MeteredFacts(0))
+            self._publish_metered_facts(self._books or export_facts.MeteredFacts(0))
             self._marks_until_ns = began_ns + COST_FACTOR * (time.monotonic_ns() - began_ns)
 
-    def publish_counts(self, *, at_once: bool = False) -> None:
+    def publish_losses_and_costs(self, *, at_once: bool = False) -> None:
         now_ns = time.monotonic_ns()
         if not self.has_metrics_reader:
             return
@@ -195,29 +197,32 @@ class PublishedFacts:
             return
         self._books_ns = now_ns
         recorded = self._recorded
-        costs_ns = {"probes": RECORDER.calls * recorded.account.mean_ns(), **recorded.account.threads_ns()}
-        losses, queued = recorded.account.losses(), request_meter.queued_tasks()
-        self._publish_counts(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
+        costs_ns = {"probes": RECORDER.calls * recorded.account.compute_mean_call_ns(), **recorded.account.threads_ns()}
+        losses, queued = recorded.account.losses(), request_meter.count_queued_tasks()
+        self._publish_metered_facts(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
 
-    def _publish_counts(self, books: MeteredFacts) -> None:
-        calls, streams = self._marks_of_rules(lambda rule: rule.metrics), self._marks_of_rules(lambda rule: rule.gen_ai)
+    def _publish_metered_facts(self, books: MeteredFacts) -> None:
+        calls, streams = (
+            self._list_function_marks(lambda rule: rule.metrics),
+            self._list_function_marks(lambda rule: rule.gen_ai),
+        )
         if self._recorded.profile.requests:
             calls = (*calls, request_meter.site_mark(BLOCKED_LOOP))
         before, self._books = self._books, replace(books, calls=calls, streams=streams)
         if self._books != before:
             self.publish()
 
-    def _marks_of_rules(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
+    def _list_function_marks(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
-        sites = self._recorded.sites_of(rules)
+        sites = self._recorded.sites_of_rules(rules)
         return tuple(sorted(set(map(request_meter.site_mark, sites))))[: distributions.SERIES_LIMIT] if sites else ()
 
     # ---------------------------------------------------------------- verdicts
 
-    def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
+    def shortened_notes(self, *, of_all: bool = False) -> tuple[str, ...]:
         return tuple(note[:NOTE_LENGTH] for note in self._recorded.account.notes(of_all=of_all)[:MOST_NOTES])
 
-    def own_notes_in_short(self, *, of_all: bool = False) -> Mapping[str, Any]:
+    def shortened_own_notes(self, *, of_all: bool = False) -> Mapping[str, Any]:
         """Return the notes of this process alone, cut to fit into one message."""
         own_notes = self._recorded.account.own_notes(of_all=of_all)
         waiting = tuple((mark, note[:NOTE_LENGTH]) for mark, note in own_notes.waiting[:MOST_NOTES])
@@ -234,16 +239,16 @@ class PublishedFacts:
             return
         if folder := os.environ.get(CHECK_FOLDER):
             write_check_report(folder, RECORDER.calls, recorded.profile, recorded.account.verdicts(of_all=False))
-        notes = self.notes_in_short()
+        notes = self.shortened_notes()
         if notes != self._notes:
-            self._notes, self._own_notes = notes, self.own_notes_in_short()
+            self._notes, self._own_notes = notes, self.shortened_own_notes()
             self.publish()
         rest_ns = min((began_ns - recorded.start_ns) // 10, VERDICTS_PAUSE_NS)
         self._verdicts_until_ns = began_ns + max(rest_ns, COST_FACTOR * (time.monotonic_ns() - began_ns))
 
     # ---------------------------------------------------------------- messages to the agent
 
-    def join_facts(self) -> dict[str, Any]:
+    def make_join_message(self) -> dict[str, Any]:
         session, saving = self._recorded, self._saving
         recording = session.profile.export.recording or Recordings()
         costs_ns = session.account.costs.median_ns_by_shape()
@@ -261,12 +266,13 @@ class PublishedFacts:
             "recorder": "native",
             "call_ns": costs_ns.get("call", 0.0),
             "request_ns": costs_ns.get("request", 0.0),
-            "is_first": "INSTRUMENT_RUN_PID" in os.environ and environment.is_first_of_run(),
+            "is_first": "INSTRUMENT_RUN_PID" in os.environ and environment.is_first_process_of_run(),
             "records": self._has_begun(),
             "folder": str(saving.folder),
-            "captures": str(saving.folder / saving.destination().path(recording.path)),
+            "captures": str(saving.folder / saving.destination().make_path(recording.path)),
             "files": [
-                str(saving.folder / saving.destination().path(path)) for path in path_templates(session.profile.export)
+                str(saving.folder / saving.destination().make_path(path))
+                for path in path_templates(session.profile.export)
             ],
             "disk_bytes": session.profile.limits.disk_bytes,
             "report": report,
@@ -275,19 +281,19 @@ class PublishedFacts:
             "gauges": self._gauges(),
         }
 
-    def goodbye_facts(self) -> dict[str, Any]:
+    def make_goodbye_message(self) -> dict[str, Any]:
         timing = self._recorded.timing
         return {
             "calls": RECORDER.calls,
             "is_timed": timing is not None and timing.timer is not None,
             "losses": dict(self._recorded.account.losses()),
-            "notes": self.notes_in_short(of_all=environment.is_first_of_run()),
-            "own_notes": self.own_notes_in_short(of_all=environment.is_first_of_run()),
+            "notes": self.shortened_notes(of_all=environment.is_first_process_of_run()),
+            "own_notes": self.shortened_own_notes(of_all=environment.is_first_process_of_run()),
             "unmet": self._recorded.account.describe_unrecorded_requests(),
             "requests": self._recorded.selection.has_requests(),
             "cost": asdict(self._recorded.cost()),
             "files": [str(path) for path in self._saving.newest],
         }
 
-    def save(self, path: str) -> None:
+    def save_recording(self, path: str) -> None:
         files.save_trace(path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally())

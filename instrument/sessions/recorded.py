@@ -41,7 +41,7 @@ from instrument.recording.trace_context import (
     RemoteParent,
     encode_remote,
     is_sampled,
-    remote_of,
+    parse_remote,
     tracestate_of_share,
 )
 from instrument.runtime import environment
@@ -90,13 +90,13 @@ class Recorded:
         self.digest = profile.digest
         self.ticks = Ticks(RECORDER)
         self._ids: export_facts.Ids | None = None
-        self._caller = _caller_in_environment()
-        self._remote = remote_of(tuple(self._caller.split(" ", 1)))
+        self._caller = _find_caller_in_environment()
+        self._remote = parse_remote(tuple(self._caller.split(" ", 1)))
         self.selection = Selection(profile)
         # To ask for the current span is to begin recording on a thread: not where nothing has been recorded.
         self.imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
         self.ranges = Ranges(RECORDER)
-        room = partial(RECORDER.room_for, "samples")
+        room = partial(RECORDER.find_part_memory, "samples")
         self.gauges = Gauges(profile.device, room, lambda samples, gpus: keep_gpus(gpus))
         self.timing: Timing | None = None
         if profile.device.cuda != "off" and profile.state != "CPU":
@@ -125,9 +125,9 @@ class Recorded:
             handover=self.handover,
             has_waiting_notes=profile.source != EVERYTHING.source,
         )
-        self.begin()
+        self.reset_recording()
 
-    def begin(self) -> None:
+    def reset_recording(self) -> None:
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self.steps: deque[Step] = deque(maxlen=MOST_STEPS)
@@ -142,7 +142,7 @@ class Recorded:
         if self.timing is not None:
             self.timing.after_fork_in_child()
         self.gauges.after_fork_in_child(begins=False)
-        self.begin()
+        self.reset_recording()
 
     def apply_settings(self, profile: Profile) -> None:
         self.windows.change(profile, time.monotonic_ns())
@@ -157,18 +157,18 @@ class Recorded:
     # ---------------------------------------------------------------- the process, as others know it
 
     @property
-    def requests_by(self) -> tuple[str, int]:
+    def request_grouping(self) -> tuple[str, int]:
         """The attribute that groups requests, and the maximum number of groups."""
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
-    def dataset(self) -> Parquet | None:
+    def dataset_settings(self) -> Parquet | None:
         """Return the settings of the dataset. The path is absolute, because the agent runs in another folder."""
         settings = self.profile.export.parquet
         if settings is None or "://" in settings.path:
             return settings
         return replace(settings, path=str(environment.working_folder() / settings.path))
 
-    def ids(self) -> export_facts.Ids:
+    def id_generator(self) -> export_facts.Ids:
         if self.exporter is not None:
             return self.exporter.own.ids
         if self._ids is None:
@@ -179,13 +179,13 @@ class Recorded:
         """Return the OpenTelemetry attributes that identify this process for collectors and profilers."""
         if self.exporter is not None:
             return self.exporter.resource()
-        attributes, provider = environment.environment_attributes(), service_sdk.provider_attributes()
-        return service_sdk.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
+        attributes, provider = environment.parse_resource_attributes(), service_sdk.provider_attributes()
+        return service_sdk.merge_resource_attributes(self.origin(), self.id_generator().instance, attributes, provider)
 
-    def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
+    def trace_context_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
         """Return the trace id, span id, flags and trace state of a span. A span below a remote caller has the trace id
         of the caller."""
-        ids, remote = self.ids(), remote_of(remote_value)
+        ids, remote = self.id_generator(), parse_remote(remote_value)
         may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
         if may_be_below and not any(RECORDER.paths().map_sites(is_request)):
             remote = self._remote
@@ -202,11 +202,11 @@ class Recorded:
         return trace_id, ids.span_id(span_id), parent.flags, parent.state
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
-        from instrument.trace.request_trees import trace_id_of
+        from instrument.trace.request_trees import make_trace_id_of_key
 
-        trace_id, span_id = self.ids().ids_of_root(span)
-        run = self.ids().run if key and span.remote is None else ""
-        return trace_id_of(run, key) if run else trace_id, span_id
+        trace_id, span_id = self.id_generator().ids_of_root(span)
+        run = self.id_generator().run if key and span.remote is None else ""
+        return make_trace_id_of_key(run, key) if run else trace_id, span_id
 
     def origin(self) -> Origin:
         monotonic_ns, realtime_ns = clock.read_clocks()
@@ -221,10 +221,10 @@ class Recorded:
             generation=self.generation,
             digest=self.digest,
             boot=clock.boot_id(),
-            wall_error_ns=clock.wall_error_ns(),
-            run=environment.shared_run_name() or environment.run_of_environment(),
-            start_ticks=clock.start_ticks(clock.STAT),
-            version=str(environment.environment_attributes().get("service.version", "")),
+            wall_error_ns=clock.read_wall_clock_error_ns(),
+            run=environment.shared_run_name() or environment.read_run_name(),
+            start_ticks=clock.read_process_start_ticks(clock.STAT),
+            version=str(environment.parse_resource_attributes().get("service.version", "")),
             caller=self._caller,
         )
 
@@ -242,7 +242,7 @@ class Recorded:
         return self.charge_probes(RECORDER.tally())
 
     def charge_probes(self, tally: Tally) -> Tally:
-        tally.charge_probes(lambda site: self.costs.cost_of(site).outside_ns)
+        tally.set_probe_costs(lambda site: self.costs.cost_of(site).outside_ns)
         return tally
 
     def trace(
@@ -258,7 +258,7 @@ class Recorded:
 
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
-        trace = self.trace_of(self.take(first, last, window, origin))
+        trace = self.trace_of(self.copy_rows(first, last, window, origin))
         profile = self.profile
         are_steps_found = profile.phases == profile.loaders == "auto" and profile.schedule is None
         if are_steps_found and not self.steps:
@@ -270,11 +270,11 @@ class Recorded:
             trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
         return trace
 
-    def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
+    def copy_rows(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
         """Copy the rows of an interval, at 10 ns per row. `trace_of` later makes a trace of the copy."""
         from instrument.trace.of_recording import RowSnapshot
 
-        mapped = RECORDER.mapped()
+        mapped = RECORDER.make_reader()
         threads = mapped.threads()
         writing = frozenset(thread_id for thread_id, name in threads.items() if name == WINDOWS_THREAD)
         snapshot = RowSnapshot.copy_from(mapped, start_ns, writing, remote=self._remote)
@@ -289,8 +289,8 @@ class Recorded:
         from instrument.trace.of_recording import NO_DETAIL
         from instrument.trace.trace import SpanViews, Trace
 
-        mapped = RECORDER.mapped()
-        columns, lacking = stretch.snapshot.columns(
+        mapped = RECORDER.make_reader()
+        columns, lacking = stretch.snapshot.make_columns(
             stretch.end_ns, lambda span_id: device_intervals(mapped.intervals(), span_id), start_ns=stretch.start_ns
         )
         window_ns, startup = stretch.end_ns - stretch.start_ns, self.startup()
@@ -303,7 +303,9 @@ class Recorded:
             losses={**self.account.losses(), **({NO_DETAIL: lacking} if lacking else {})},
             notes=self.account.notes(),
             window=stretch.window,
-            cost=self.account.cost_of(columns.count_calls(), columns.count_timed(), window_ns, self.lasted_ns()),
+            cost=self.account.compute_cost_of_window(
+                columns.count_calls(), columns.count_rows_with_device_time(), window_ns, self.lasted_ns()
+            ),
             held_from_ns=stretch.held_from_ns,
             samples=[sample for sample in mapped.samples(stretch.start_ns) if sample.at_ns < stretch.end_ns],
             gpus=self.gauges.gpus(),
@@ -313,20 +315,20 @@ class Recorded:
 
     def startup(self) -> Startup:
         """Return the times of the process's start-up. They remain known after its spans have been overwritten."""
-        by_node, tree = RECORDER.mapped().first_calls(), RECORDER.paths()
+        by_node, tree = RECORDER.make_reader().first_calls(), RECORDER.paths()
         by_site: dict[Site, tuple[int, int]] = {}
         for node, call in by_node.items():
             by_site[tree.site(node)] = min(call, by_site.get(tree.site(node), call))
         firsts = tuple(FirstCall(site, *call) for site, call in by_site.items())
         named_first = {rule.text for rule in self.profile.functions if rule.first_request}
-        request, why = choose_first_request(by_node, tree, self.sites_of(named_first))
+        request, why = choose_first_request(by_node, tree, self.sites_of_rules(named_first))
         facts = Startup(self.start_ns, clock.process_start_ns(), firsts=firsts, request=request, why=why)
         if self.profile.startup != "auto":
             return facts
         first = facts.first_request
         return replace(facts, imports=self.imports.times_by_package(None if first is None else first.start_ns))
 
-    def sites_of(self, rules: Set[str]) -> set[Site]:
+    def sites_of_rules(self, rules: Set[str]) -> set[Site]:
         verdicts = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in verdicts if verdict.rule in rules and verdict.site is not None}
 
@@ -344,7 +346,7 @@ class Recorded:
             notes=tuple(self.account.notes()),
             window_ns=window_ns,
             recorder="native",
-            make_stats=lambda: self.account.stats(self.ticks.clock, self.profile.limits.ring_bytes),
+            make_stats=lambda: self.account.make_stats(self.ticks.clock, self.profile.limits.ring_bytes),
             collector_ids=None if self.exporter is None else self._ids_at_collector,
             make_startup=self.startup,
         )
@@ -372,7 +374,7 @@ class Recorded:
 
         `brief` and `cost` take about 1.3 us of CPU time per span in memory. Views of totals take at most 30 ms.
         """
-        return report.summary(
+        return report.format_summary(
             self._chosen_views(views, options), self.recording(torch_trace), self._report_options(options)
         )
 
@@ -392,7 +394,9 @@ class Recorded:
 
     def _report_options(self, options: Mapping[str, Any]) -> view.Options:
         of_profile = self.options_of_profile()
-        return view.Options.of({**of_profile, **{name: value for name, value in options.items() if value is not None}})
+        return view.Options.from_mapping(
+            {**of_profile, **{name: value for name, value in options.items() if value is not None}}
+        )
 
     def options_of_profile(self) -> dict[str, Any]:
         settings = self.profile.export.summary or Summary()
@@ -406,18 +410,18 @@ class Recorded:
             "unit": settings.unit,
             "corrected": settings.corrected,
             "skip_first": settings.skip_first,
-            "requests_by": self.requests_by[0],
-            "at_most": self.requests_by[1] or None,
+            "requests_by": self.request_grouping[0],
+            "at_most": self.request_grouping[1] or None,
         }
 
 
 def _read_totals(merged: bool) -> Tally:
     """Return the totals of all calls without histograms, which is faster than the tally."""
-    totals = RECORDER.mapped().totals()
+    totals = RECORDER.make_reader().totals()
     return totals.merge_threads() if merged else totals
 
 
-def _caller_in_environment() -> str:
+def _find_caller_in_environment() -> str:
     """Return the remote parent span that the environment variable `TRACEPARENT` names, or an empty text."""
     if not {"TRACEPARENT", "OTEL_PROPAGATORS"} & os.environ.keys():
         return ""
@@ -437,7 +441,7 @@ def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tu
     if named_call is not None:
         return named_call, "named"
     plain = Startup(0, firsts=tuple(calls.values())).first_request
-    above = {node: call for node in calls if (call := _request_above(node, calls, tree)) is not None}
+    above = {node: call for node in calls if (call := _find_topmost_request(node, calls, tree)) is not None}
     at_work = [node for node, call in above.items() if not _is_health_probe(call.site)]
     if at_work:
         node = min(at_work, key=lambda node: calls[node].start_ns)
@@ -457,7 +461,7 @@ def _earliest_call(calls: Iterable[FirstCall]) -> FirstCall | None:
     return min(calls, key=lambda call: call.start_ns, default=None)
 
 
-def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
+def _find_topmost_request(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
     request = None
     at = tree.parent(node)
     while at >= 0:

@@ -19,13 +19,13 @@ from instrument.instrumentors import execution, functions
 from instrument.instrumentors.verdict import make_rule_marks
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
-from instrument.recorder.recorder import RECORDER, await_first_span
+from instrument.recorder.recorder import RECORDER, call_at_first_span
 from instrument.recording import board
 from instrument.runtime import environment, process_context
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, will_server_fork
 from instrument.runtime.unpatched import Event, RLock
-from instrument.sessions.exporting import Exporting, SessionLock, rows_recorded
+from instrument.sessions.exporting import Exporting, SessionLock, count_recorded_rows
 from instrument.sessions.files import Saving
 from instrument.sessions.handover import UNREAD, GaugeWatch
 from instrument.sessions.leaving import SENDING_S, Leaving
@@ -67,7 +67,7 @@ class SessionThreads:
 
     def stop(self, deadline: Deadline) -> None:
         """Start no more threads, and wait for the end of the session's own thread."""
-        await_first_span(None)
+        call_at_first_span(None)
         self.stopping.set()
         if self.begun is not None:
             self.begun.wait(deadline.seconds_left(START_WAIT_S))  # what has just begun to record is sent, too
@@ -79,7 +79,7 @@ class SessionThreads:
         """Start the threads. A process of `instrument run` starts them at its first span, because many such processes
         record none."""
         if self._session.is_of_run:
-            await_first_span(self._start_at_first_span)
+            call_at_first_span(self._start_at_first_span)
         else:
             self._start_threads()
 
@@ -114,10 +114,10 @@ class SessionThreads:
         if session.recorded.exporter is not None and session.handover.is_here:
             session.recorded.exporter.start()
         session.gauge_watch.begin()
-        self.start()
+        self.start_reader_thread()
         session.announce_process()
 
-    def start(self) -> None:
+    def start_reader_thread(self) -> None:
         if self.have_begun and self._session.exporting.needs_reader_thread() and self.own is None:
             stopping = self.stopping
             self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())
@@ -153,21 +153,23 @@ class Session:
         self.onlookers: list[Callable[[], object]] = []
         self._stopped = self._forked = self._is_of_thread = False
         self.is_of_run = "INSTRUMENT_RUN_PID" in os.environ
-        self.recorded = recorded = Recorded(profile, lambda gpus: self._facts.keep_gpus(gpus))
+        self.recorded = recorded = Recorded(profile, lambda gpus: self._facts.publish_gpus(gpus))
         self.account, self.selection, self.handover = recorded.account, recorded.selection, recorded.handover
-        run = environment.run_of_environment() or environment.new_run()
+        run = environment.read_run_name() or environment.make_run_name()
         self._saving = saving = Saving(recorded, environment.working_folder(), run)
         self._facts = facts = PublishedFacts(
-            recorded, saving, lambda: self.gauge_watch.facts(), lambda: self.threads.have_begun
+            recorded, saving, lambda: self.gauge_watch.make_settings_for_agent(), lambda: self.threads.have_begun
         )
         self.selection.noted = lambda: FAULTS.attempt("marks of metrics", facts.publish_marks)
         self.generations = Generations(
             recorded, saving.folder, self._replace_profile, self._add_rules, lambda: self.threads.stopping.is_set()
         )
         self._prepare = prepare = self.generations.while_no_fork_comes
-        self._membership = membership = Membership(facts.join_facts, prepare)
+        self._membership = membership = Membership(facts.make_join_message, prepare)
         self.gauge_watch = watch = GaugeWatch(recorded.gauges, membership, facts.publish)
-        self.exporting = Exporting(recorded, facts, saving, membership, watch, prepare, lambda: self.threads.start())
+        self.exporting = Exporting(
+            recorded, facts, saving, membership, watch, prepare, lambda: self.threads.start_reader_thread()
+        )
         self.control = ControlThread(
             self.generations,
             membership,
@@ -182,7 +184,7 @@ class Session:
         self.cost, self.tally, self.trace, self.dump = recorded.cost, recorded.tally, recorded.trace, saving.dump
         self.summary, self.views = recorded.summary, recorded.views
         self.startup, self.recording = recorded.startup, recorded.recording
-        self.take, self.trace_of = recorded.take, recorded.trace_of
+        self.take, self.trace_of = recorded.copy_rows, recorded.trace_of
 
     @property
     def profile(self) -> Profile:
@@ -197,15 +199,15 @@ class Session:
         metered = self._facts.asks_for_metrics or recorded.gauges.has_readable_gauges
         is_left = RECORDER.memory_fd >= 0 and bool(RECORDER.facts.get("is_awaited"))
         unread = self.handover.await_reader(
-            rows_recorded(), metered=metered, is_left=lambda: is_left and self._membership.is_agent_listening()
+            count_recorded_rows(), metered=metered, is_left=lambda: is_left and self._membership.is_agent_listening()
         )
         if unread:
             self.account.count_loss(UNREAD, unread)
-        RECORDER.begin(limits.ring_bytes, self._facts.gather_facts(), folder, limits.disk_bytes)
+        RECORDER.begin_recording(limits.ring_bytes, self._facts.gather_facts(), folder, limits.disk_bytes)
         if RECORDER.no_memory:
             why = f"what this process records ends with it, and no other process can read it: {RECORDER.no_memory}"
             self.account.complain(f"limits.ring_dir: {why}" if folder else why, log=bool(folder))
-        recorded.begin()
+        recorded.reset_recording()
         try:
             self._attach()
         except BaseException:
@@ -213,32 +215,32 @@ class Session:
             self.generations.stop(Deadline(0))
             self._undo(self.leaving.deadline())
             raise
-        if self.is_of_run and environment.is_first_of_run():
+        if self.is_of_run and environment.is_first_process_of_run():
             self.leaving.undos.append(board.make_board())
         if not self.is_of_run:  # else once it records, for it may never do
             FAULTS.attempt("process context", self._facts.publish_context)
-        self.leaving.undos.append(process_context.withdraw)
+        self.leaving.undos.append(process_context.withdraw_context)
         self._join_run()
-        self.leaving.prepare()
+        self.leaving.prepare_exit()
         functions.withdraw_hint()
 
     def _attach(self) -> None:
         recorded, undos = self.recorded, self._undos
         if self.profile.startup == "auto":
             undos.append(recorded.imports.install())
-        self.exporting.prepare()
-        RECORDER.trace_of = recorded.trace_of_span
+        self.exporting.prepare_export()
+        RECORDER.trace_of = recorded.trace_context_of_span
         undos.append(execution.watch_contexts())
-        undos.append(execution.watch_handovers())
+        undos.append(execution.watch_thread_handovers())
         if (timing := recorded.timing) is not None:
             timing.install()
             undos.append(lambda: timing.uninstall(self._undo_by.seconds_left()))
-            undos.append(execution.watch_graphs())
-        self.selection.begun = self.generations.add_engine
+            undos.append(execution.watch_graph_replays())
+        self.selection.begun = self.generations.add_engine_rules
         undos.append(self.selection.attach())
         for package in ENGINES:
             if package in sys.modules:
-                self.generations.add_engine(package)
+                self.generations.add_engine_rules(package)
         undos.append(recorded.ranges.install())  # may import numpy, which a rule may name
         undos.append(lambda: self.gauge_watch.stop(self._undo_by))
         recorded.gauges.prepare()
@@ -293,9 +295,9 @@ class Session:
         current profile then remains in use.
         """
         try:
-            return self.generations.change(profile)
+            return self.generations.change_profile(profile)
         except InstrumentError as error:
-            self.generations.refuse(str(error))
+            self.generations.note_refusal(str(error))
             raise
 
     def _replace_profile(self, profile: Profile) -> None:
@@ -310,7 +312,7 @@ class Session:
                 self._saving.prepare_files()
             self._facts.publish()
             FAULTS.attempt("process context", self._facts.publish_context)
-            self.threads.start()
+            self.threads.start_reader_thread()
 
     def _add_rules(self, profile: Profile) -> None:
         """Replace the current profile by the same one with added rules. The generation number stays the same."""
@@ -355,13 +357,13 @@ class Session:
         first. Failures are logged and counted, not raised.
         """
         deadline = self.leaving.deadline()
-        before_sending = deadline.earlier(SENDING_S)
+        before_sending = deadline.make_earlier_deadline(SENDING_S)
         while self.onlookers:
             FAULTS.attempt("end of one who looks on", self.onlookers.pop())
         self.threads.stop(before_sending)
         self.control.stop(before_sending.seconds_left())
         self.generations.stop(before_sending)
-        FAULTS.attempt("last look at connections", self.selection.look_for_connections)
+        FAULTS.attempt("last look at connections", self.selection.note_current_connections)
         while message := self._membership.next_message():  # there is no thread for it, or there never was
             FAULTS.attempt("words of the agent", partial(self.exporting.handle_agent_message, message))
         with self.exporting.lock.acquire_within():
@@ -370,7 +372,7 @@ class Session:
             self._stopped = True
             self._undo(before_sending)
             FAULTS.attempt("resource of the service", self._facts.publish_resource)
-            FAULTS.attempt("books of the metrics", partial(self._facts.publish_counts, at_once=True))
+            FAULTS.attempt("books of the metrics", partial(self._facts.publish_losses_and_costs, at_once=True))
             if self.profile.export.parquet is not None:  # whose rows of processes have the notes
                 FAULTS.attempt("last notes", partial(self._facts.publish_verdicts, at_once=True))
             FAULTS.attempt("another agent", self.exporting.replace_lost_agent)

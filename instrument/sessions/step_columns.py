@@ -110,7 +110,9 @@ def insert_step_spans(trace: Trace, steps: Sequence[Step]) -> Trace:
     among = _StepInserter(trace.columns)
     for thread_id, thread_steps in by_thread.items():
         among.insert_steps(thread_id, thread_steps)
-    return trace.with_columns(among.trace([step for thread_steps in by_thread.values() for step in thread_steps]))
+    return trace.with_columns(
+        among.make_columns([step for thread_steps in by_thread.values() for step in thread_steps])
+    )
 
 
 class _StepInserter:
@@ -130,7 +132,7 @@ class _StepInserter:
         begins_ns = np.array([step.start_ns for step in steps], dtype=np.int64)
         finishes_ns = np.array([step.end_ns for step in steps], dtype=np.int64)
         covers = np.searchsorted(begins_ns, starts), np.searchsorted(finishes_ns, ends, side="right")
-        outer = self._find_innermost(rows, *covers, len(steps))
+        outer = self._find_spans_around_steps(rows, *covers, len(steps))
         has_outer = outer != NONE
         step_id = np.fromiter(itertools.islice(_IDS, len(steps)), np.int64, len(steps))
         parent_id = np.where(has_outer, trace.span_id[outer], 0) if len(trace) else np.zeros(len(steps), np.int64)
@@ -154,7 +156,7 @@ class _StepInserter:
         self._self_ns[outer[has_outer]] = np.maximum(self._self_ns[outer[has_outer]], 0)
         self._made.append((step_id, parent_id, root_id, self_ns))
 
-    def _find_innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
+    def _find_spans_around_steps(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
         trace = self._trace
         innermost = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)
@@ -164,17 +166,17 @@ class _StepInserter:
             innermost[first[at] : last[at]] = rows[at]
         return innermost
 
-    def trace(self, steps: Sequence[Step]) -> Columns:
+    def make_columns(self, steps: Sequence[Step]) -> Columns:
         trace = self._trace
         numbers = zip(*(np.concatenate(parts).tolist() for parts in zip(*self._made, strict=True)), strict=True)
         root_row = rows_of(trace.span_id, trace.root_id)
         moved = np.where(root_row != NONE, self._root_of[root_row], 0) if len(trace) else self._root_of
         root_id = np.where(moved != 0, moved, trace.root_id)
-        spans = [_span_of(step, *ids_and_time) for step, ids_and_time in zip(steps, numbers, strict=True)]
+        spans = [_make_step_span(step, *ids_and_time) for step, ids_and_time in zip(steps, numbers, strict=True)]
         return append_spans(replace(trace, parent_id=self._parent_id, root_id=root_id, self_ns=self._self_ns), spans)
 
 
-def _span_of(step: Step, span_id: int, parent_id: int, root_id: int, self_ns: int) -> Span:
+def _make_step_span(step: Step, span_id: int, parent_id: int, root_id: int, self_ns: int) -> Span:
     length_ns, attributes = step.end_ns - step.start_ns, dict[str, AttributeValue](step=step.number)
     if step.samples is not None:
         attributes["samples"] = step.samples if type(step.samples) is int else float(step.samples)

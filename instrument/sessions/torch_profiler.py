@@ -34,11 +34,11 @@ from instrument.recording.spans import (
     Kernel,
     Site,
     Span,
-    flops_in,
     is_operator,
+    read_flops,
 )
 from instrument.report.section import COST
-from instrument.report.table import percent
+from instrument.report.table import format_short_percent
 from instrument.runtime.cheap_start import dataclass, replace
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _make_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> list[Spa
         if start_ns >= end_ns or not is_operator_slice:  # but a kernel, a range or a call of a driver
             innermost_ids[source.span_id] = parent_id
             continue
-        flops = flops_in(source.attributes)
+        flops = read_flops(source.attributes)
         attributes: dict[str, AttributeValue] = {FLOPS: flops} if flops else {}
         site = sites.setdefault(source.site.name, Site(source.site.name, "op", OPERATORS))
         place = next(_IDS), parent_id, 0, source.thread_id, 0, start_ns, end_ns, end_ns - start_ns, 0
@@ -105,7 +105,7 @@ def _nest_operators(
 ) -> None:
     """Make each outermost operator a child of the recorded span around it, and cut the operators in it to that span."""
     middles = [(top.start_ns + top.end_ns) // 2 for top in tops]
-    outer_spans = _innermost_open(spans, [top.thread_id for top in tops], middles)
+    outer_spans = _find_innermost_open_spans(spans, [top.thread_id for top in tops], middles)
     outer_by_id = {top.span_id: outer for top, outer in zip(tops, outer_spans, strict=True)}
     for span in operators:
         outer = outer_by_id.get(span.span_id, by_id.get(span.parent_id))
@@ -120,7 +120,9 @@ def _nest_operators(
 
 def _move_into_operators(spans: Sequence[Span], operators: Sequence[Span], by_id: Mapping[int, Span]) -> None:
     """Move recorded spans that ran within an operator, such as those of a hook, below the innermost operator."""
-    places = _innermost_open(operators, [span.thread_id for span in spans], [span.start_ns for span in spans])
+    places = _find_innermost_open_spans(
+        operators, [span.thread_id for span in spans], [span.start_ns for span in spans]
+    )
     root_ids: dict[int, int] = {}
     for span, place in zip(spans, places, strict=True):
         while place is not None and place.end_ns < span.end_ns:
@@ -141,10 +143,10 @@ def _set_device_times(trace: Trace, operators: list[Span]) -> None:
     work = [kernel for kernel in trace.kernels if kernel.thread_id and kernel.kind != "copy"]
     if not work:
         return
-    launchers = _innermost_open(
+    launchers = _find_innermost_open_spans(
         operators, [kernel.thread_id for kernel in work], [kernel.launched_ns for kernel in work]
     )
-    overlapped = _find_overlapped(work)
+    overlapped = _find_overlapped_kernels(work)
     intervals_by_id: dict[int, list[DeviceInterval]] = {}
     for number, (place, kernel) in enumerate(zip(launchers, work, strict=True)):
         if place is not None:
@@ -167,18 +169,20 @@ def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
         spans[row].self_ns = self_ns
 
 
-def _innermost_open(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
+def _find_innermost_open_spans(
+    spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]
+) -> list[Span | None]:
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
-    from instrument.trace.self_times import find_innermost
+    from instrument.trace.self_times import find_innermost_spans
     from instrument.trace.trace import columns_of_spans
 
     points = (np.array(column, dtype=np.int64) for column in (thread_ids, times_ns))
-    rows = find_innermost(columns_of_spans(spans), np.ones(len(spans), dtype=np.bool_), *points)
+    rows = find_innermost_spans(columns_of_spans(spans), np.ones(len(spans), dtype=np.bool_), *points)
     return [None if row < 0 else spans[row] for row in rows.tolist()]
 
 
-def _find_overlapped(work: Sequence[Kernel]) -> set[int]:
+def _find_overlapped_kernels(work: Sequence[Kernel]) -> set[int]:
     """Return the indices of kernels that overlapped a kernel of another stream. `work` is in order of time."""
     overlapped: set[int] = set()
     latest: dict[int, int] = {}
@@ -330,7 +334,7 @@ class TorchProfiler:
                 prepared.start_trace()
                 record = TorchRecord()
                 record.write_marks()
-                self._undo = self._watch(prepared)
+                self._undo = self._stop_before_other_profilers(prepared)
             except Exception as error:
                 self._give_up("start", error)
                 return
@@ -347,12 +351,12 @@ class TorchProfiler:
             record = self._record
             if self._running is not None and record is not None:
                 lasted_ns = time.monotonic_ns() - record.begin_ns
-                if lasted_ns >= self._limit_s * 1e9 and self._can_end_here():
+                if lasted_ns >= self._limit_s * 1e9 and self._can_stop_on_this_thread():
                     self._stop(f"it ran for {self._limit_s:g} s and was ended before the window was")
 
     def end(self) -> TorchRecord | None:
         with self._lock:
-            if self._running is not None and not self._can_end_here():
+            if self._running is not None and not self._can_stop_on_this_thread():
                 self._complain_once(
                     "torch.profiler was started on another thread, and can only stop there; its operators are not "
                     "joined"
@@ -396,10 +400,10 @@ class TorchProfiler:
             **more,
         )
 
-    def _can_end_here(self) -> bool:
+    def _can_stop_on_this_thread(self) -> bool:
         return not self._is_bound or threading.get_ident() == self._thread_id
 
-    def _watch(self, ours: Any) -> Callable[[], None]:
+    def _stop_before_other_profilers(self, ours: Any) -> Callable[[], None]:
         """Stop our torch.profiler when the program starts its own, because ours would otherwise lose its record."""
         kind = type(ours.profiler)
         original = kind._prepare_trace
@@ -407,7 +411,7 @@ class TorchProfiler:
         def prepare(profiler: Any) -> Any:
             if self._running is ours and profiler is not ours.profiler:
                 with self._lock:
-                    if self._running is ours and self._can_end_here():
+                    if self._running is ours and self._can_stop_on_this_thread():
                         self._stop("the program began a torch.profiler of its own")
             return original(profiler)
 
@@ -480,7 +484,7 @@ class TorchRecord:
         weakref.finalize(self, _remove_folder, self._folder, os.getpid())
         profiler.export_chrome_trace(str(Path(self._folder, "window.json")))
 
-    def join(self, trace: Trace) -> Trace:
+    def add_to_trace(self, trace: Trace) -> Trace:
         """Return the window's trace with torch's operators, kernels and allocations. After an error, the trace has a
         note instead. Call this only once."""
         window = f"window {trace.window}"
@@ -494,8 +498,8 @@ class TorchRecord:
         outside_ms = (self.starting_ns + self.ending_ns) / 1e6
         notes = [
             f"{COST}torch.profiler in {window}: {count} operators, each some {self.operator_ns / 1e3:.1f} us longer by "
-            f"it, {percent(round(count * self.operator_ns), trace.end_ns - trace.start_ns)} of the window; it took "
-            f"{outside_ms:.0f} ms to begin and to end, outside of it"
+            f"it, {format_short_percent(round(count * self.operator_ns), trace.end_ns - trace.start_ns)} of the "
+            f"window; it took {outside_ms:.0f} ms to begin and to end, outside of it"
         ]
         if self.cut:
             notes.append(

@@ -136,11 +136,11 @@ class Windows:
 
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
         """End the current step, and begin the next window if it is due. Return the window that ended, or None."""
-        window = self.advance(end_ns)
+        window = self.end_step(end_ns)
         self.begin_window(end_ns)
         return window
 
-    def advance(self, end_ns: int) -> tuple[int, int, int] | None:
+    def end_step(self, end_ns: int) -> tuple[int, int, int] | None:
         """End the current step, but begin no window. Return the window that ended, or None."""
         before, self.steps = self.state, self.steps + 1
         self.state = State(self._states(self.steps))
@@ -185,7 +185,7 @@ class Stretch(NamedTuple):
         return self.snapshot.find_complete_from(self.start_ns, self.end_ns)
 
     def has_span_since(self, at_ns: int) -> bool:
-        return self.snapshot.has_begun(at_ns, self.end_ns)
+        return self.snapshot.has_span_begun(at_ns, self.end_ns)
 
 
 class WindowReader:
@@ -220,10 +220,10 @@ class WindowReader:
         schedule, cursor = self._schedule, self._cursor
         if schedule is None or cursor is None:
             return
-        rings = cursor.read()
+        rings = cursor.read_new_rows()
         nodes = set[int]()
         if schedule.step is not None:
-            nodes = self._recorder.paths().nodes_of(self._selection.sites_of(schedule.step))
+            nodes = self._recorder.paths().nodes_of(self._selection.find_sites(schedule.step))
         for rows in (ring.rows for ring in rings):
             if schedule.step is None:
                 is_step = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & REQUEST_BIT != 0)
@@ -250,4 +250,4 @@ class WindowReader:
     @property
     def lost_rows(self) -> int:
         """The number of rows that the rings overwrote before this reader could count their steps."""
-        return self._lost_before + (0 if self._cursor is None else self._cursor.lost)
+        return self._lost_before + (0 if self._cursor is None else self._cursor.lost_rows)

@@ -149,7 +149,7 @@ class Account:
         pair = np.append(self._turns.pair, 0)[following]
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
-    def _sum_weights(self) -> Iterator[tuple[int, Int64s]]:
+    def _accumulate_weights(self) -> Iterator[tuple[int, Int64s]]:
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
         members_of = Members(groups, self._count + 1)
@@ -176,7 +176,7 @@ class Account:
         groups = Groups(waiting[some], self._count)
         owner = np.append(self._group, self._count)[self.lanes.blocker]
         sums = np.where(self.lanes.is_blocked, 1, np.append(self._sums, 1)[self._of_piece])
-        for number, weights in self._sum_weights():
+        for number, weights in self._accumulate_weights():
             of_blocked = self.lanes.is_blocked & (owner <= number) & blocked
             weights_up_to = of_blocked.astype(np.int64) if blocked else np.append(weights, 0)[self._of_piece]
             before = np.concatenate([[0], np.cumsum(compute_portion(lengths, weights_up_to, sums))])
@@ -193,7 +193,7 @@ class Account:
         own_group, weight, batch = self._group[served.request[pairs]], served.weight[pairs], self._of_pair[pairs]
         groups, other_weights = Groups(own_group, self._count), self._sums[batch] - weight
         upto = np.zeros((self._count, self._count + 1), dtype=np.int64)
-        for number, weights in self._sum_weights():
+        for number, weights in self._accumulate_weights():
             weights_up_to = weights[batch] - weight * (own_group <= number)
             upto[:, number] = groups.sum_by_group(
                 compute_portion(waited_ns, weights_up_to, np.maximum(other_weights, 1))

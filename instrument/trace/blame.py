@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.distributions import percentiles_of
+from instrument.recording.distributions import percentiles_of_times
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop, is_collection, is_interruption
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import (
@@ -73,13 +73,13 @@ def typical_times(ledger: Ledger, places: Int64s) -> dict[str, int]:
         times = np.zeros(len(places), dtype=np.int64)
         times[len(places) - len(members) :] = np.sort(ledger.time_ns[rows[members]])
         name = ledger.names[ledger.part[rows[members[0]]]]
-        typical[name] = percentiles_of(times.tolist(), (0.5,))[0]
+        typical[name] = percentiles_of_times(times.tolist(), (0.5,))[0]
     return typical
 
 
 def find_blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
     """Return the part that made a request slow, and the cause. Returns None if no part took longer than typical."""
-    times = ledger.parts_of(place)
+    times = ledger.times_of_request(place)
     part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
     if part is None or times[part] <= typical.get(part, 0):
         return None
@@ -89,7 +89,7 @@ def find_blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typic
     blamed = union(*(np.array([moment[edge] for _, moment in turns], dtype=np.int64) for edge in (1, 2)))
     blame = Blame(part, times[part], typical.get(part, 0), None)
     is_collected = trace.are_of_sites([is_collection(site) for site in trace.sites])
-    cause = _find_longest(trace, joined, place, blamed, is_collected) if turns else None
+    cause = _find_longest_cause(trace, joined, place, blamed, is_collected) if turns else None
     if cause is None or 2 * cause.ran_ns < blame.excess_ns:
         if len(parts) > 1:
             cause = _find_batch_cause(trace, joined, ledger, place, part, [moment for _, moment in turns])
@@ -104,8 +104,8 @@ def _find_cause(
 ) -> Cause | None:  # fmt: skip
     # Requests and coroutines are no candidates: they may only wait for the span below that takes the time.
     works = trace.are_of_sites([site.kind != "request" and not site.suspends for site in trace.sites])
-    on_threads = np.isin(trace.thread_id, list(_find_threads(trace, joined, place, part, turns, moments)))
-    other_cause = _find_longest(trace, joined, place, times, works & on_threads & (joined.of != place))
+    on_threads = np.isin(trace.thread_id, list(_find_awaited_threads(trace, joined, place, part, turns, moments)))
+    other_cause = _find_longest_cause(trace, joined, place, times, works & on_threads & (joined.of != place))
     rows = np.array(sorted({moment.row for _, moment in turns if moment.row != NONE}), dtype=np.int64)
     if not len(rows):
         return other_cause
@@ -113,13 +113,13 @@ def _find_cause(
     family = np.flatnonzero(joined.of == place)
     is_given = np.isin(family, rows)
     is_below = nearest_at_or_above(rows_of(family, trace.parent[family].astype(np.int64)), is_given) != NONE
-    own_cause = _find_longest(trace, joined, place, times, mask_of(family[is_below & ~is_given], len(trace)))
+    own_cause = _find_longest_cause(trace, joined, place, times, mask_of(family[is_below & ~is_given], len(trace)))
     if own_cause is None or (other_cause is not None and other_cause.ran_ns >= own_cause.ran_ns):
         return other_cause
     return own_cause
 
 
-def _find_threads(
+def _find_awaited_threads(
     trace: Columns, joined: Joined, place: int, part: str, work: Iterable[tuple[int, Moment]], moments: Sequence[Moment]
 ) -> set[int]:
     served = joined.served.batch[joined.served.request == place]
@@ -132,7 +132,7 @@ def _find_threads(
     return {int(trace.thread_id[root if row == NONE else row]) for row in rows or [root]}
 
 
-def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
+def _find_longest_cause(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
     low, high = int(times.starts[0]), int(times.ends[-1])
     rows = np.flatnonzero(is_wanted & (trace.start_ns < high) & (trace.end_ns > low))
     is_candidate = mask_of(rows, len(trace) + 1)  # the last place is that of a missing parent
@@ -296,11 +296,11 @@ def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCos
     for name in find_distinct(of_name).tolist():
         steps = np.flatnonzero(of_name == name)
         loads = np.stack([np.ones(len(steps)), members[steps], weight[steps]])
-        expected = _fit_expected(loads, spent_ns[steps], length_ns[steps])
+        expected = _fit_expected_times(loads, spent_ns[steps], length_ns[steps])
         if expected is None:
             continue
         padded = np.maximum(members * largest, weight)[steps]
-        of_padded = _fit_expected(np.stack([*loads[:2], padded]), spent_ns[steps], length_ns[steps])
+        of_padded = _fit_expected_times(np.stack([*loads[:2], padded]), spent_ns[steps], length_ns[steps])
         is_uneven = padded > UNEVEN * weight[steps]
         pads = of_padded is not None and int(is_uneven.sum()) >= LEAST_STEPS
         if of_padded is not None and pads:
@@ -367,7 +367,7 @@ def _measure_loads(
     return members, weight, largest, heaviest, heavy
 
 
-def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
+def _fit_expected_times(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
     count = len(length_ns)
     if count < LEAST_STEPS or not length_ns.all():
         return None
@@ -391,7 +391,7 @@ def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tup
     return expected, max(float(by_path[2].sum()) / float(scale[2]), 0.0)
 
 
-def select_loads(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
+def split_loads(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
     is_own = costs.heavy[steps] == request
     load_ns = costs.load_ns[steps] + np.where(is_own, costs.heavy_ns[steps], 0.0)
     return load_ns, np.where(is_own, 0.0, costs.heavy_ns[steps])

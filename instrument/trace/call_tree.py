@@ -92,7 +92,7 @@ class CallPaths:
         return len(self.parent)
 
 
-def call_tree(
+def build_call_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> CallPaths:  # fmt: skip
     """Return the call tree of the spans in `among`, by default of all spans. Times are clipped to the `window`.
@@ -123,7 +123,9 @@ def call_tree(
     inside = nearest_at_or_above(around.astype(np.int32), below) != NONE
     groups = Groups(node_of[calls], count)
     starts, ends = clip_intervals(trace.start_ns[calls], trace.end_ns[calls], (first, last))
-    device, streams = _measure_device(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
+    device, streams = _measure_device_times(
+        trace, counted, on_line, node_of, is_of | below, inside, (first, last), count
+    )
     return CallPaths(
         parent=parent,
         site=trace.site[some_row].astype(np.int64),
@@ -158,7 +160,7 @@ def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bo
     return node_of, np.concatenate(parents), np.concatenate(some_rows)
 
 
-def _measure_device(
+def _measure_device_times(
     trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, is_timed: Bools, inside: Bools, window: Interval,
     count: int,
 ) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
@@ -182,12 +184,12 @@ def _measure_device(
     stream_times = [StreamTimes(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
     is_call = (node_of != NONE) & is_timed[node_of]
     around = np.where(on_line, trace.parent, np.int32(NONE))
-    calls, lengths_ns = measure_calls_on_device(around, is_call, rows, starts, ends)
+    calls, lengths_ns = measure_device_times_of_calls(around, is_call, rows, starts, ends)
     is_counted = counted[calls]
     return NodeTimes.sum_calls(Groups(node_of[calls[is_counted]], count), lengths_ns[is_counted]), stream_times
 
 
-def measure_calls_on_device(
+def measure_device_times_of_calls(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
     nearest_call = nearest_at_or_above(around, is_call)
@@ -253,7 +255,7 @@ class _Paths:
         self._below: dict[tuple[int, int], int] = {}
         self._known_sites: set[int] = set()
 
-    def node_below(self, parent: int, site: int) -> int:
+    def find_or_add_node(self, parent: int, site: int) -> int:
         """Return the node for a call of a site below a parent node. A recursive call gets the node of its outer
         call."""
         node = self._below.get((parent, site))
@@ -279,7 +281,7 @@ class _Paths:
         self.depth.append(1 if parent == NONE else self.depth[parent] + 1)
         return len(self.site) - 1
 
-    def all_paths(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
+    def list_paths(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
         paths: list[tuple[Site, ...]] = []
         for site, parent in zip(self.site, self.parent, strict=True):
             paths.append((*(() if parent == NONE else paths[parent]), sites[site]))
@@ -289,8 +291,8 @@ class _Paths:
 def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
     """Return the number of each row's call path, and the sites of each path. The topmost site comes first."""
     paths = _Paths(None)
-    node_of = _fold_nodes(trace, paths)
-    return node_of, paths.all_paths(trace.sites)
+    node_of = _find_nodes_of_rows(trace, paths)
+    return node_of, paths.list_paths(trace.sites)
 
 
 def tally_spans(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
@@ -299,33 +301,33 @@ def tally_spans(trace: Columns, threads: Mapping[int, str] | None = None, *, lim
     if not len(trace):
         return Tally()
     paths = _Paths(limit_links)
-    node_of = _fold_nodes(trace, paths)
+    node_of = _find_nodes_of_rows(trace, paths)
     cell_of, rows = number_combinations(node_of, number_combinations(trace.thread_id)[0])
     nodes = node_of[rows]
     if limit_links is not None and int(np.array(paths.depth)[nodes].sum()) > limit_links:
         raise ValueError(_TOO_DEEP)
-    lines, buckets = _sum_cells(trace, cell_of, len(rows), _are_inner_calls(trace, node_of, paths.recurring))
+    lines, buckets = _sum_times_by_cell(trace, cell_of, len(rows), _are_inner_calls(trace, node_of, paths.recurring))
     lines["node"], lines["thread_id"] = nodes, trace.thread_id[rows]
     order = np.array(_order_cells(trace, cell_of, len(rows)), dtype=np.int64)
     buckets["line"] = np.argsort(order)[buckets["line"]]
     lines, names = lines[order], dict(threads or {})
     labels = {thread: names.get(thread, f"thread {thread}") for thread in dict.fromkeys(lines["thread_id"].tolist())}
-    every, used = paths.all_paths(trace.sites), dict.fromkeys(lines["node"].tolist())
+    every, used = paths.list_paths(trace.sites), dict.fromkeys(lines["node"].tolist())
     lines["node"] = index_rows(np.array(list(used), dtype=np.int64), len(every))[lines["node"]]
     return Tally.of_paths([every[node] for node in used], lines, buckets, labels)
 
 
-def _fold_nodes(trace: Columns, paths: _Paths) -> Int64s:
+def _find_nodes_of_rows(trace: Columns, paths: _Paths) -> Int64s:
     by_key: dict[tuple[object, ...], int] = {}
     places = np.array([by_key.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
     node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is the parent of roots
     for rows in rows_by_level(trace.level):
         above, sites = node_of[trace.parent[rows]], places[trace.site[rows]]
         if len(rows) == 1:  # a chain may have thousands of levels
-            node_of[rows[0]] = paths.node_below(int(above[0]), int(sites[0]))
+            node_of[rows[0]] = paths.find_or_add_node(int(above[0]), int(sites[0]))
             continue
         numbers, some = number_combinations(above + 1, sites)
-        nodes = map(paths.node_below, above[some].tolist(), sites[some].tolist())
+        nodes = map(paths.find_or_add_node, above[some].tolist(), sites[some].tolist())
         node_of[rows] = np.fromiter(nodes, np.int64, len(some))[numbers]
     return node_of[:-1]
 
@@ -364,19 +366,19 @@ def _find_outer_calls(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
         rows, up = rows[~same], trace.parent[up[~same]]
 
 
-def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Records, Records]:
+def _sum_times_by_cell(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Records, Records]:
     """Return the totals and the histogram of each cell. A cell is a node on a thread."""
-    device_ns, elapsed_ns = _measure_rows(trace)
+    device_ns, elapsed_ns = _measure_row_times(trace)
     elapsed_ns[inner] = trace.total_ns[inner]
     moved = np.zeros(len(trace), dtype=np.int64)
-    copied = trace.attributes.having("bytes")
+    copied = trace.attributes.rows_with_attribute("bytes")
     copied = copied[trace.are_of_kind("copy")[copied]]
     moved[copied] = [
         value if isinstance(value, int) and 0 <= value <= LARGEST_COPY_BYTES else 0
         for value in trace.attributes.values("bytes", copied)
     ]
     cancelled = np.zeros(len(trace), dtype=np.bool_)
-    cancelled[trace.attributes.having(OUTCOME)] = True
+    cancelled[trace.attributes.rows_with_attribute(OUTCOME)] = True
     cancelled &= trace.are_of_kind("request") & (trace.error == NONE)
     groups, outer = Groups(cells, count), ~inner
     lines = np.zeros(count, TOTALS)
@@ -400,7 +402,7 @@ def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple
     return lines, make_buckets(*np.divmod(keys, LAST_BUCKET + 1), sizes)
 
 
-def _measure_rows(trace: Columns) -> tuple[Int64s, Int64s]:
+def _measure_row_times(trace: Columns) -> tuple[Int64s, Int64s]:
     device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
     if len(trace.device):
         rows, starts, ends = union_by_group(trace.device.row, trace.device.start_ns, trace.device.end_ns)

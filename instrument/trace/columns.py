@@ -133,7 +133,7 @@ class Attributes:
         """Return the rows with attributes, in order."""
         return self._rows
 
-    def having(self, name: str) -> Int64s:
+    def rows_with_attribute(self, name: str) -> Int64s:
         """Return the rows with an attribute of this name, in order."""
         if (rows := self._having.get(name)) is None:
             is_wanted = np.concatenate([np.zeros(0, np.bool_), *(table.having(name) for table in self._tables)])
@@ -253,7 +253,7 @@ class Columns:
     def __post_init__(self) -> None:
         if not len(self.own_id):
             object.__setattr__(self, "own_id", self.span_id)
-        _refuse_unsound(self)
+        _check_columns(self)
         parent = rows_of(self.span_id, self.parent_id)
         parent[self.parent_id == 0] = NONE
         object.__setattr__(self, "parent", parent)
@@ -273,7 +273,7 @@ class Columns:
         mask: Bools = np.array([*is_wanted, False], dtype=np.bool_)[self.site]
         return mask
 
-    def numbered_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
+    def describe_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
         numbers: dict[Description, int] = {}
         of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
@@ -281,10 +281,10 @@ class Columns:
     def count_calls(self) -> dict[Site, int]:
         return dict(zip(self.sites, np.bincount(self.site, minlength=len(self.sites)).tolist(), strict=True))
 
-    def count_timed(self) -> int:
+    def count_rows_with_device_time(self) -> int:
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
-    def count_untimed(self) -> int:
+    def count_rows_without_device_time(self) -> int:
         """Return the number of rows without device intervals, although their sites record device times."""
         is_missing = self.are_of_sites([site.device for site in self.sites])
         is_missing[self.device.row] = False
@@ -304,7 +304,7 @@ class Columns:
         more: dict[str, Any] = {"device": device, "attributes": self.attributes.take(rows), "remote": remote}
         return Columns(sites=self.sites, errors=self.errors, **(more | columns | changes))
 
-    def topmost_wanted_rows(self, is_wanted: Bools) -> Int32s:
+    def find_topmost_wanted_rows(self, is_wanted: Bools) -> Int32s:
         """Return the topmost wanted row at or above each row, or `NONE`. A wanted root counts even if spans between it
         and the row are missing."""
         rows = np.arange(len(self), dtype=np.int32)
@@ -346,7 +346,7 @@ _BY_ROW = (
 )  # fmt: skip
 
 
-def _refuse_unsound(trace: Columns) -> None:
+def _check_columns(trace: Columns) -> None:
     count, work = len(trace.span_id), trace.device
     columns = [getattr(trace, name) for name in _BY_ROW]
     inner: list[NDArray[Any]] = [work.device, work.stream, work.start_ns, work.end_ns, work.label, work.uncertainty_ns]

@@ -160,9 +160,9 @@ class DatasetWriter:
 
     def write(self, table: str, rows: Any) -> None:
         for folder, some in _split_by_folder(rows):
-            self._write(table, folder, some)
+            self._write_to_folder(table, folder, some)
 
-    def _write(self, table: str, folder: str, rows: Any) -> None:
+    def _write_to_folder(self, table: str, folder: str, rows: Any) -> None:
         files = self._files.setdefault((table, folder), [])
         if not files or files[-1].is_complete:
             name = f"{table}/{folder}/{self._name}-{len(files)}.parquet"
@@ -175,7 +175,7 @@ class DatasetWriter:
         tables = {table for table, _ in self._files}
         for _, folder in list(self._files)[-1:] if self._fills else ():
             for table in set(read_definition()["tables"]) - tables:
-                self._write(table, folder, arrow_schema(table).empty_table())
+                self._write_to_folder(table, folder, arrow_schema(table).empty_table())
         files = [*chain(*self._files.values())]
         for file in files:
             if not file.is_complete:
@@ -186,7 +186,7 @@ class DatasetWriter:
         return [f"{self._folder.path}/{file.name}" for file in files]
 
     @property
-    def parts(self) -> list[str]:
+    def part_names(self) -> list[str]:
         return [file.part for file in chain(*self._files.values())]
 
     def discard(self) -> None:
@@ -216,7 +216,7 @@ class ReadProcess(NamedTuple):
     ids: SpanKeys
 
 
-def processes_in(tables: Mapping[str, Any]) -> list[ReadProcess]:
+def read_processes(tables: Mapping[str, Any]) -> list[ReadProcess]:
     """Return the recordings of all processes in the tables of a dataset, ordered by their first span.
 
     `tables` must have `spans`, and may have `intervals`, `gauges`, `losses` and `processes`. The order of rows and the

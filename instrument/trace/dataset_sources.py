@@ -21,12 +21,12 @@ from instrument.trace.dataset_tables import (
     DatasetProcess,
     SpanKeys,
     TraceRows,
-    make_keys,
+    make_span_keys,
     make_table,
 )
 from instrument.trace.decisions import OPEN, Decisions, RememberedTraces
 from instrument.trace.indices import NONE, rows_of
-from instrument.trace.joined import join
+from instrument.trace.joined import join_requests
 from instrument.trace.merge import Merged
 from instrument.trace.merged_facts import group_by_process, restore_numbers
 from instrument.trace.request_trees import build_request_trees, derive_traces_from_keys
@@ -45,7 +45,7 @@ class DatasetRows(TraceRows):
     def __init__(self, merged: Merged, ids: Sequence[SpanKeys] | None = None) -> None:
         self.merged = merged
         self._facts = facts = merged.saved.trace
-        joined = join(facts.columns, facts.apart_ns)
+        joined = join_requests(facts.columns, facts.apart_ns)
         trace = build_request_trees(facts.columns, joined, facts.origin.run)
         base_ns = facts.origin.realtime_of(0)
         process = merged.number_processes()
@@ -57,7 +57,7 @@ class DatasetRows(TraceRows):
             threads, gpus = (facts.threads, facts.gpus) if numbers is None else (numbers.facts.threads, newest.gpus)
             own_facts = replace(newest, threads=threads, gpus=gpus)
             members.append(DatasetProcess(own_facts, base_ns + parts[0].moved_ns, numbers))
-        keys = make_keys(trace, process, members) if ids is None else _keep_ids(trace, process, ids)
+        keys = make_span_keys(trace, process, members) if ids is None else _collect_original_ids(trace, process, ids)
         thread_id, device = trace.thread_id.copy(), trace.device.device.copy()
         for number, member in enumerate(members):
             if member.numbers is not None:
@@ -131,7 +131,7 @@ def make_window_tables(
         yield name, make_table(name, dict(zip(names, values, strict=True)), np.array(process, np.int64), members)
 
 
-def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
+def _collect_original_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))
@@ -175,7 +175,7 @@ class SettledRows(TraceRows):
         trace = replace(trace, own_id=gathered.own, end_ns=ends, device=device)
         runs = {member.facts.origin.run for member in members}
         if not decisions.run and len(runs) == 1 and all(member.ids is None for member in members):
-            trace = _add_key_traces(trace, decisions, remembered, runs.pop())
+            trace = _add_trace_ids_of_keys(trace, decisions, remembered, runs.pop())
         absent: list[dict[int, int]] = [{} for _ in members]
         """The numbers that each process gave to missing parents and roots, by their ids in this trace."""
         above = (trace.parent_id, trace.parent, gathered.own_parent), (trace.root_id, decisions.unit, gathered.own_root)
@@ -189,9 +189,9 @@ class SettledRows(TraceRows):
         callers: dict[int, RemoteParent] = {}
         """The callers of requests that were released before their last rows came, by their ids in this trace."""
         for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():
-            if (remote := decisions.find_absent_caller(row)) is not None:
+            if (remote := decisions.find_remembered_caller(row)) is not None:
                 callers[int(trace.root_id[row])] = remote
-        keys = make_keys(trace, process, members, callers)
+        keys = make_span_keys(trace, process, members, callers)
         base_ns = np.array([member.offset_ns for member in members], dtype=np.int64)
         super().__init__(
             trace, decisions.joined, process, members, keys, base_ns, gathered.own_thread, trace.device.device
@@ -213,7 +213,7 @@ class SettledRows(TraceRows):
         filled = {name: rows for name, rows in numbers.items() if len(rows)}
         yield from self._make_row_tables(filled, np.ones(len(trace), dtype=np.bool_))
 
-    def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
+    def _find_linked_span(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
         process = int(self.process[row])
         (cause,) = np.flatnonzero((self.trace.own_id == link[0]) & (self.process == process))[:1].tolist() or [NONE]
         if cause != NONE:
@@ -225,7 +225,7 @@ class SettledRows(TraceRows):
         return trace_id >> 64, trace_id & (1 << 64) - 1, span
 
 
-def _add_key_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
+def _add_trace_ids_of_keys(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
     """Return the trace with trace ids that are made from request keys. Only the first request with a key gets its trace
     id."""
     remotes = derive_traces_from_keys(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}

@@ -30,7 +30,7 @@ from instrument.trace.metadata import Sites
 from instrument.trace.request_trees import INPUT_TOKENS, OUTPUT_TOKENS
 from instrument.trace.stages import find_stages
 from instrument.trace.tables import PARTS
-from instrument.trace.text import encode_numbers, make_safe, remove_surrogates
+from instrument.trace.text import encode_numbers, make_json_value, remove_surrogates
 from instrument.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def choose_column(value: AttributeValue) -> tuple[str, Any]:
         return "attributes_int", value
     if isinstance(value, float):
         return "attributes_real", None if value != value else value
-    return "attributes_json", encode_numbers(make_safe(value, finite=False))
+    return "attributes_json", encode_numbers(make_json_value(value, finite=False))
 
 
 class SpanKeys(NamedTuple):
@@ -245,10 +245,10 @@ class TraceRows:
         trace, sites, site = self.trace, self.trace.sites, self.trace.site[rows]
         codes = [f"{place.module}:{place.qualname}" if place.qualname else None for place in sites]
         links = np.zeros((len(rows), 3), dtype=np.uint64)
-        for place in np.flatnonzero(np.isin(rows, trace.attributes.having(LINK))).tolist():
+        for place in np.flatnonzero(np.isin(rows, trace.attributes.rows_with_attribute(LINK))).tolist():
             link = trace.attributes[int(rows[place])][LINK]
             if isinstance(link, (list, tuple)) and len(link) == 2 and all(map(_is_int64, link)):
-                links[place] = self._link_of(int(rows[place]), tuple(link))
+                links[place] = self._find_linked_span(int(rows[place]), tuple(link))
         threads, process = self._thread_id[rows], self.process[rows]
         places, firsts = number_combinations(process, rank_distinct(threads)[1])
         pairs = zip(process[firsts].tolist(), threads[firsts].tolist(), strict=True)
@@ -274,7 +274,7 @@ class TraceRows:
         }
         return self._make_table("spans", rows, trace.start_ns[rows], columns)
 
-    def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
+    def _find_linked_span(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
         """Return the two halves of the trace id, and the span id, of a linked span. An unknown span has the ids 0."""
         (cause,) = rows_of(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
         return (0, 0, 0) if cause == NONE else tuple(int(ids[cause]) for ids in self.keys[:3])  # type: ignore[return-value]
@@ -398,7 +398,7 @@ class ConsecutiveIds:
         return ids
 
 
-def make_keys(
+def make_span_keys(
     trace: Columns,
     process: Int64s,
     members: Sequence[DatasetProcess],
@@ -406,7 +406,7 @@ def make_keys(
 ) -> SpanKeys:
     absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
 
-    def ids_by(processes: Int64s, numbers: Int64s, part: int) -> UInt64s:
+    def convert_to_ids(processes: Int64s, numbers: Int64s, part: int) -> UInt64s:
         order = np.argsort(processes, kind="stable")
         bounds = np.searchsorted(processes[order], np.arange(len(members) + 1)).tolist()
         ids = np.zeros(len(numbers), dtype=np.uint64)
@@ -415,17 +415,17 @@ def make_keys(
                 ids[rows] = member.id_converter.make_ids(numbers[rows].astype(np.uint64), part)
         return ids
 
-    def outer_ids(ids: Int64s, part: int) -> UInt64s:
+    def convert_ancestors_to_ids(ids: Int64s, part: int) -> UInt64s:
         rows = rows_of(trace.span_id, ids)
         processes = np.append(process, 0)[rows]
         numbers = np.append(trace.own_id, 0)[rows]
         for row in np.flatnonzero(rows == NONE).tolist():
             processes[row] = process[row]
             numbers[row] = absent_of[process[row]].get(int(ids[row]), int(ids[row]))
-        return ids_by(processes, numbers, part)
+        return convert_to_ids(processes, numbers, part)
 
-    parent = np.where(trace.parent_id == 0, np.uint64(0), outer_ids(trace.parent_id, 0))
-    high, low = outer_ids(trace.root_id, 1), outer_ids(trace.root_id, 2)
+    parent = np.where(trace.parent_id == 0, np.uint64(0), convert_ancestors_to_ids(trace.parent_id, 0))
+    high, low = convert_ancestors_to_ids(trace.root_id, 1), convert_ancestors_to_ids(trace.root_id, 2)
     remotes = {int(trace.root_id[row]): remote for row, remote in trace.remote.items()} | dict(absent_roots or {})
     if remotes:
         roots = np.array(sorted(remotes), dtype=np.int64)
@@ -435,4 +435,6 @@ def make_keys(
         has = roots[places] == trace.root_id
         high, low = np.where(has, ids[places, 0], high), np.where(has, ids[places, 1], low)
         parent = np.where(has & (trace.parent_id == 0), ids[places, 2], parent)
-    return SpanKeys(high, low, ids_by(process, trace.own_id, 0), parent, outer_ids(trace.root_id, 0))
+    return SpanKeys(
+        high, low, convert_to_ids(process, trace.own_id, 0), parent, convert_ancestors_to_ids(trace.root_id, 0)
+    )

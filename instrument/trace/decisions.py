@@ -19,8 +19,8 @@ from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.recording.trace_context import RemoteParent, is_sampled, tracestate_of_share
 from instrument.trace.columns import Attributes, Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import NONE, mask_of, nearest_at_or_above, number_combinations, rows_of
-from instrument.trace.joined import join
-from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows, have_details, split_remote
+from instrument.trace.joined import join_requests
+from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows, have_details, split_remote_parent
 from instrument.trace.request_trees import build_request_trees
 from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, EndedRequest, Newest, UnsettledRows
 
@@ -39,7 +39,7 @@ class Gathered:
     def __init__(self, members: Sequence[UnsettledRows], horizon_ns: int) -> None:
         self.members = members
         sites: dict[Site, int] = {}
-        parts = [_gather_member(member, sites, horizon_ns) for member in members]
+        parts = [_gather_rows_of_recording(member, sites, horizon_ns) for member in members]
         starts = np.cumsum([0, *(len(part["span_id"]) for part in parts)])
         self.member: Int32s = np.repeat(np.arange(len(members), dtype=np.int32), np.diff(starts))
         none = np.zeros(0, np.int64)
@@ -57,13 +57,15 @@ class Gathered:
             for at in np.flatnonzero(np.append(have_details(member.rows), False)[place]).tolist():
                 details.add(first + at, member.details.get(int(own_ids[at])) or RowDetail())
             for at in np.flatnonzero(place == NONE).tolist():
-                details.add(first + at, RowDetail(-1, None, *split_remote(member.opened[int(own_ids[at])].attributes)))
+                details.add(
+                    first + at, RowDetail(-1, None, *split_remote_parent(member.opened[int(own_ids[at])].attributes))
+                )
             if member.caller is not None:
                 is_early_root = (own_ids == part["root_id"]) & (own_ids & REQUEST_BIT == 0)
                 is_early_root &= part["start_ns"] < member.served_from_ns
                 for at in np.flatnonzero(is_early_root).tolist():
                     details.remote.setdefault(first + at, member.caller)
-        parent_id, root_id = self._number_ids_above(parts, starts)
+        parent_id, root_id = self._number_parents_and_roots(parts, starts)
         thread, _ = number_combinations(self.member.astype(np.int64), self.own_thread)
         self.trace = Columns(
             sites=tuple(sites),
@@ -85,7 +87,9 @@ class Gathered:
             remote=details.remote,
         )
 
-    def _number_ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
+    def _number_parents_and_roots(
+        self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s
+    ) -> tuple[Int64s, Int64s]:
         above = int(starts[-1]) + 1
         columns = [np.zeros((2, 0), np.int64)]
         for part, first in zip(parts, starts.tolist(), strict=False):
@@ -108,7 +112,9 @@ _GATHERED = (
 )  # fmt: skip
 
 
-def _gather_member(member: UnsettledRows, sites: dict[Site, int], horizon_ns: int) -> dict[str, NDArray[Any]]:
+def _gather_rows_of_recording(
+    member: UnsettledRows, sites: dict[Site, int], horizon_ns: int
+) -> dict[str, NDArray[Any]]:
     place = np.flatnonzero(_are_relevant(member, horizon_ns))
     rows = member.rows[place]
     ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
@@ -179,10 +185,10 @@ class Decisions:
         self._is_last, self._at_once = is_last, at_once
         self.members = gathered.members
         trace = gathered.trace
-        self.joined = join(trace)
+        self.joined = join_requests(trace)
         self.run = self.members[0].ids.run if self.members else ""
         grafted_trace = build_request_trees(trace, self.joined, self.run)
-        self.found = self._limit_key_traces(grafted_trace) if self.run else grafted_trace
+        self.found = self._remove_repeated_key_traces(grafted_trace) if self.run else grafted_trace
         count = len(trace)
         self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
         """The row of the tree's root, for each row. `NONE` if the root's row is missing."""
@@ -191,7 +197,7 @@ class Decisions:
         """True for rows that are sent."""
         self.gone = np.zeros(count, np.bool_)
         """True for rows that are dropped."""
-        self._mark_adopted()
+        self._set_states_of_adopted_rows()
         self.states: dict[int, str] = {}
         """The `tracestate` of each randomly sampled request, by its root."""
         self.kept: set[int] = set()
@@ -201,7 +207,7 @@ class Decisions:
         self._settle_batches()
         self._settle_trees_without_request()
 
-    def _limit_key_traces(self, trace: Columns) -> Columns:
+    def _remove_repeated_key_traces(self, trace: Columns) -> Columns:
         key_by_row = {int(self.joined.rows[place]): keys[0] for place, keys in self.joined.keys.items()}
         remote = dict(trace.remote)
         for row, key in key_by_row.items():
@@ -213,7 +219,7 @@ class Decisions:
 
     # ---------------------------------------------------------------- requests
 
-    def member_of(self, row: int) -> UnsettledRows:
+    def find_recording_of_row(self, row: int) -> UnsettledRows:
         return self.members[int(self.gathered.member[row])]
 
     def _ended_request(self, row: int) -> EndedRequest:
@@ -227,11 +233,11 @@ class Decisions:
         remote = self.found.remote.get(root)
         if remote is not None:
             return remote.trace_id
-        return self.member_of(root).ids.trace_id(int(self.gathered.own[root]))
+        return self.find_recording_of_row(root).ids.trace_id(int(self.gathered.own[root]))
 
-    def find_absent_caller(self, row: int) -> RemoteParent | None:
+    def find_remembered_caller(self, row: int) -> RemoteParent | None:
         """Return the remote caller of a tree whose root is no longer in memory."""
-        member, root_id = self.member_of(row), int(self.gathered.own_root[row])
+        member, root_id = self.find_recording_of_row(row), int(self.gathered.own_root[row])
         decided = member.decided.get(root_id)
         if decided is not None:
             return decided.remote
@@ -239,7 +245,7 @@ class Decisions:
         return member.caller if is_early else None
 
     def sent_span_id(self, row: int) -> int:
-        return self.member_of(row).ids.span_id(int(self.gathered.own[row]))
+        return self.find_recording_of_row(row).ids.span_id(int(self.gathered.own[row]))
 
     def _decide_requests(self) -> None:
         gathered, state = self.gathered, self.gathered.state
@@ -252,7 +258,7 @@ class Decisions:
             if not self.is_root[unit] or state[unit] in (SETTLED, PASSED):
                 continue
             if state[unit] == OPEN or gathered.trace.end_ns[unit] > self._horizon_ns:
-                if not self.member_of(unit).is_over:
+                if not self.find_recording_of_row(unit).is_over:
                     undue_traces.add(self.sent_trace_id(unit))
             else:
                 due.append(unit)
@@ -268,16 +274,16 @@ class Decisions:
         for unit in list(self.passed):  # a part of its trace may have been kept after it was looked at
             if self.sent_trace_id(unit) in self._remembered.kept:
                 self._keep_tree(unit)
-        self._keep_before(standing_out)
+        self._keep_preceding_requests(standing_out)
 
-    def _mark_adopted(self) -> None:
+    def _set_states_of_adopted_rows(self) -> None:
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):
             return
         served, sampled = self.served_roots_by_batch, self.are_sampled()
         for row in adopted.tolist():
-            member, unit = self.member_of(row), int(self.unit[row])
+            member, unit = self.find_recording_of_row(row), int(self.unit[row])
             is_late = gathered.trace.end_ns[row] > member.adopted_until_ns
             if row in served:
                 states = {int(state[root]) for root in served[row] if root != NONE}
@@ -293,32 +299,34 @@ class Decisions:
         self, unit: int, parts: Sequence[int], undue_traces: set[int], standing_out: list[tuple[int, int, int]]
     ) -> None:
         ended = [
-            (self.member_of(row).sampler, self._ended_request(row), row)
+            (self.find_recording_of_row(row).sampler, self._ended_request(row), row)
             for row in parts
             if self.gathered.state[row] != OPEN
         ]
-        trace_id, sample = self.sent_trace_id(unit), self.member_of(unit).sampler.capture.sample
+        trace_id, sample = self.sent_trace_id(unit), self.find_recording_of_row(unit).sampler.capture.sample
         # If a request has a caller's trace, the caller has decided about the random sample.
         is_of_sample = self._ended_request(unit).remote is None and is_sampled(trace_id, sample)
         if is_of_sample:
             self.states[unit] = tracestate_of_share(sample)
         is_kept = is_of_sample or trace_id in self._remembered.kept
-        if is_kept or any(sampler.is_asked_for(request) for sampler, request, _ in ended):
+        if is_kept or any(sampler.take_if_wanted(request) for sampler, request, _ in ended):
             self._keep_tree(unit)
             return
         for sampler, request, row in ended:
             if sampler.is_notable(request):
                 if sampler.allowance.take_token(request.end_ns):
-                    if request.root_id not in self.member_of(row).early:  # what came before those is long gone
+                    if (
+                        request.root_id not in self.find_recording_of_row(row).early
+                    ):  # what came before those is long gone
                         standing_out.append((int(self.gathered.member[row]), request.start_ns, request.end_ns))
                     self._keep_tree(unit)
                 else:
-                    self.member_of(row).counts[BEYOND_LIMIT] += 1
+                    self.find_recording_of_row(row).counts[BEYOND_LIMIT] += 1
                     self.passed.add(unit)
                 return
         for sampler, request, row in ended:
-            if sampler.lacks_usual_time(request) and not (self.member_of(row).is_over or self._is_last):
-                self.member_of(row).early.add(request.root_id)
+            if sampler.lacks_usual_time(request) and not (self.find_recording_of_row(row).is_over or self._is_last):
+                self.find_recording_of_row(row).early.add(request.root_id)
                 return
         if self._is_last or trace_id not in undue_traces:
             self.passed.add(unit)
@@ -328,7 +336,7 @@ class Decisions:
         self.kept.add(unit)
         self._remembered.kept[self.sent_trace_id(unit)] = None
 
-    def _keep_before(self, standing_out: Iterable[tuple[int, int, int]]) -> None:
+    def _keep_preceding_requests(self, standing_out: Iterable[tuple[int, int, int]]) -> None:
         gathered = self.gathered
         recent = np.flatnonzero(self.is_root & (gathered.state == PASSED)).tolist()
         for member, start_ns, end_ns in standing_out:
@@ -352,14 +360,14 @@ class Decisions:
         late: dict[bool, set[int]] = {True: set(), False: set()}
         units = np.unique(self.unit[undecided & (self.unit != NONE)])
         for unit in units[self.is_root[units] & (gathered.state[units] == SETTLED)].tolist():
-            decided = self.member_of(unit).decided.get(int(gathered.own[unit]))
+            decided = self.find_recording_of_row(unit).decided.get(int(gathered.own[unit]))
             late[decided is not None and decided.is_kept].add(unit)
         self.out |= undecided & self.find_rows_of_trees(self.kept | late[True])
         self.gone |= undecided & self.find_rows_of_trees(self.passed | late[False])
         # Late rows of requests that are not here any more.
         rootless = undecided & (self.unit == NONE) & (gathered.own_root & REQUEST_BIT != 0)
         for row in np.flatnonzero(rootless).tolist():
-            member = self.member_of(row)
+            member = self.find_recording_of_row(row)
             decided = member.decided.get(int(gathered.own_root[row]))
             if decided is not None:
                 (self.out if decided.is_kept else self.gone)[row] = True
@@ -378,11 +386,11 @@ class Decisions:
         """Settle the rows of trees without a request. Only the random sample is kept."""
         gathered = self.gathered
         due = self._is_due_without_request
-        batches = self.found.attributes.having(BATCH_KEYS)
+        batches = self.found.attributes.rows_with_attribute(BATCH_KEYS)
         due[batches] = False
         if not due.any():
             return
-        keyed = mask_of(self.found.attributes.having(KEY), len(due))
+        keyed = mask_of(self.found.attributes.rows_with_attribute(KEY), len(due))
         waits = (nearest_at_or_above(self.found.parent, keyed) != NONE) & (
             gathered.trace.end_ns > self._horizon_ns - (0 if self._at_once or self._is_last else PATIENCE_NS)
         )
@@ -410,7 +418,7 @@ class Decisions:
     def find_decision(self, root: int) -> bool | None:
         """Return True for a kept request, False for a dropped one, None for an undecided one."""
         if self.gathered.state[root] == SETTLED:
-            decided = self.member_of(root).decided.get(int(self.gathered.own[root]))
+            decided = self.find_recording_of_row(root).decided.get(int(self.gathered.own[root]))
             return decided is not None and decided.is_kept
         if self.out[root]:
             return True
@@ -422,7 +430,7 @@ class Decisions:
         due, sampled = self._is_due_without_request, self.are_sampled()
         state, end_ns = self.gathered.state, self.gathered.trace.end_ns
         served, hurries = self.served_roots_by_batch, self._is_last or self._at_once
-        for batch in self.found.attributes.having(BATCH_KEYS).tolist():
+        for batch in self.found.attributes.rows_with_attribute(BATCH_KEYS).tolist():
             if not due[batch]:
                 continue
             fates = [None if root == NONE else self.find_decision(root) for root in served.get(batch, ())]

@@ -37,7 +37,7 @@ from instrument.trace.layout import (
     unpack_kernels,
 )
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, encode_metadata, read_sample
-from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, check_type, encode, make_safe
+from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, check_type, encode, make_json_value
 from instrument.trace.trace import SpanViews, Trace
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -126,15 +126,15 @@ def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
     arrays |= kernels | pack_allocations(facts.allocations, base_ns)
     more["kernel_names"] = names
     facts_json = "".join(encode_metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
-    text = f'{{"layout":{LAYOUT},"spans":{encode(make_safe(more))},"trace":{facts_json}}}'
+    text = f'{{"layout":{LAYOUT},"spans":{encode(make_json_value(more))},"trace":{facts_json}}}'
     arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
 
-    def encoded(column: Column) -> bytes:
+    def encode_column(column: Column) -> bytes:
         member = io.BytesIO()
         np.lib.format.write_array(member, column, version=(1, 0), allow_pickle=False)
         return member.getvalue()
 
-    write_archive(file, ((f"{name}.npy", encoded(column)) for name, column in arrays.items()))
+    write_archive(file, ((f"{name}.npy", encode_column(column)) for name, column in arrays.items()))
 
 
 # Read back
@@ -171,10 +171,10 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         names = [check_type(name, str) for name in more["kernel_names"]]
         facts.kernels = unpack_kernels(arrays, names, read.base_ns)
         facts.allocations = unpack_allocations(arrays, read.base_ns)
-        return refuse_deep_calls(Saved(facts, read.read_tally()))
+        return check_call_depth(Saved(facts, read.read_tally()))
 
 
-def refuse_deep_calls(saved: Saved) -> Saved:
+def check_call_depth(saved: Saved) -> Saved:
     """Return the recording. Raises `ValueError` or `TraceError` if its calls are nested more deeply than in any real
     program."""
     level = saved.trace.columns.level

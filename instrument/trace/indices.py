@@ -159,7 +159,7 @@ def number_combinations(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
     return numbers.astype(np.int64), rows.astype(np.int64)
 
 
-def number_by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
+def number_by_first_occurrence(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
     numbers, rows = number_combinations(*columns)
     order = np.argsort(rows)
     return index_rows(order, len(rows))[numbers], rows[order]

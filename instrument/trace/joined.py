@@ -28,7 +28,7 @@ from instrument.trace.indices import (
     find_last_up_to,
     mask_of,
     nearest_at_or_above,
-    number_by_first_sight,
+    number_by_first_occurrence,
     rows_of,
 )
 
@@ -76,14 +76,14 @@ class Joined:
         return np.append(self.rows, NONE)[self.of].astype(np.int32)
 
 
-def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
+def join_requests(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
     """Return the requests of a trace with the spans that serve them. `owner` has each row's request, if already known.
 
     `apart_ns` is the largest difference of the processes' clocks, by which a span may seem to begin before its request.
     """
     if owner is None:
-        owner = trace.topmost_wanted_rows(trace.are_of_kind("request"))
-    keyed = trace.attributes.having(KEY)
+        owner = trace.find_topmost_wanted_rows(trace.are_of_kind("request"))
+    keyed = trace.attributes.rows_with_attribute(KEY)
     values = trace.attributes.values(KEY, keyed)
     keyed = keyed[np.array([isinstance(value, str) and bool(value) for value in values], dtype=np.bool_)]
     numbers: dict[str, int] = {}
@@ -198,7 +198,7 @@ class _Bound:
         self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
         from_ns = trace.start_ns[whole]
-        further = np.flatnonzero(~first.are_first(whole, keys))
+        further = np.flatnonzero(~first.are_first_keys(whole, keys))
         if not len(further):
             return from_ns
         keys, whole, since_ns = keys[further], whole[further], since_ns[further]
@@ -214,13 +214,13 @@ class _Bound:
 
     def request_at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
         """Return the request that each key names at a time, as a row number or -1."""
-        requests = self._find_begun(keys, times_ns)
+        requests = self._find_newest_requests(keys, times_ns)
         if self._apart_ns and len(self._keys):
             is_over = (requests == NONE) | (self._ends[requests] < times_ns)
-            requests = np.where(is_over, self._find_begun(keys, times_ns + self._apart_ns), requests)
+            requests = np.where(is_over, self._find_newest_requests(keys, times_ns + self._apart_ns), requests)
         return requests
 
-    def _find_begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
+    def _find_newest_requests(self, keys: Int64s, times_ns: Int64s) -> Int64s:
         return np.append(self._requests, NONE)[find_last_up_to(self._keys, self._starts, keys, times_ns)]
 
 
@@ -238,7 +238,7 @@ _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]
 
 def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
     if (members := _members_of.get(attributes)) is None:
-        rows = attributes.having(BATCH_KEYS)
+        rows = attributes.rows_with_attribute(BATCH_KEYS)
         of_rows = [
             [key for key in value[:BATCH_LIMIT] if isinstance(key, str)] if isinstance(value, (list, tuple)) else []
             for value in attributes.values(BATCH_KEYS, rows)
@@ -257,7 +257,7 @@ def merge_repeated_members(served: Served) -> Served:
     batch, member = served.batch[order], members[order]
     if not ((batch[1:] == batch[:-1]) & (member[1:] == member[:-1])).any():
         return served
-    groups, firsts = number_by_first_sight(served.batch, members)
+    groups, firsts = number_by_first_occurrence(served.batch, members)
     weight = Groups(groups, len(firsts)).sum_by_group(served.weight).astype(np.int64)
     return Served(served.batch[firsts], served.request[firsts], weight, tuple(served.key[at] for at in firsts.tolist()))
 
@@ -336,10 +336,10 @@ class FirstKeys:
         self.starts, self.ends = trace.start_ns[self.rows], trace.end_ns[self.rows]
         self._reach = compute_running_max(self.ends, self.keys)
 
-    def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
+    def are_first_keys(self, rows: Int64s, keys: Int64s) -> Bools:
         return np.asarray(self._first_of[rows] == keys)
 
-    def belong_to_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
+    def are_keys_of_other_requests(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
         last = find_last_up_to(self.keys, self.starts, keys, at_ns)
         reach, starts = (np.append(times, NONE)[last] for times in (self._reach, self.starts))
         return np.asarray((last != NONE) & ((reach > at_ns) | (starts >= start_ns)))
@@ -355,7 +355,9 @@ def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
         np.stack([around, first.borne_keys]), axis=1, return_index=True, return_inverse=True
     )  # fmt: skip
     at_ns = trace.start_ns[first.borne[began]]
-    are_astray = ~first.are_first(*pairs) & first.belong_to_others(pairs[1], at_ns, trace.start_ns[pairs[0]])
+    are_astray = ~first.are_first_keys(*pairs) & first.are_keys_of_other_requests(
+        pairs[1], at_ns, trace.start_ns[pairs[0]]
+    )
     if not are_astray.any():
         return owner
     is_stray = np.zeros(len(trace), dtype=np.bool_)

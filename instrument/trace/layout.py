@@ -40,7 +40,7 @@ def narrow_type(column: Column) -> Column:
     return column.astype(np.int64)
 
 
-def differences(column: Column) -> Column:
+def compute_differences(column: Column) -> Column:
     """Return the first number, followed by the difference of each number to the one before."""
     return narrow_type(np.diff(column.astype(np.int64), prepend=np.int64(0)))
 
@@ -64,17 +64,17 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     total_ns = trace.end_ns[order] - start_ns
     self_ns, parent_id = trace.self_ns[order], trace.parent_id[order]
     threads, thread = rank_distinct(trace.thread_id[order])
-    tasks, of_rows = _rank_below_parents(trace, trace.task_id)
+    tasks, of_rows = _rank_inherited_values(trace, trace.task_id)
     task = of_rows[order]
     columns: dict[str, Column] = {
         "firsts": np.concatenate([span_id[:1], start_ns[:1]]),
-        "span_id_steps": differences(span_id - span_id[:1].sum()),
+        "span_id_steps": compute_differences(span_id - span_id[:1].sum()),
         "rows_to_parent": narrow_type(np.arange(len(trace)) - above),
         "thread": narrow_type(thread),
         "thread_ids": threads,
         "task": narrow_type(task),
         "task_ids": tasks,
-        "start_ns_steps": differences(start_ns - start_ns[:1].sum()),
+        "start_ns_steps": compute_differences(start_ns - start_ns[:1].sum()),
         "total_ns": narrow_type(total_ns),
         "children_ns": narrow_type(total_ns - self_ns),
         "site": narrow_type(trace.site[order]),
@@ -91,7 +91,10 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     )
     for name, column, usual in rare:
         rows = np.flatnonzero(column != usual)
-        columns[f"{name}_row_steps"], columns[name] = differences(rows), narrow_type(column[rows].astype(np.int64))
+        columns[f"{name}_row_steps"], columns[name] = (
+            compute_differences(rows),
+            narrow_type(column[rows].astype(np.int64)),
+        )
     columns |= _pack_intervals(trace.device, rank, start_ns)
     columns |= _pack_attributes(trace, order)
     facts = {
@@ -105,7 +108,7 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     return columns, facts
 
 
-def _rank_below_parents(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
+def _rank_inherited_values(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
     """Return the same as `rank_distinct`. This is fast if most rows have the same value as their parents."""
     shares = (trace.parent != NONE) & (column == column[trace.parent])
     firsts = np.flatnonzero(~shares)
@@ -119,7 +122,7 @@ def _pack_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> 
     order = np.argsort(rank[device.row], kind="stable")
     row, begin_ns = rank[device.row][order], device.start_ns[order]
     return {
-        "device_row_steps": differences(row),
+        "device_row_steps": compute_differences(row),
         "device": narrow_type(device.device[order]),
         "device_stream": narrow_type(device.stream[order]),
         "device_after_ns": narrow_type(begin_ns - start_ns[row]),
@@ -137,7 +140,7 @@ def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
     numbers = [table.setdefault(text, len(table)) for text in encoded]
     texts = [text.encode() for text in table]
     return {
-        "attributes_row_steps": differences(rows),
+        "attributes_row_steps": compute_differences(rows),
         "attributes": narrow_type(np.array(numbers, dtype=np.int64)),
         "attributes_lengths": narrow_type(np.fromiter(map(len, texts), np.int64, len(texts))),
         "attributes_bytes": np.frombuffer(b"".join(texts), dtype=np.uint8),
@@ -174,8 +177,8 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
         root_id=_unpack_sparse(
             arrays, "root_id", span_id[topmost_rows(np.where(is_top, NONE, above).astype(np.int32))]
         ),
-        thread_id=_read_table(arrays, "thread"),
-        task_id=_read_table(arrays, "task"),
+        thread_id=_read_numbered_column(arrays, "thread"),
+        task_id=_read_numbered_column(arrays, "task"),
         start_ns=start_ns,
         end_ns=start_ns + total_ns,
         active_ns=_unpack_sparse(arrays, "active_ns", total_ns.copy()),
@@ -279,7 +282,7 @@ class KernelColumns(Views[Kernel]):
     def __len__(self) -> int:
         return len(self.name)
 
-    def _make(self, some: slice) -> Iterable[Kernel]:
+    def _make_items(self, some: slice) -> Iterable[Kernel]:
         numbers = (self.device, self.stream, self.start_ns, self.end_ns, self.thread_id, self.launched_ns)
         names = map(self.names.__getitem__, self.name[some].tolist())
         kinds = map(self.kinds.__getitem__, self.kind[some].tolist())
@@ -324,7 +327,7 @@ def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Col
         "kernel_kind": narrow_type(kinds[work.kind]),
         "kernel_device": narrow_type(work.device),
         "kernel_stream": narrow_type(work.stream),
-        "kernel_start_ns_steps": differences(work.start_ns - base_ns),
+        "kernel_start_ns_steps": compute_differences(work.start_ns - base_ns),
         "kernel_total_ns": narrow_type(work.end_ns - work.start_ns),
         "kernel_thread": narrow_type(thread),
         "kernel_thread_ids": threads,
@@ -335,7 +338,7 @@ def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Col
 def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
     """Return the kernels of packed columns. Raises `ValueError` or `LookupError` for damaged columns."""
     start_ns = sum_differences(columns["kernel_start_ns_steps"]) + base_ns
-    thread_id = _read_table(columns, "kernel_thread")
+    thread_id = _read_numbered_column(columns, "kernel_thread")
     end_ns = start_ns + columns["kernel_total_ns"]
     launched_ns = np.where(thread_id == 0, 0, start_ns - columns["kernel_waited_ns"])
     name, kind = columns["kernel_name"], columns["kernel_kind"]
@@ -357,16 +360,16 @@ def pack_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[st
     threads, thread = rank_distinct(rows["thread_id"])
     return {
         "allocation_device": narrow_type(rows["device"]),
-        "allocation_at_ns_steps": differences(rows["at_ns"] + (packed.base_ns - base_ns)),
+        "allocation_at_ns_steps": compute_differences(rows["at_ns"] + (packed.base_ns - base_ns)),
         "allocation_thread": narrow_type(thread),
         "allocation_thread_ids": threads,
         **{f"allocation_{name}": narrow_type(rows[name]) for name in PLAIN},
-        **{f"allocation_{name}_steps": differences(rows[name]) for name in LEVELS},
+        **{f"allocation_{name}_steps": compute_differences(rows[name]) for name in LEVELS},
     }
 
 
 def unpack_allocations(columns: Arrays, base_ns: int) -> Allocations:
-    thread_id = _read_table(columns, "allocation_thread")
+    thread_id = _read_numbered_column(columns, "allocation_thread")
     column_by_name: dict[str, NDArray[Any]] = {"device": columns["allocation_device"], "thread_id": thread_id}
     column_by_name |= {name: columns[f"allocation_{name}"] for name in PLAIN}
     column_by_name |= {name: sum_differences(columns[f"allocation_{name}_steps"]) for name in ("at_ns", *LEVELS)}
@@ -378,7 +381,7 @@ def unpack_allocations(columns: Arrays, base_ns: int) -> Allocations:
     return Allocations(rows, base_ns)
 
 
-def _read_table(columns: Arrays, name: str) -> Int64s:
+def _read_numbered_column(columns: Arrays, name: str) -> Int64s:
     table, places = columns[f"{name}_ids"], columns[name]
     _check_rows(places, len(table))
     return np.asarray(table.astype(np.int64)[places])

@@ -93,7 +93,7 @@ class Ledger:
     time_ns: Int64s
     given_ns: Int64s
 
-    def parts_of(self, place: int) -> dict[str, int]:
+    def times_of_request(self, place: int) -> dict[str, int]:
         first, last = np.searchsorted(self.request, [place, place + 1])
         rows = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.names[part]: time_ns for part, time_ns in rows}
@@ -109,7 +109,7 @@ class Ledger:
         return times
 
 
-def divide_shares(served: Served, amounts: Int64s) -> Int64s:
+def divide_among_members(served: Served, amounts: Int64s) -> Int64s:
     lengths, firsts = amounts[served.batch], find_group_starts(served.batch)
     counts = np.diff(firsts, append=len(lengths))
     sums = np.repeat(np.add.reduceat(served.weight, firsts), counts)
@@ -125,7 +125,7 @@ def compute_portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
     return np.asarray(amounts.astype(object) * weights.astype(object) // sums.astype(object), dtype=np.int64)
 
 
-def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
+def measure_own_batch_times(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
     """Return the time of each batch without the time of competing batches.
 
     Batches on a device compete if they serve the same request or are nested. Their overlap belongs to the batch that
@@ -199,7 +199,7 @@ class Turns(NamedTuple):
 
 
 def turns_of(trace: Columns, joined: Joined) -> Turns:
-    work, batches = _find_work(trace, joined), _find_batches(trace, joined)
+    work, batches = _find_phase_spans(trace, joined), _find_batches(trace, joined)
     between = _find_gaps(trace, joined, work, batches)
     # The requests that began within another request and count as separate requests.
     around = np.append(joined.of, NONE)[trace.parent[joined.rows]]
@@ -231,21 +231,21 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     return Turns(tuple(names), request[order], part[order], row, pair[order], begins, finishes - begins)
 
 
-def find_served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
+def find_batches_and_gaps(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
     """Return the batches of each request, and the gaps before and between them. Both are ordered by request.
 
     The `row` of a gap is 0 for a queue, 1 for a stall, and 2 for transport.
     """
     batches = _find_batches(trace, joined)
-    return batches, _find_gaps(trace, joined, _find_work(trace, joined), batches, of_all_keys=False)
+    return batches, _find_gaps(trace, joined, _find_phase_spans(trace, joined), batches, of_all_keys=False)
 
 
 def compute_ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
     all_turns = turns_of(trace, joined) if all_turns is None else all_turns
     rows = find_distinct(joined.served.batch)
     spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
-    given_ns = divide_shares(
-        joined.served, measure_own_lengths(trace, joined.served, spans, rows, np.zeros(len(rows), dtype=np.int64))
+    given_ns = divide_among_members(
+        joined.served, measure_own_batch_times(trace, joined.served, spans, rows, np.zeros(len(rows), dtype=np.int64))
     )
     numbers = {name: number for number, name in enumerate(all_turns.names)}
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
@@ -322,7 +322,7 @@ class Intervals(NamedTuple):
     end_ns: Int64s
     pair: Int64s
 
-    def take(self, places: NDArray[Any]) -> Intervals:
+    def select_intervals(self, places: NDArray[Any]) -> Intervals:
         return Intervals(*(column[places] for column in self))
 
 
@@ -332,7 +332,7 @@ def _clip_to_requests(trace: Columns, joined: Joined, request: Int64s, row: Int6
     return Intervals(request, row, starts, ends, pair)
 
 
-def _find_work(trace: Columns, joined: Joined) -> Intervals:
+def _find_phase_spans(trace: Columns, joined: Joined) -> Intervals:
     is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
     is_phase[joined.rows] = False
     rows = np.flatnonzero(is_phase & (joined.of != NONE))
@@ -344,7 +344,7 @@ def _find_batches(trace: Columns, joined: Joined) -> Intervals:
     pairs = np.flatnonzero(joined.served.request != NONE)
     intervals = _clip_to_requests(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
     order = np.lexsort((intervals.end_ns, intervals.start_ns, intervals.request))
-    return intervals.take(order[(intervals.start_ns < intervals.end_ns)[order]])
+    return intervals.select_intervals(order[(intervals.start_ns < intervals.end_ns)[order]])
 
 
 def _find_gaps(
@@ -356,7 +356,7 @@ def _find_gaps(
     reach, firsts = compute_running_max(batches.end_ns, batches.request), find_group_starts(batches.request)
     hand_offs = _find_hand_offs(trace, joined)
     parts = [
-        _find_queues(trace, joined, work, hand_offs, batches, firsts),
+        _find_first_queues(trace, joined, work, hand_offs, batches, firsts),
         _find_lost_queues(trace, joined, hand_offs, batches),
     ]
     if of_all_keys and len(firsts) < len(batches.request):
@@ -371,7 +371,7 @@ def _find_gaps(
 
 
 def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
-    rows = trace.attributes.having(KEY)
+    rows = trace.attributes.rows_with_attribute(KEY)
     serves = are_at_or_above(trace.parent, find_distinct(joined.served.batch))
     serves[joined.rows] = True
     rows = rows[(joined.of[rows] != NONE) & ~serves[rows]]
@@ -379,7 +379,7 @@ def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
     return Intervals(joined.of[rows], rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
 
 
-def _begin_queues(
+def _find_queue_begins(
     trace: Columns, hand_offs: Intervals, groups: Int64s, of: Int64s, begins: Int64s, upto: Int64s, otherwise: Int64s
 ) -> Int64s:
     """Return the begin of the queue of each group in `of`.
@@ -394,12 +394,12 @@ def _begin_queues(
     newest = find_last_up_to(groups, hand_offs.start_ns, of, upto)
     rows = hand_offs.row[newest]
     is_done = (hand_offs.end_ns[newest] <= upto) & (trace.error[rows] == NONE)
-    is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))
+    is_done &= ~np.isin(rows, trace.attributes.rows_with_attribute(OUTCOME))
     handed_over = np.where(is_done, hand_offs.end_ns[newest], hand_offs.start_ns[newest])
     return np.where(newest == NONE, otherwise, np.maximum(handed_over, begins))
 
 
-def _find_queues(
+def _find_first_queues(
     trace: Columns, joined: Joined, work: Intervals, hand_offs: Intervals, batches: Intervals, firsts: Int64s
 ) -> _Part:
     """Return the queue of each request. It lasts from the hand-off or the last own work to the first batch."""
@@ -411,7 +411,7 @@ def _find_queues(
     last = find_last_up_to(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
     edge_ns = np.where(last == NONE, begins, np.maximum(np.append(edges, 0)[last], begins))
-    from_ns = _begin_queues(trace, hand_offs, hand_offs.request, requests, begins, upto, edge_ns)
+    from_ns = _find_queue_begins(trace, hand_offs, hand_offs.request, requests, begins, upto, edge_ns)
     return requests, from_ns, upto, 0
 
 
@@ -419,16 +419,16 @@ def _find_lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batc
     """Return the queues of failed requests that no batch served. Such a queue lasts from the hand-off to the end of the
     request."""
     rows = joined.rows
-    is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
+    is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.rows_with_attribute(OUTCOME))
     is_lost[batches.request] = False
     requests = np.flatnonzero(is_lost)
     begins, ends = trace.start_ns[rows[requests]], trace.end_ns[rows[requests]]
-    return requests, _begin_queues(trace, hand_offs, hand_offs.request, requests, begins, ends, ends), ends, 0
+    return requests, _find_queue_begins(trace, hand_offs, hand_offs.request, requests, begins, ends, ends), ends, 0
 
 
 def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
-    hand_offs, batches = (part.take(np.isin(part.request, several)) for part in (hand_offs, batches))
+    hand_offs, batches = (part.select_intervals(np.isin(part.request, several)) for part in (hand_offs, batches))
     numbers: dict[str, int] = {}
     of_batch = np.array(
         [numbers.setdefault(joined.served.key[pair], len(numbers)) for pair in batches.pair.tolist()], dtype=np.int64
@@ -444,8 +444,8 @@ def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, b
     order = np.lexsort((hand_offs.start_ns, of_hand_offs))
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
     begins = trace.start_ns[joined.rows[requests]]
-    from_ns = _begin_queues(
-        trace, hand_offs.take(order), of_hand_offs[order], groups[firsts], begins, upto, upto
+    from_ns = _find_queue_begins(
+        trace, hand_offs.select_intervals(order), of_hand_offs[order], groups[firsts], begins, upto, upto
     )  # fmt: skip
     return requests, from_ns, upto, 0
 
@@ -456,10 +456,10 @@ def _find_transports(
     threads = find_distinct(trace.thread_id[find_distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
-    own_work, accepted = work.take(order[elsewhere[order]]), work.take(order[~elsewhere[order]])
+    own_work, accepted = work.select_intervals(order[elsewhere[order]]), work.select_intervals(order[~elsewhere[order]])
     parts: list[_Part] = []
     # From the end of all batches so far to the next own work, if no batch of the request comes before it.
-    after = _find_next(own_work.request, own_work.start_ns, batches.request, reach)
+    after = _find_first_at_or_after(own_work.request, own_work.start_ns, batches.request, reach)
     next_batch = np.append(batches.start_ns[1:], 0)
     last = np.append(batches.request[1:] != batches.request[:-1], [True])
     returning = np.flatnonzero(after != NONE)
@@ -468,7 +468,7 @@ def _find_transports(
     parts.append((batches.request[returning], reach[returning], own_work.start_ns[after[returning]], 2))
     # From own work to the first work on a batch thread.
     begins = trace.start_ns[joined.rows[batches.request[firsts]]]
-    first = _find_next(accepted.request, accepted.start_ns, batches.request[firsts], begins)
+    first = _find_first_at_or_after(accepted.request, accepted.start_ns, batches.request[firsts], begins)
     before = np.flatnonzero(first != NONE)
     before = before[accepted.start_ns[first[before]] < batches.start_ns[firsts[before]]]
     arrivals = accepted.start_ns[first[before]]
@@ -480,7 +480,7 @@ def _find_transports(
     return parts
 
 
-def _find_next(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
+def _find_first_at_or_after(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
     places = np.searchsorted(groups, queries) + count_up_to(groups, times, queries, at - 1)
     return np.where(places < np.searchsorted(groups, queries, side="right"), places, NONE)
 
@@ -509,7 +509,7 @@ class DeviceLedger:
 def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     device, served = trace.device, joined.served
     timed = np.flatnonzero(device.is_measured)
-    is_batch = mask_of(trace.attributes.having(BATCH_KEYS), len(trace))
+    is_batch = mask_of(trace.attributes.rows_with_attribute(BATCH_KEYS), len(trace))
     rows = device.row[timed]
     batch = nearest_at_or_above(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
@@ -519,7 +519,7 @@ def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     )
     of_requests, requests, _ = _unite_device_intervals(trace, timed[request != NONE], request[request != NONE])
     own_ns = Groups(requests[of_requests.groups], len(joined.rows)).sum_by_group(of_requests.ends - of_requests.starts)
-    given_ns = divide_shares(served, measure_own_lengths(trace, served, of_batches, owners, devices))
+    given_ns = divide_among_members(served, measure_own_batch_times(trace, served, of_batches, owners, devices))
     return DeviceLedger(
         own_ns.astype(np.int64), Groups(served.request, len(joined.rows)).sum_by_group(given_ns), batch_ns, given_ns
     )  # fmt: skip

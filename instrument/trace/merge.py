@@ -29,7 +29,7 @@ from instrument.trace.layout import shift_torch_data
 from instrument.trace.merged_facts import (
     MergedFile,
     Numbers,
-    label_of,
+    make_process_label,
     merge_facts,
     merge_processes,
     merge_tally,
@@ -78,14 +78,14 @@ class Merged:
 _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 
 
-def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
+def merge_recordings(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     """Return the files as one recording. Files of different machines or boots are merged by their wall clocks.
 
     Raises `TraceError` if the files do not make a valid trace. Without `by_wall_clock`, also raises it if the error of
     a wall clock is unknown.
     """
     try:
-        groups = recordings_by_process(files)
+        groups = group_by_process(files)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
     parts = [saved for group in groups for saved in group]
@@ -103,7 +103,9 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
             "seconds off, or --by process"
         )
     if clock == WALL and (undated := [saved for saved in parts if not saved.trace.origin.realtime_ns]):
-        raise TraceError(f"the file of {label_of(undated[0])} has no time of day; see each process with --by process")
+        raise TraceError(
+            f"the file of {make_process_label(undated[0])} has no time of day; see each process with --by process"
+        )
     try:
         before_ns = max(saved.trace.apart_ns for saved in parts)  # of files that were merged before
         merged = _merge_groups(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
@@ -135,7 +137,7 @@ def _bound_clock_error(files: Sequence[Saved]) -> int | None:
 def _relink_to_merged(part: MergedFile, link: Any) -> Any:
     """Return a link with the merged ids of the span and of its root, 0 for an unknown one."""
     ids = parse_link(link)
-    return link if ids is None else tuple(np.maximum(_find_ids(part, ids), 0).tolist())
+    return link if ids is None else tuple(np.maximum(_find_merged_ids(part, ids), 0).tolist())
 
 
 def _merge_groups(groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> tuple[Saved, list[MergedFile]]:
@@ -224,11 +226,11 @@ def _merge_ids_above(parts: Sequence[MergedFile], absent: dict[tuple[int, int], 
     columns = []
     for part in parts:
         process_ids = np.concatenate([part.trace.parent_id, part.trace.root_id])
-        ids = _find_ids(part, process_ids)
+        ids = _find_merged_ids(part, process_ids)
         for file in parts:
             if file.process == part.process and file is not part:
                 unknown = ids == NONE
-                ids[unknown] = _find_ids(file, process_ids[unknown])
+                ids[unknown] = _find_merged_ids(file, process_ids[unknown])
         ids[process_ids == 0] = 0
         for row in np.flatnonzero(ids == NONE).tolist():
             ids[row] = absent.setdefault((part.process, int(process_ids[row])), above + len(absent))
@@ -273,7 +275,7 @@ def _join_tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[t
     return tuple(table), _join_columns(columns)
 
 
-def _find_ids(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
+def _find_merged_ids(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
     return np.append(part.row + 1, NONE)[rows_of(part.trace.span_id, ids)]
 
 
@@ -297,7 +299,7 @@ ENDED_THREADS = 0, "(ended threads)"
 def fold_recordings(files: Sequence[Saved]) -> Saved:
     """Merge the recordings of ended processes into one of bounded size. Earlier results may be merged again. Raises
     `TraceError`."""
-    saved = merge(files).saved
+    saved = merge_recordings(files).saved
     facts, losses, since_ns = saved.trace, dict(saved.trace.losses), 0
     is_kept, lost = np.ones(len(facts.columns), dtype=np.bool_), len(facts.columns) - SPANS_KEPT
     if lost > 0:  # the oldest are dropped, and from `since_ns` on no span is missing
@@ -360,7 +362,7 @@ def parse_link(link: Any) -> Int64s | None:
     return np.array(link, dtype=np.int64) if all(-1 << 63 <= number < 1 << 63 for number in link) else None
 
 
-def recordings_by_process(files: Sequence[Saved]) -> list[list[Saved]]:
+def group_by_process(files: Sequence[Saved]) -> list[list[Saved]]:
     """Return the recordings of each process, in the order of first appearance. Merged files are split by process."""
     groups: dict[Hashable, list[Saved]] = {}
     for saved in files:
@@ -389,9 +391,9 @@ def split_by_process(saved: Saved) -> list[Saved]:
         # One id may be in several windows: a span that was open at their edges. Totals are of all of them together.
         starts = np.array([start_ns for start_ns, _ in process.windows], dtype=np.int64) + process.moved_ns
         window = np.searchsorted(starts, saved.trace.columns.start_ns, side="right").clip(min=1) - 1
-        facts, is_one = _select_facts(saved.trace, number), len(starts) == 1
+        facts, is_one = _select_facts_of_process(saved.trace, number), len(starts) == 1
         for at, (start_ns, end_ns) in enumerate(process.windows):
-            columns = _select_columns(saved.trace.columns, of_row, (of_row == number) & (window == at), process)
+            columns = _select_rows_of_process(saved.trace.columns, of_row, (of_row == number) & (window == at), process)
             samples = facts.samples if at == 0 else ()
             part = replace(facts, start_ns=start_ns, end_ns=end_ns, samples=samples)
             tally = None
@@ -406,7 +408,7 @@ def split_by_process(saved: Saved) -> list[Saved]:
     return recordings
 
 
-def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
+def _select_rows_of_process(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
 
     def relink(link: Any) -> Any:
         ids = parse_link(link)
@@ -445,7 +447,7 @@ def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
     return np.where(rows == NONE, restore_numbers(ids, process.absent), np.append(trace.own_id, 0)[rows])
 
 
-def _select_facts(facts: Trace, number: int) -> Trace:
+def _select_facts_of_process(facts: Trace, number: int) -> Trace:
     """Return the facts of one process, with the gauges of its devices. If processes share a device, only the first one
     gets its gauges."""
     process = facts.processes[number]

@@ -25,7 +25,7 @@ from instrument.recording.spans import (
     Sample,
     Site,
     Startup,
-    describe_uncalled,
+    describe_uncalled_targets,
     is_request,
 )
 from instrument.recording.tally import Tally
@@ -151,7 +151,7 @@ OF_ALL = ("system_cpu",)
 """The gauges of the whole host, which are merged into one gauge because all its processes record the same values."""
 
 
-def label_of(saved: Saved) -> str:
+def make_process_label(saved: Saved) -> str:
     origin = saved.trace.origin
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
@@ -199,7 +199,7 @@ def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     """Return the facts of all files, without spans. Gauges of single processes are omitted if there are several."""
     processes = group_by_process(parts)
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
-    watched = list(filter(None, map(_find_watched, processes)))
+    watched = list(filter(None, map(_find_file_with_torch_data, processes)))
     profiled: dict[str, Any] = {}
     if len(watched) == 1:
         part = watched[0]
@@ -235,7 +235,7 @@ def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     )
 
 
-def _find_watched(parts: Sequence[MergedFile]) -> MergedFile | None:
+def _find_file_with_torch_data(parts: Sequence[MergedFile]) -> MergedFile | None:
     windows = [(part, part.saved.trace.watched or (0, -1)) for part in parts]
     profiled = [(part, window) for part, window in windows if window != (0, -1) or part.saved.trace.flops]
     part, _ = max(profiled, key=lambda pair: pair[1][1] - pair[1][0], default=(None, None))
@@ -247,7 +247,7 @@ def merge_processes(
 ) -> Sequence[MergedProcess]:
     merged = []
     processes = group_by_process(parts)
-    watched = [part.process for part in filter(None, map(_find_watched, processes))]
+    watched = [part.process for part in filter(None, map(_find_file_with_torch_data, processes))]
     for files in processes:
         newest = max((part.saved.trace for part in files), key=attrgetter("end_ns"))
         windows = list[Interval]()
@@ -290,7 +290,7 @@ def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, s
         origin = files[0].saved.trace.origin
         is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
         has_others = parts[0].process != parts[-1].process
-        prefix = f"{label_of(files[0].saved)} " if has_others and not is_of_several else ""
+        prefix = f"{make_process_label(files[0].saved)} " if has_others and not is_of_several else ""
         for part in files:
             labels = part.saved.trace.threads
             for thread in dict.fromkeys([*labels, *np.unique(part.trace.thread_id).tolist()]):
@@ -317,16 +317,16 @@ def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
         for own_notes in (part.saved.trace.own_notes for part in files):
             refuted |= {note for mark, note in own_notes.waiting if mark in at_work}
             if own_notes.uncalled:
-                refuted.add(describe_uncalled(own_notes.uncalled))
+                refuted.add(describe_uncalled_targets(own_notes.uncalled))
                 uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
         for note in dict.fromkeys(note for part in files for note in part.saved.trace.notes if note not in refuted):
-            users.setdefault(note, []).append(label_of(files[0].saved))
+            users.setdefault(note, []).append(make_process_label(files[0].saved))
     notes = []
     for note, names in users.items():
         more = f" and {len(names) - NOTED_BY} more" if len(names) > NOTED_BY else ""
         prefix = f"{', '.join(names[:NOTED_BY])}{more}: " if len(names) < len(processes) else ""
         notes.append(prefix + note)
-    return [*notes, *([describe_uncalled([*uncalled])] if uncalled else [])]
+    return [*notes, *([describe_uncalled_targets([*uncalled])] if uncalled else [])]
 
 
 def _merge_cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from instrument.profile.model import KINDS
 from instrument.recording.distributions import LAST_BUCKET
-from instrument.recording.metrics import GAUGES, learn_gauges
+from instrument.recording.metrics import GAUGES, add_gauges_of_file
 from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
     FIRSTS,
@@ -34,7 +34,7 @@ from instrument.recording.spans import (
     Site,
     Span,
     Startup,
-    plain_fields,
+    storable_fields,
 )
 from instrument.recording.tally import TOTALS, Tally, Totals, make_buckets
 from instrument.trace.layout import (
@@ -53,8 +53,8 @@ from instrument.trace.text import (
     check_type,
     convert_lists,
     encode,
-    is_number,
-    make_safe,
+    is_json_number,
+    make_json_value,
     remove_surrogates,
 )
 from instrument.trace.trace import Allocation, Allocations, MergedProcess, Trace
@@ -73,15 +73,15 @@ _SUMS = (
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 
 
-def _encode_facts(thing: Any) -> dict[str, Any]:
+def _encode_dataclass(thing: Any) -> dict[str, Any]:
     """Return the fields of a flat dataclass as JSON values. Empty fields with their default value are left out."""
-    values = {item.name: (getattr(thing, item.name), item.default) for item in plain_fields(type(thing))}
-    return {name: make_safe(value) for name, (value, default) in values.items() if value or value != default}
+    values = {item.name: (getattr(thing, item.name), item.default) for item in storable_fields(type(thing))}
+    return {name: make_json_value(value) for name, (value, default) in values.items() if value or value != default}
 
 
 def read_dataclass(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
     """Return a flat dataclass made from the facts. Unknown facts are ignored. Raises `ValueError` for a wrong type."""
-    items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
+    items = [item for item in storable_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: check_type(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
 
@@ -97,7 +97,7 @@ class Sites:
             self.index_of(site)
 
     def index_of(self, site: Site) -> int:
-        return self.entries.setdefault(encode(_encode_facts(site)), len(self.entries))
+        return self.entries.setdefault(encode(_encode_dataclass(site)), len(self.entries))
 
 
 def encode_metadata(
@@ -122,11 +122,11 @@ def encode_metadata(
         **({"processes": list(map(_pack_merged_process, trace.processes))} if trace.processes else {}),
         "arrows_left_out": arrows_left_out,
         "gauges": {name: f"{GAUGES[name].unit} {GAUGES[name].about}" for name in GAUGES if name in read},
-        "gpus": [_encode_facts(gpu) for gpu in trace.gpus],
+        "gpus": [_encode_dataclass(gpu) for gpu in trace.gpus],
         "not_told": [
             [remove_surrogates(sample.name), sample.device, sample.at_ns - base_ns]
             for sample in trace.samples
-            if not is_number(sample.value)
+            if not is_json_number(sample.value)
         ],
         **({} if trace.watched is None else {"watched": [at_ns - base_ns for at_ns in trace.watched]}),
         **({"kernel_names": kernel_names, "columns": columns} if trace.kernels or trace.allocations else {}),
@@ -139,17 +139,17 @@ def encode_metadata(
 
 def _pack_process(trace: Trace) -> dict[str, Any]:
     return {
-        "origin": _encode_facts(trace.origin),
+        "origin": _encode_dataclass(trace.origin),
         "window": trace.window,
         "start_ns": trace.start_ns,
         "end_ns": trace.end_ns,
         "held_from_ns": trace.held_from_ns,
-        "threads": make_safe(list(trace.threads.items())),
-        "losses": make_safe(dict(trace.losses)),
-        "notes": make_safe(list(trace.notes)),
+        "threads": make_json_value(list(trace.threads.items())),
+        "losses": make_json_value(dict(trace.losses)),
+        "notes": make_json_value(list(trace.notes)),
         **({"died": remove_surrogates(trace.died)} if trace.died else {}),
-        **({"own_notes": make_safe(asdict(trace.own_notes))} if trace.own_notes != OwnNotes() else {}),
-        "cost": trace.cost and _encode_facts(trace.cost),
+        **({"own_notes": make_json_value(asdict(trace.own_notes))} if trace.own_notes != OwnNotes() else {}),
+        "cost": trace.cost and _encode_dataclass(trace.cost),
     }
 
 
@@ -160,7 +160,7 @@ def _pack_merged_process(process: MergedProcess) -> dict[str, Any]:
     more = {"windows": process.windows, "moved_ns": process.moved_ns, "is_watched": process.is_watched}
     numbers = {name: list(getattr(process, name).items()) for name in NUMBERS_OF_PROCESS}
     samples = [
-        [remove_surrogates(sample.name), sample.at_ns, sample.value if is_number(sample.value) else None]
+        [remove_surrogates(sample.name), sample.at_ns, sample.value if is_json_number(sample.value) else None]
         for sample in process.facts.samples
     ]
     return {**_pack_process(process.facts), **more, "numbers": numbers, **({"samples": samples} if samples else {})}
@@ -176,7 +176,7 @@ def _pack_startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any
     return {
         "session_ns": startup.session_ns - base_ns,
         "process_ns": None if process_ns is None else process_ns - base_ns,
-        "imports": startup.imports and [make_safe(astuple(entry)) for entry in startup.imports],
+        "imports": startup.imports and [make_json_value(astuple(entry)) for entry in startup.imports],
         "firsts": [_pack_first_call(call, base_ns, sites) for call in startup.firsts],
         **({"request": _pack_first_call(request, base_ns, sites), "why": startup.why} if request else {}),
     }
@@ -207,7 +207,7 @@ def _pack_tally(tally: Tally, base_ns: int, sites: Sites) -> str:
     for (node, thread_id, *sums), end in zip(lines[["node", "thread_id", *_SUMS]].tolist(), ends, strict=True):
         rows.append(encode([numbers[node], thread_id, *sums, [*chain.from_iterable(pairs[begin:end])]]))
         begin = end
-    threads = encode(make_safe(list(tally.threads.items())))
+    threads = encode(make_json_value(list(tally.threads.items())))
     return f'{{"threads":{threads},"nodes":{encode(nodes)},"rows":[\n' + ",\n".join(rows) + "]}"
 
 
@@ -224,7 +224,7 @@ class Metadata:
         self.base_ns: int = check_type(facts["base_ns"], int)
         self.sites = [read_site(entry) for entry in facts["sites"]]
         self._facts = facts
-        learn_gauges(check_type(facts.get("gauges", {}), dict))
+        add_gauges_of_file(check_type(facts.get("gauges", {}), dict))
 
     def make_trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
         """Return the trace with the given spans and samples. Adds the samples without a value, which are only in the

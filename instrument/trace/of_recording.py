@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import TraceError
-from instrument.recording.mapped import ROWS, Mapped, details_in
-from instrument.recording.mapped_facts import Header, OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.mapped import ROWS, Mapped, parse_details
+from instrument.recording.mapped_facts import Header, OpenSpan, Records, RingRows, parse_detail, parse_facts
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Origin, OwnNotes, is_request
-from instrument.recording.trace_context import REMOTE, RemoteParent, remote_of
+from instrument.recording.trace_context import REMOTE, RemoteParent, parse_remote
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s, device_intervals
 from instrument.trace.indices import NONE
 from instrument.trace.metadata import own_notes_of
@@ -49,19 +49,19 @@ class RowDetail(NamedTuple):
 
     @classmethod
     def from_recorded(cls, active_ns: int, text: bytes) -> RowDetail:
-        active_ns, error, attributes = detail_of(active_ns, facts_in(text))
-        return cls(active_ns, error, *split_remote(attributes))
+        active_ns, error, attributes = parse_detail(active_ns, parse_facts(text))
+        return cls(active_ns, error, *split_remote_parent(attributes))
 
 
-def split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
+def split_remote_parent(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
     if REMOTE not in attributes:
         return attributes, None
     noted = attributes[REMOTE]
-    remote = remote_of(tuple(noted) if isinstance(noted, list) else noted)
+    remote = parse_remote(tuple(noted) if isinstance(noted, list) else noted)
     return {name: value for name, value in attributes.items() if name != REMOTE}, remote
 
 
-def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
+def read_spans_and_tally(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
     """Return the spans and totals of a recording. Open spans end at `end_ns` and have the attribute `OPEN`.
 
     Spans that ended before `since_ns` are left out. The totals are left out if they include earlier calls. `end_ns` is
@@ -79,7 +79,9 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
     with suppress(AttributeError, TypeError, ValueError):  # a damaged header has no notes
         own_notes = own_notes_of(header.facts.get("own_notes") or {})
     try:
-        columns, lacking = snapshot.columns(end_ns, lambda span_id: device_intervals(intervals, span_id), marks=True)
+        columns, lacking = snapshot.make_columns(
+            end_ns, lambda span_id: device_intervals(intervals, span_id), marks=True
+        )
         losses = {**mapped.losses(), **({NO_DETAIL: lacking} if lacking else {})}
         facts = Trace(
             origin=read_origin(header),
@@ -102,8 +104,8 @@ def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> 
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
 
 
-def find_first_request(mapped: Mapped) -> int:
-    tree = mapped.tree()
+def find_first_request_ns(mapped: Mapped) -> int:
+    tree = mapped.read_tree()
     begins = [begin_ns for node, (begin_ns, _) in mapped.first_calls().items() if is_request(tree.site(node))]
     return min(begins, default=NEVER_NS)
 
@@ -176,7 +178,7 @@ class RowDetails:
 class RowSnapshot:
     """A copy of the rows and open spans of a recording at one moment. A copy takes about 10 ns per row.
 
-    `details` are as `Mapped.copied_details` returns them. Rows may be missing for threads in `wrapped`, whose rings
+    `details` are as `Mapped.copy_details` returns them. Rows may be missing for threads in `wrapped`, whose rings
     have overwritten rows, and in `given_up`, which have ended.
 
     Trees that began before the process served requests have the parent `remote`.
@@ -202,13 +204,13 @@ class RowSnapshot:
         remote: RemoteParent | None = None,
     ) -> RowSnapshot:
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
-        rings = mapped.rows(mapped.first_row_after(since_ns)) if since_ns else mapped.rows()
+        rings = mapped.rows(mapped.find_first_rows_after(since_ns)) if since_ns else mapped.rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
         has_details = any(bool(have_details(ring.rows).any()) for ring in rings) or open_spans
-        details, _ = mapped.copied_details(details_from) if has_details else ([], 0)
+        details, _ = mapped.copy_details(details_from) if has_details else ([], 0)
         wrapped, given_up = map(frozenset, mapped.find_threads_with_losses(since_ns))
-        served_from_ns = NEVER_NS if remote is None else find_first_request(mapped)
-        return cls(mapped.tree(), rings, open_spans, details, wrapped, given_up, read_ns, remote, served_from_ns)
+        served_from_ns = NEVER_NS if remote is None else find_first_request_ns(mapped)
+        return cls(mapped.read_tree(), rings, open_spans, details, wrapped, given_up, read_ns, remote, served_from_ns)
 
     @property
     def size(self) -> int:
@@ -231,12 +233,12 @@ class RowSnapshot:
         edges_ns += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
         return max(edges_ns, default=0)
 
-    def has_begun(self, after_ns: int, before_ns: int) -> bool:
+    def has_span_begun(self, after_ns: int, before_ns: int) -> bool:
         starts = [ring.rows["start_ns"] for ring in self.rings]
         starts.append(np.array([span.start_ns for span in self.open_spans], np.int64))
         return any(bool(((after_ns < ring_starts) & (ring_starts < before_ns)).any()) for ring_starts in starts)
 
-    def columns(
+    def make_columns(
         self,
         end_ns: int,
         device_of: Callable[[Int64s], DeviceIntervals],
@@ -272,12 +274,12 @@ class RowSnapshot:
         columns["children_ns"][count:] = list(children_ns.values())
         gathered, lacking = GatheredAttributes(), 0
         further = RowDetails(columns, lambda row, attributes: gathered.add(row, attributes_to_json(attributes)))
-        details = details_in(self.details)
+        details = parse_details(self.details)
         for row in [*np.flatnonzero(have_details(rows)).tolist(), *range(count, len(span_id))]:
             written_detail = details.get(int(span_id[row]))
             detail = RowDetail() if written_detail is None else RowDetail.from_recorded(*written_detail)
             if row >= count:
-                attributes, remote = split_remote({**detail.attributes, **opened[row - count].attributes})
+                attributes, remote = split_remote_parent({**detail.attributes, **opened[row - count].attributes})
                 attributes = {**attributes, OPEN: True} if marks else attributes
                 detail = detail._replace(attributes=attributes, remote=remote or detail.remote)
             else:
@@ -306,13 +308,13 @@ class RowSnapshot:
             error=further.error,
             clipped=clipped,
             device=device_of(span_id),
-            attributes=gathered.packed(np.arange(len(span_id), dtype=np.int32)),
+            attributes=gathered.pack_attributes(np.arange(len(span_id), dtype=np.int32)),
             remote=further.remote,
         )
         if self.remote is not None:
             serves = snapshot.root_id & REQUEST_BIT != 0
             for name in (KEY, BATCH_KEYS):
-                serves[snapshot.attributes.having(name)] = True
+                serves[snapshot.attributes.rows_with_attribute(name)] = True
             is_first = begins < min([self.served_from_ns, *begins[serves].tolist()])
             first = np.flatnonzero(is_first & ~serves & (span_id == snapshot.root_id))
             further.remote.update({row: self.remote for row in first.tolist() if row not in further.remote})

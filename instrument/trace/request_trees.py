@@ -38,7 +38,7 @@ from instrument.recording.spans import (
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import NONE, nearest_at_or_above, sort_by_start, topmost_rows
-from instrument.trace.joined import Joined, join
+from instrument.trace.joined import Joined, join_requests
 from instrument.trace.layout import order_by_start
 from instrument.trace.trace import MergedProcess, Trace, append_spans, spans_of
 
@@ -51,18 +51,19 @@ LOOK_BACK = 64
 """The number of newest spans with a request's key among which its hand-off span is searched."""
 
 
-def graft_requests(saved: Saved) -> Saved:
+def join_request_trees(saved: Saved) -> Saved:
     """Return a saved recording in which each request has one tree."""
     trace, facts = saved.trace.columns, saved.trace
     return replace(
-        saved, trace=facts.with_columns(build_request_trees(trace, join(trace, facts.apart_ns), facts.origin.run))
+        saved,
+        trace=facts.with_columns(build_request_trees(trace, join_requests(trace, facts.apart_ns), facts.origin.run)),
     )
 
 
-def with_own_facts(facts: Trace) -> Trace:
-    if not len(facts.columns.attributes.having(FACTS)):
+def move_facts_to_requests(facts: Trace) -> Trace:
+    if not len(facts.columns.attributes.rows_with_attribute(FACTS)):
         return facts
-    joined = join(facts.columns, facts.apart_ns)
+    joined = join_requests(facts.columns, facts.apart_ns)
     return facts.with_columns(move_facts(facts.columns, joined))
 
 
@@ -73,7 +74,7 @@ def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Column
     moves = _rows_to_move(trace, joined)
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]
-    parent[moves] = _find_hand_offs(trace, joined, moves)
+    parent[moves] = _find_new_parents(trace, joined, moves)
     for fallback in (requests, trace.parent[moves]):
         above = parent.copy()  # by pointer doubling; those of a cycle never end
         for _ in range(len(parent).bit_length() + 1):
@@ -99,7 +100,7 @@ def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Column
     return replace(trace, parent_id=parent_id, root_id=root_id, remote=remote)
 
 
-def trace_id_of(run: str, key: str) -> int:
+def make_trace_id_of_key(run: str, key: str) -> int:
     """Return the 128-bit trace id of a request key. It is the same in all processes of a run."""
     text = f"{run}\0{key}".encode(errors="surrogatepass")
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
@@ -121,10 +122,10 @@ def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
     return np.flatnonzero(moves)
 
 
-def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
+def _find_new_parents(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
     """Return the new parent of each moved row. It is the span that handed over the request, or the request itself."""
     hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
-    keyed = trace.attributes.having(KEY)
+    keyed = trace.attributes.rows_with_attribute(KEY)
     is_top = np.zeros(len(trace), dtype=np.bool_)
     is_top[joined.rows] = is_top[moves] = True
     top = nearest_at_or_above(trace.parent, is_top)
@@ -171,13 +172,13 @@ def derive_traces_from_keys(
     for place, keys in sorted(joined.keys.items()):
         row = int(joined.rows[place])
         if int(root_id[row]) not in have_traces and keys[0] not in used_keys and root_id[row] == trace.span_id[row]:
-            remote_by_row[row] = RemoteParent(trace_id_of(run, keys[0]), 0)
+            remote_by_row[row] = RemoteParent(make_trace_id_of_key(run, keys[0]), 0)
         used_keys.update(keys)
-    keyed = trace.attributes.having(KEY)
+    keyed = trace.attributes.rows_with_attribute(KEY)
     keyed = keyed[(joined.of[keyed] == NONE) & (trace.parent_id[keyed] == 0)]
     for row, key in zip(keyed.tolist(), trace.attributes.values(KEY, keyed), strict=True):
         if isinstance(key, str) and key and key not in used_keys and row not in remotes:
-            remote_by_row[row] = RemoteParent(trace_id_of(run, key), 0)
+            remote_by_row[row] = RemoteParent(make_trace_id_of_key(run, key), 0)
     return remote_by_row
 
 
@@ -188,7 +189,7 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 
 def move_facts(trace: Columns, joined: Joined) -> Columns:
     """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved."""
-    rows = trace.attributes.having(FACTS)
+    rows = trace.attributes.rows_with_attribute(FACTS)
     if not len(rows):
         return trace
     places_of: dict[str, list[int]] = {}

@@ -77,7 +77,7 @@ def compute_turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -
     if not len(filled):
         return filled, filled, filled
     edges, place_of = _find_edges(groups[filled], starts[filled], ends[filled])
-    ranked = find_highest(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
+    ranked = find_highest_ranks(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
     covered = np.flatnonzero(ranked != NONE)  # no interval covers the step to the next group
     with_rank = np.empty(int(ranks.max()) + 1, dtype=np.int64)
     with_rank[ranks[filled]] = filled
@@ -94,7 +94,7 @@ def _find_edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, I
     return np.concatenate([starts, ends])[order[is_new]], place_of
 
 
-def find_highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
+def find_highest_ranks(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
     """Return the highest rank among the intervals that cover each index, or `NONE`."""
     exponents = np.frexp((ends - firsts).astype(np.float64))[1] - 1
     by_exponent = np.argsort(exponents, kind="stable")
@@ -127,7 +127,7 @@ class _Open(NamedTuple):
     end: Int64s
 
 
-def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
+def find_innermost_spans(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
     """Return the row of the innermost wanted span that was open on each given thread and time, or `NONE`.
 
     The result is `SEVERAL` if another task had an open span that does not enclose the innermost one. A span does not
@@ -148,7 +148,7 @@ def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_n
     opened = _Open(rows[is_open], first[is_open], end[is_open])
     if not len(opened.row):
         return np.full(len(query_moments), NONE, dtype=np.int64)
-    last = find_highest(opened.first, opened.end, np.arange(len(opened.row)), len(moments))
+    last = find_highest_ranks(opened.first, opened.end, np.arange(len(opened.row)), len(moments))
     rows = np.where(last == NONE, NONE, opened.row[last])
     rows[_find_moments_of_several_tasks(trace, opened, last)] = SEVERAL
     return np.asarray(rows[np.searchsorted(moments, query_moments)])
@@ -167,11 +167,13 @@ def _find_moments_of_several_tasks(trace: Columns, opened: _Open, last: Int64s) 
     begun_counts, ended_counts = (np.searchsorted(edges, line_moments, side="right") for edges in by_line)
     other_counts = np.cumsum(changes)[moments] - (begun_counts - ended_counts)
     moments, other_counts = moments[other_counts > 0], other_counts[other_counts > 0]
-    around = _count_around_on_other_lines(trace, opened, line, last[moments], moments)
+    around = _count_spans_around_on_other_tracks(trace, opened, line, last[moments], moments)
     return np.asarray(moments[around != other_counts])
 
 
-def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
+def _count_spans_around_on_other_tracks(
+    trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s
+) -> Int64s:
     # The index of each open span's parent, `NONE` if the parent was not open or is on another thread.
     above, level = index_rows(opened.row, len(trace))[trace.parent[opened.row]], trace.level[opened.row]
     threads = trace.thread_id[opened.row]

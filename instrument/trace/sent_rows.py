@@ -15,11 +15,18 @@ import numpy as np
 
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
-from instrument.recording.trace_context import LINK, LINK_TRACE_ID, OWN_TRACE_FLAGS, LinkedSpan, RemoteParent, link_of
+from instrument.recording.trace_context import (
+    LINK,
+    LINK_TRACE_ID,
+    OWN_TRACE_FLAGS,
+    LinkedSpan,
+    RemoteParent,
+    make_link_attributes,
+)
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
 from instrument.trace.indices import NONE, are_at_or_above, nearest_above, nearest_at_or_above
-from instrument.trace.request_trees import find_outer_spans, trace_id_of
+from instrument.trace.request_trees import find_outer_spans, make_trace_id_of_key
 from instrument.trace.stages import Stages, StepKinds, find_stages, make_stage_spans
 from instrument.trace.trace import spans_of
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
@@ -86,12 +93,12 @@ class SentRows:
             self._stage_view = replace(self._joined, served=replace(served, request=request))
             all_stages = find_stages(self._found, self._stage_view, self._kinds)
             its_stages = [entry for entry in all_stages if theirs[entry.place]]
-        self._send_rows()
-        self._send_stages(its_stages)
+        self._add_rows_to_outcomes()
+        self._add_stages_to_outcomes(its_stages)
         if asks_queues:
-            self._count_served(its_stages, roots)
+            self._add_served_requests(its_stages, roots)
 
-    def _send_rows(self) -> None:
+    def _add_rows_to_outcomes(self) -> None:
         gathered, trace = self._gathered, self._found
         parent, count = trace.parent, len(self._unit)
         crosses = parent != NONE
@@ -121,10 +128,10 @@ class SentRows:
             callers.append(RemoteParent(trace_id, self._decisions.sent_span_id(int(parent[row])), flags, state=state))
         caller = np.where(piece != NONE, number_of[piece], caller)
         for at in np.flatnonzero((piece == NONE) & (unit == NONE)).tolist():
-            decided = self._decisions.member_of(int(rows[at])).decided.get(int(root_id[at]))
+            decided = self._decisions.find_recording_of_row(int(rows[at])).decided.get(int(root_id[at]))
             if decided is not None:
                 root_id[at], caller[at] = decided.root_id, NONE
-            remote = self._decisions.find_absent_caller(int(rows[at]))
+            remote = self._decisions.find_remembered_caller(int(rows[at]))
             if remote is not None:
                 caller[at] = len(callers)
                 callers.append(remote)
@@ -174,7 +181,7 @@ class SentRows:
                 remote = RemoteParent(self._decisions.sent_trace_id(around), 1)
                 attributes[row] = {
                     **attributes.get(row, {}),
-                    **link_of(int(own_ids[above]), int(own_ids[around]), remote),
+                    **make_link_attributes(int(own_ids[above]), int(own_ids[around]), remote),
                 }
         for row in [
             row
@@ -183,7 +190,7 @@ class SentRows:
         ]:
             cause = attributes[row][LINK]
             if isinstance(cause, tuple | list) and len(cause) == 2:
-                trace_id = self._decisions.member_of(row).traces.get(int(cause[1]))
+                trace_id = self._decisions.find_recording_of_row(row).traces.get(int(cause[1]))
                 if trace_id is not None:  # the trace that the tree of the cause was sent with
                     attributes[row] = {**attributes[row], LINK_TRACE_ID: f"{trace_id:032x}"}
         return attributes
@@ -192,7 +199,7 @@ class SentRows:
         run = self._decisions.run
         trace = self._found
         keyed = np.zeros(len(self._unit), np.bool_)
-        keyed[trace.attributes.having(KEY)] = bool(run)
+        keyed[trace.attributes.rows_with_attribute(KEY)] = bool(run)
         keyed &= (self._joined.of == NONE) & ~np.append(self._decisions.is_root, False)[self._unit]
         if not keyed.any():
             return {}
@@ -203,7 +210,7 @@ class SentRows:
         for row, top in zip(rows.tolist(), tops.tolist(), strict=True):
             key = None if top == NONE or top in self._gathered.trace.remote else trace.attributes[top].get(KEY)
             if isinstance(key, str) and key:
-                parent_by_row[row] = int(self._gathered.own[top]), RemoteParent(trace_id_of(run, key), 0)
+                parent_by_row[row] = int(self._gathered.own[top]), RemoteParent(make_trace_id_of_key(run, key), 0)
         return parent_by_row
 
     def _link_batches(self) -> Mapping[int, tuple[LinkedSpan, ...]]:
@@ -225,7 +232,7 @@ class SentRows:
 
     # ---------------------------------------------------------------- stages
 
-    def _send_stages(self, its_stages: Sequence[Stages]) -> None:
+    def _add_stages_to_outcomes(self, its_stages: Sequence[Stages]) -> None:
         gathered = self._gathered
         sent_stages = [entry for entry in its_stages if self._out[self._joined.rows[entry.place]]]
         if not sent_stages:
@@ -239,7 +246,7 @@ class SentRows:
                 span.remote = None if number == NONE else self.callers[number]
             self.outcome[int(gathered.member[row])].derived += spans
 
-    def _count_served(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
+    def _add_served_requests(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
         """Add the requests that batches served to the outcomes of their processes, including dropped requests."""
         served = self._joined.served
         sizes = np.bincount(served.batch, minlength=len(self._unit))
@@ -322,7 +329,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
     out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root
     for row in np.flatnonzero(is_root & (out | dropped)).tolist():
-        member, root_id = decisions.member_of(row), int(gathered.own[row])
+        member, root_id = decisions.find_recording_of_row(row), int(gathered.own[row])
         decided = Decided(False, root_id, None)
         if out[row]:
             number = sent_rows.caller_of[row]
@@ -331,7 +338,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
         member.early.discard(root_id)
     says_keys = is_root | trace.are_of_kind("request")
     for name in (KEY, BATCH_KEYS):
-        says_keys[trace.attributes.having(name)] = True
+        says_keys[trace.attributes.rows_with_attribute(name)] = True
     says_keys = are_at_or_above(gathered.trace.parent, np.flatnonzero(says_keys))  # a key counts for all below it
     needed = np.zeros(len(says_keys), np.bool_)
     waiting = [row for place in joined.keys if decisions.find_decision(row := int(joined.rows[place])) is None]
@@ -375,7 +382,7 @@ def _may_precede_notable_request(decisions: Decisions, units: set[int]) -> Bools
         {
             unit
             for unit in units
-            if (before_ns := decisions.member_of(unit).sampler.capture.before_ns)
+            if (before_ns := decisions.find_recording_of_row(unit).sampler.capture.before_ns)
             and end_ns[unit] >= newest[int(member[unit])] - before_ns
         }
     )

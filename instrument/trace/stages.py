@@ -29,7 +29,7 @@ from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Groups, find_group_starts, mask_of, number_combinations, rank_distinct
 from instrument.trace.intervals import FARTHEST, select_successive
 from instrument.trace.joined import THOUSANDTHS, Joined
-from instrument.trace.ledger import QUEUE, STALL, Intervals, find_served_intervals
+from instrument.trace.ledger import QUEUE, STALL, Intervals, find_batches_and_gaps
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
@@ -99,7 +99,7 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
 
     `kinds` are the kinds of steps that were learned earlier. They also learn from these requests.
     """
-    batches, between = find_served_intervals(trace, joined)
+    batches, between = find_batches_and_gaps(trace, joined)
     is_queue = between.row == 0
     edges = zip(between.start_ns[is_queue].tolist(), between.end_ns[is_queue].tolist(), strict=True)
     queues = dict(zip(between.request[is_queue].tolist(), edges, strict=True))
@@ -107,7 +107,7 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
     unserved = unserved[~trace.clipped[joined.rows[unserved]]]
     # Requests are generations by a rule or an attribute.
     are_generations = trace.are_of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites])
-    rows = [np.flatnonzero(are_generations), *(trace.attributes.having(name) for name in GENERATION)]
+    rows = [np.flatnonzero(are_generations), *(trace.attributes.rows_with_attribute(name) for name in GENERATION)]
     generating = set(joined.of[np.concatenate(rows)].tolist())
     given_up = [Stages(place, queues[place], None, None, 0, (), place in generating) for place in unserved.tolist()]
     if not len(batches.request):
@@ -126,13 +126,13 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
         start_ns=batches.start_ns,
         end_ns=batches.end_ns,
         weight=joined.served.weight[batches.pair],
-        says_weight=np.isin(batches.row, trace.attributes.having(BATCH_WEIGHTS)),
+        says_weight=np.isin(batches.row, trace.attributes.rows_with_attribute(BATCH_WEIGHTS)),
     )
     kinds = StepKinds() if kinds is None else kinds
-    kinds.learn(parts)
-    is_said = np.isin(joined.served.batch, trace.attributes.having(BATCH_WEIGHTS))
-    kinds.weigh(names, of_names[trace.site[joined.served.batch[is_said]]], joined.served.weight[is_said])
-    steps = find_steps(parts, kinds.kind_by_name())
+    kinds.learn_from_batches(parts)
+    is_said = np.isin(joined.served.batch, trace.attributes.rows_with_attribute(BATCH_WEIGHTS))
+    kinds.learn_least_weights(names, of_names[trace.site[joined.served.batch[is_said]]], joined.served.weight[is_said])
+    steps = find_steps(parts, kinds.find_kinds_by_name())
     # The time at which each request sent the first part of its answer, `FARTHEST` without a streamed answer.
     values = (trace.attributes.values(name, joined.rows[place]) for name in (FIRST_ITEM, ITEMS))
     begun_ns = trace.start_ns[joined.rows[place]].tolist()
@@ -189,7 +189,7 @@ def _find_stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping
     return stalls
 
 
-def _name_longest(trace: Columns, joined: Joined, times: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _name_longest_batches(trace: Columns, joined: Joined, times: Sequence[tuple[int, int]]) -> Iterator[str]:
     rows = np.unique(joined.served.batch)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     starts, ends = trace.start_ns[rows], trace.end_ns[rows]
@@ -216,7 +216,7 @@ def make_stage_spans(
     all_stages = find_stages(trace, joined) if all_stages is None else all_stages
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     spans: dict[int, list[Span]] = {}
-    stalled_by = _name_longest(trace, joined, [stall for item in all_stages for stall in item.stalls])
+    stalled_by = _name_longest_batches(trace, joined, [stall for item in all_stages for stall in item.stalls])
     for item in all_stages:
         row = int(joined.rows[item.place])
         span_id, root_id, thread_id, task_id = (
@@ -298,7 +298,7 @@ class StepKinds:
         self.least = dict[str, int]()
         """The smallest weight in any batch with weights, by the batch's name."""
 
-    def learn(self, parts: Parts) -> None:
+    def learn_from_batches(self, parts: Parts) -> None:
         names, series = parts.names, parts.series
         name = parts.name[series.first]
         spent_ns = Groups(name, len(names)).sum_by_group(series.spent_ns).tolist()
@@ -330,12 +330,12 @@ class StepKinds:
                 for (a, b), count in zip(pairs.T.tolist(), counts.tolist(), strict=True):
                     counter[names[a], names[b]] += count
 
-    def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
+    def learn_least_weights(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
         least = Groups(np.where(weight > 0, name, NONE), len(names)).min_by_group(weight, FARTHEST)
         for place in np.flatnonzero(least < FARTHEST).tolist():
             self.least[names[place]] = min(self.least.get(names[place], FARTHEST), int(least[place]))
 
-    def kind_by_name(self) -> Mapping[str, tuple[str, str]]:
+    def find_kinds_by_name(self) -> Mapping[str, tuple[str, str]]:
         counts, turns = self._counts, self._turns
         kind = {name: name for name in self._spent_ns}
         for a, b in sorted({*counts, *self._alike}):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from instrument.errors import InstrumentError
 from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
-from instrument.trace.text import encode, encode_numbers, make_safe, remove_surrogates
+from instrument.trace.text import encode, encode_numbers, make_json_value, remove_surrogates
 
 if TYPE_CHECKING:
     from instrument.trace.columns import Columns
@@ -187,7 +187,7 @@ def _make_arrays(facts: Trace) -> dict[str, Arrays]:
             },
             "line": np.array([site.line for site in trace.sites], dtype=np.int64),
             "device": np.array([site.device for site in trace.sites], dtype=np.bool_),
-            "attributes": _clean_texts(encode(make_safe(dict(site.attributes))) for site in trace.sites),
+            "attributes": _clean_texts(encode(make_json_value(dict(site.attributes))) for site in trace.sites),
         },
         "threads": {"thread_id": np.array(list(threads), dtype=np.int64), "name": _clean_texts(threads.values())},
         "samples": {
@@ -210,8 +210,8 @@ def _clean_texts(names: Any) -> NDArray[np.object_]:
 
 def _read_attributes(trace: Columns) -> Iterator[Arrays]:
 
-    def text(value: Any) -> str:
-        return value if isinstance(value, str) else encode_numbers(make_safe(value, finite=False))
+    def make_text(value: Any) -> str:
+        return value if isinstance(value, str) else encode_numbers(make_json_value(value, finite=False))
 
     with_attributes = trace.attributes.rows()
     for first in range(0, len(with_attributes), ROWS_AT_ONCE):
@@ -223,6 +223,6 @@ def _read_attributes(trace: Columns) -> Iterator[Arrays]:
         yield {
             "span_id": trace.span_id[np.array([row for row, _, _ in items], dtype=np.int64)],
             "name": _clean_texts(name for _, name, _ in items),
-            "value": _clean_texts(text(value) for _, _, value in items),
+            "value": _clean_texts(make_text(value) for _, _, value in items),
             "number": np.array(numbers, dtype=np.float64),
         }

@@ -56,7 +56,7 @@ def remove_surrogates(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def make_safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
+def make_json_value(value: object, depth: int = 0, *, finite: bool = True) -> Any:
     """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain.
 
     Never fails, and runs no code of foreign types: the text of a tensor would wait for the device and expose its data.
@@ -66,16 +66,16 @@ def make_safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Real):
-        return _safe_number(value, finite)
+        return _make_json_number(value, finite)
     if isinstance(value, (list, tuple)) and depth < 4:
-        return [make_safe(item, depth + 1, finite=finite) for item in value]
+        return [make_json_value(item, depth + 1, finite=finite) for item in value]
     if isinstance(value, dict) and depth < 4:
         items = ((key, item) for key, item in value.items() if isinstance(key, str))
-        return {remove_surrogates(key): make_safe(item, depth + 1, finite=finite) for key, item in items}
+        return {remove_surrogates(key): make_json_value(item, depth + 1, finite=finite) for key, item in items}
     return _type_name(value)
 
 
-def _safe_number(value: numbers.Real, finite: bool) -> int | float | str:
+def _make_json_number(value: numbers.Real, finite: bool) -> int | float | str:
     """Return the number. Return its text if JSON or int64 cannot represent it."""
     try:
         number = int(value) if isinstance(value, numbers.Integral) else float(value)
@@ -92,7 +92,7 @@ def _type_name(value: object) -> str:
     return f"<{remove_surrogates(type(value).__name__)}>"
 
 
-def is_number(value: float | None) -> bool:
+def is_json_number(value: float | None) -> bool:
     """Return True if JSON and int64 can represent the value."""
     return value is not None and math.isfinite(value) and (not isinstance(value, int) or -INT64 <= value < INT64)
 
@@ -135,7 +135,7 @@ def encode_rows(attributes: Attributes, rows: Sequence[int], *, finite: bool = T
     read them."""
     for first in range(0, len(rows), ROWS_AT_ONCE):
         numbers, sets = attributes.distinct_sets(np.array(rows[first : first + ROWS_AT_ONCE], dtype=np.int64))
-        texts = [encode_numbers(make_safe(dict(distinct_set), finite=finite)) for distinct_set in sets]
+        texts = [encode_numbers(make_json_value(dict(distinct_set), finite=finite)) for distinct_set in sets]
         yield from map([*texts, "{}"].__getitem__, numbers.tolist())
 
 
@@ -158,7 +158,7 @@ class TextSets:
         return bytes(self._texts[first : self._ends.item(number)])
 
     def decode(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        return decode_texts(map(self._text_of, numbers))
+        return decode_json_texts(map(self._text_of, numbers))
 
     def values(self, name: str, numbers: Sequence[int]) -> list[AttributeValue | None]:
         return list(map(_make_value_reader(name), map(self._text_of, numbers)))
@@ -187,7 +187,7 @@ def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
+def decode_json_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     """Return the attributes in the given JSON texts, with lists as tuples. Raises `TraceError` if a text is no JSON
     object."""
     try:
@@ -207,12 +207,12 @@ def _make_value_reader(name: str) -> Callable[[bytes], Any]:
         try:
             return convert_lists(decode(text).value)
         except msgspec.MsgspecError:  # JSON has no infinity, and attributes may
-            return decode_texts([text])[0].get(name)
+            return decode_json_texts([text])[0].get(name)
 
     try:
         only_value = msgspec.defstruct("Attributes", [("value", Any, None)], rename={"value": name})
     except ValueError:  # a name with quotes
-        return lambda text: decode_texts([text])[0].get(name)
+        return lambda text: decode_json_texts([text])[0].get(name)
     decode: Callable[[bytes], Any] = msgspec.json.Decoder(only_value).decode
     return value_in
 
@@ -262,7 +262,7 @@ class GatheredAttributes:
         append_numbers(self._rows, rows)
         append_numbers(self._numbers, range(number, number + len(rows)))
 
-    def packed(self, rank: Int32s) -> Attributes:
+    def pack_attributes(self, rank: Int32s) -> Attributes:
         number = np.full(len(rank), NONE, dtype=np.int32)
         number[rank[view_numbers(self._rows)]] = view_numbers(self._numbers)
         return Attributes(number, [TextSets(view_numbers(self._ends), self._texts)])

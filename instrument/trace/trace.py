@@ -67,7 +67,7 @@ class Views(Sequence[Thing]):
     """A sequence of objects, which are made from columns on access. It equals any sequence of equal objects."""
 
     @abstractmethod
-    def _make(self, rows: slice) -> Iterable[Thing]: ...
+    def _make_items(self, rows: slice) -> Iterable[Thing]: ...
 
     @overload
     def __getitem__(self, place: int) -> Thing: ...
@@ -75,17 +75,17 @@ class Views(Sequence[Thing]):
     def __getitem__(self, place: slice) -> Sequence[Thing]: ...
     def __getitem__(self, place: int | slice) -> Thing | Sequence[Thing]:
         if isinstance(place, slice):
-            return self._slice(place)
+            return self._select_slice(place)
         row = range(len(self))[place]
-        (thing,) = self._make(slice(row, row + 1))
+        (thing,) = self._make_items(slice(row, row + 1))
         return thing
 
-    def _slice(self, rows: slice) -> Sequence[Thing]:
+    def _select_slice(self, rows: slice) -> Sequence[Thing]:
         return [self[row] for row in range(*rows.indices(len(self)))]
 
     def __iter__(self) -> Iterator[Thing]:
         for first in range(0, len(self), ROWS_AT_ONCE):
-            yield from self._make(slice(first, first + ROWS_AT_ONCE))
+            yield from self._make_items(slice(first, first + ROWS_AT_ONCE))
 
     def __eq__(self, sequence: object) -> bool:
         if not isinstance(sequence, Sequence) or isinstance(sequence, (str, bytes)):
@@ -124,16 +124,16 @@ class Allocations(Views[Allocation]):
         edges = max(-FARTHEST_NS - self.base_ns, int(limits.min)), min(FARTHEST_NS - self.base_ns, int(limits.max))
         return np.asarray(self.rows["at_ns"].clip(*edges) + self.base_ns)
 
-    def in_order(self) -> Allocations:
+    def sort_by_time(self) -> Allocations:
         return Allocations(self.rows[np.argsort(self.rows["at_ns"], kind="stable")], self.base_ns)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _slice(self, rows: slice) -> Allocations:
+    def _select_slice(self, rows: slice) -> Allocations:
         return Allocations(self.rows[rows], self.base_ns)
 
-    def _make(self, rows: slice) -> Iterable[Allocation]:
+    def _make_items(self, rows: slice) -> Iterable[Allocation]:
         base_ns = self.base_ns
         return [Allocation(device, base_ns + since_ns, *more) for device, since_ns, *more in self.rows[rows].tolist()]
 
@@ -264,7 +264,7 @@ class SpanViews(Views[Span]):
         self.columns = columns
         self._made: list[Span] | None = None
 
-    def _make(self, rows: slice) -> Iterable[Span]:
+    def _make_items(self, rows: slice) -> Iterable[Span]:
         return spans_of(self.columns, np.arange(len(self))[rows])
 
     @overload

@@ -25,7 +25,7 @@ from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.recording.tally import Tally
-from instrument.recording.trace_context import RANDOM_BITS, RemoteParent, is_sampled, threshold_of
+from instrument.recording.trace_context import RANDOM_BITS, RemoteParent, is_sampled, sampling_threshold
 from instrument.trace.of_recording import RowDetail, have_details
 
 MOST_ROWS = 200_000
@@ -203,7 +203,7 @@ class UnsettledRows:
         self._note_begin_of_service(rings, details)
         pieces: list[tuple[NDArray[np.void], int]] = []
         for ring in rings:
-            is_kept = self._select_kept(ring.rows)
+            is_kept = self._are_kept_rows(ring.rows)
             rows = ring.rows[is_kept]
             with_details = np.flatnonzero(have_details(ring.rows)) if self.unmatched else np.zeros(0, np.int64)
             span_ids = ring.rows["span_id"][with_details].tolist()
@@ -237,7 +237,7 @@ class UnsettledRows:
     def are_sampled(self, root_ids: NDArray[np.uint64], start_ns: NDArray[Any]) -> NDArray[np.bool_]:
         capture, caller = self.sampler.capture, self.caller
         random = self.ids.make_ids(root_ids, 2) & np.uint64((1 << RANDOM_BITS) - 1)
-        are_of_share: NDArray[np.bool_] = random >= np.uint64(threshold_of(capture.sample))
+        are_of_share: NDArray[np.bool_] = random >= np.uint64(sampling_threshold(capture.sample))
         if caller is not None:
             is_kept = is_sampled(caller.trace_id, capture.sample) or (caller.flags & 1 and not capture.is_off)
             are_of_share[start_ns < self.served_from_ns] = is_kept
@@ -306,7 +306,7 @@ class UnsettledRows:
             self.adopted += int(np.count_nonzero(is_undecided))
             self.lingers = bool((self.state != SETTLED).any())
 
-    def _select_kept(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+    def _are_kept_rows(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         roots = rows["root_id"]
         is_request = roots & np.uint64(REQUEST_BIT) != 0
         is_kept = is_request.copy()
@@ -434,7 +434,7 @@ class TailSampler:
     def lacks_usual_time(self, request: EndedRequest) -> bool:
         return self.capture.slow_over is not None and request.site.key not in self._slow_ns
 
-    def is_asked_for(self, request: EndedRequest) -> bool:
+    def take_if_wanted(self, request: EndedRequest) -> bool:
         """Return True if the request is in `wanted`, or if the trace of its caller is kept. Removes the request from
         `wanted`."""
         if request.root_id in self.wanted:

@@ -36,14 +36,14 @@ sys.path[:1] = [str(HERE.parent), str(EXAMPLES)]  # without this folder, whose m
 
 from simulated_engine import Request, Service  # noqa: E402
 
-from instrument.recording.distributions import _rank  # noqa: E402
+from instrument.recording.distributions import _nearest_rank  # noqa: E402
 from instrument.recording.spans import DeviceInterval  # noqa: E402
 from instrument.report.view import Recording  # noqa: E402
 from instrument.trace.dataset_files import DatasetWriter, Folder  # noqa: E402
 from instrument.trace.dataset_sources import DatasetRows  # noqa: E402
 from instrument.trace.file import Saved  # noqa: E402
-from instrument.trace.merge import merge  # noqa: E402
-from instrument.trace.request_trees import graft_requests  # noqa: E402
+from instrument.trace.merge import merge_recordings  # noqa: E402
+from instrument.trace.request_trees import join_request_trees  # noqa: E402
 from instrument.trace.trace import Trace  # noqa: E402
 
 PARTS = {"queue": "queue_ns", "waiting in batches": "waiting_ns", "stall": "stall_ns", "share of batches": "share_ns"}
@@ -93,7 +93,7 @@ def write(hosts: range, seconds: float, url: str) -> tuple[int, float, int]:
 
 def written(saved: Saved, folder: Folder, name: str) -> None:
     writer = DatasetWriter(folder, name)
-    for table, rows in DatasetRows(merge([saved])).make_tables():
+    for table, rows in DatasetRows(merge_recordings([saved])).make_tables():
         writer.write(table, rows)
     writer.close()
 
@@ -109,11 +109,11 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
     blocked = [0, 0]
     copies = max(hosts // SIMULATED, 1)
     for host in range(min(hosts, SIMULATED)):
-        recording = Recording.of_saved(graft_requests(Saved(trace_of(host, seconds), None)))
+        recording = Recording.of_saved(join_request_trees(Saved(trace_of(host, seconds), None)))
         trace, joined = recording.columns, recording.joined
         ledger, device = recording.ledger, recording.device_ledger
         for place, row in enumerate(joined.rows.tolist()):
-            attributes, parts = trace.attributes[row], ledger.parts_of(place)
+            attributes, parts = trace.attributes[row], ledger.times_of_request(place)
             requests.append((
                 recording.trace.origin.version, trace.sites[trace.site[row]].name, int(trace.total_ns[row]),
                 attributes.get("tenant"), int(device.own_ns[place] + device.shared_ns[place]),
@@ -131,7 +131,9 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
         sums = tenants.setdefault(tenant, [0, 0, 0])
         sums[0], sums[1], sums[2] = sums[0] + 1, sums[1] + device_ns, sums[2] + tokens
     return {
-        "p99 by version": sorted((*key, len(v), sorted(v)[_rank(0.99, len(v)) - 1]) for key, v in groups.items()),
+        "p99 by version": sorted(
+            (*key, len(v), sorted(v)[_nearest_rank(0.99, len(v)) - 1]) for key, v in groups.items()
+        ),
         "device time and tokens by tenant": sorted((tenant, *sums) for tenant, sums in tenants.items()),
         "loop blockers of the fleet": (blocked[0] * copies, blocked[1] * copies),
         "slowest requests": sorted((row[2] for row in requests), reverse=True)[:10],

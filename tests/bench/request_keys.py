@@ -44,7 +44,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import instrument
-from instrument.instrumentors.request_keys import make_reader
+from instrument.instrumentors.request_keys import make_call_reader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Site
@@ -180,7 +180,7 @@ Repeat = Callable[[Callable[[Any], Any], Sequence[Any], int], None]
 def wrapped(name: str, rule: str, function: Callable[..., Any]) -> tuple[Any, Any]:
     """A function as a rule with keys selects it, and as one without."""
     (parsed,) = loads(f'functions: [{{match: "m:f", {rule}}}]').functions
-    facts = make_reader(function, parsed)
+    facts = make_call_reader(function, parsed)
     assert not facts.missing, facts.missing
     keyed = RECORDER.wrap(function, Site(name), facts.of_call, results=facts.of_result)
     return keyed, RECORDER.wrap(function, Site(f"{name}, plain"))

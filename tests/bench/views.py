@@ -74,7 +74,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
     "torch": ("kernels", "operators", "overview", "events"),
 }
 """What may stand beside the spans of a trace, and the views that show it."""
-LOAD = "import sys; from instrument.cli.inputs import read_saved; read_saved(sys.argv[1])"
+LOAD = "import sys; from instrument.cli.inputs import read_file; read_file(sys.argv[1])"
 
 REQUESTS = [Site(f"POST /{name}", "request") for name in ("chat", "embed", "rank")]
 QUEUE, PREPARE, STEP = Site("queue", "phase"), Site("tokenise", "phase"), Site("decode", "step")

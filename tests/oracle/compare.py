@@ -29,7 +29,7 @@ from oracle.recordings import ALL, Made, bench
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
-from instrument.report.section import summary, summary_document
+from instrument.report.section import format_summary, summary_document
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 
@@ -99,10 +99,10 @@ def written(name: str, made: Made, folder: Path) -> Path:
 
 def answer(recording: Recording, view: str, option: str) -> str:
     """Return the answer of a view as text, or the error that it raises."""
-    options = Options.of(OPTIONS[option])
+    options = Options.from_mapping(OPTIONS[option])
     try:
         if option == "text":
-            return summary([view], recording, options)
+            return format_summary([view], recording, options)
         document = summary_document([view], recording, options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -20,9 +20,9 @@ from threading import get_native_id
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replaces
+from instrument.instrumentors.functions import Undo, replaces_attribute
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.memory_layout import END_NS, SPAN_ID, START_NS, Row, is_request_root, unpacked_rows
+from instrument.recording.memory_layout import END_NS, SPAN_ID, START_NS, Row, is_request_root, unpack_rows
 from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, COLLECTION, VALUE_LIMIT, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
@@ -58,8 +58,8 @@ def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECOR
 
     places = LoopPlaces(recorder, limit_ns)
 
-    @replaces(handle, "_run")
-    def restore(self: Any) -> None:
+    @replaces_attribute(handle, "_run")
+    def restore_run(self: Any) -> None:
         begun_ns = now()
         if places.is_on:
             places.begun[get_ident()] = begun_ns
@@ -73,7 +73,7 @@ def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECOR
         nonlocal limit_ns
         limit_ns = NEVER_NS  # other code may keep a reference and call it
         places.is_on = False
-        restore()
+        restore_run()
 
     return [undo]
 
@@ -95,21 +95,21 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
         if places.is_on:
             places.begun[get_ident()] = 0
 
-    def wrap(name: str) -> Undo:
+    def wrap_scheduling_method(name: str) -> Undo:
         schedule = getattr(owner, name)
 
-        @replaces(owner, name)
-        def restore(self: Any, callback: Any, *args: Any, context: Any = None) -> Any:
+        @replaces_attribute(owner, name)
+        def restore_method(self: Any, callback: Any, *args: Any, context: Any = None) -> Any:
             if type(callback) in _NAMED:
                 return schedule(self, _NamedCallback(run_timed, self, callback), *args, context=context)
             return schedule(self, run_timed, self, callback, *args, context=context)
 
-        return restore
+        return restore_method
 
     call_later = owner.call_later
 
-    @replaces(owner, "call_later")  # `call_at` calls it
-    def restore(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
+    @replaces_attribute(owner, "call_later")  # `call_at` calls it
+    def restore_call_later(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
         return call_later(self, delay, _NamedCallback(run_timed, self, callback), *args, context=context)
 
     def undo() -> None:
@@ -117,7 +117,12 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
         limit_ns = NEVER_NS  # scheduled callbacks still run
         places.is_on = False
 
-    return [wrap("call_soon"), wrap("call_soon_threadsafe"), restore, undo]
+    return [
+        wrap_scheduling_method("call_soon"),
+        wrap_scheduling_method("call_soon_threadsafe"),
+        restore_call_later,
+        undo,
+    ]
 
 
 class _NamedCallback(functools.partial[None]):
@@ -146,7 +151,7 @@ def _note_slow_callback(
             return
         # The newest spans of this thread that have ended since, by end time.
         rings = [ring for ring in recorder.rings() if ring.thread_id == get_native_id() and not ring.ended]
-        newest = unpacked_rows(rings[0].copied(max(rings[0].head - NEWEST, 0))) if rings else []
+        newest = unpack_rows(rings[0].copied(max(rings[0].head - NEWEST, 0))) if rings else []
         rows = [row for row in newest if row[END_NS] >= begun_ns]
         if not recorder.open_requests(get_native_id()) and not any(map(is_request_root, rows)):
             return
@@ -217,7 +222,7 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
     now = recorder.now_ns
     begun_ns = 0
 
-    def note(phase: str, counts: dict[str, int]) -> None:
+    def note_collection(phase: str, counts: dict[str, int]) -> None:
         nonlocal begun_ns
         if phase == "start":
             begun_ns = now()
@@ -232,9 +237,9 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
 
     def undo() -> None:
         with suppress(ValueError):  # others may have cleared the list
-            callbacks.remove(note)
+            callbacks.remove(note_collection)
 
-    callbacks.append(note)
+    callbacks.append(note_collection)
     return [undo]
 
 

@@ -40,7 +40,7 @@ from instrument.recording.spans import (
     AttributeValue,
     Site,
 )
-from instrument.recording.trace_context import LINK_REMOTE, LINK_STATE, remote_of
+from instrument.recording.trace_context import LINK_REMOTE, LINK_STATE, parse_remote
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 
@@ -66,12 +66,12 @@ OUTCOMES: Mapping[str, str] = {
 """The outcome of a request that ends with an exception, by the exception's class."""
 
 
-def outcome_by(error: BaseException | str | None) -> str | None:
+def outcome_of_exception(error: BaseException | str | None) -> str | None:
     """Return the outcome of a request that an exception ended. An exception group has an outcome only if all members
     share it."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
-        outcomes = {outcome_by(member) for member in members}
+        outcomes = {outcome_of_exception(member) for member in members}
         return outcomes.pop() if len(outcomes) == 1 else None
     return OUTCOMES.get(type(error).__name__)
 
@@ -174,7 +174,7 @@ class Exchanges:
             if route:
                 parts["http.route"] = route
                 if self._generations and metrics.matches_route(route, self._generations):
-                    parts[metrics.OPERATION] = metrics.operation_of(route)
+                    parts[metrics.OPERATION] = metrics.operation_of_route(route)
                     parts |= {metrics.PROVIDER: self._provider} if self._provider else {}
             parts |= {"network.protocol.name": "websocket"} if protocol == "websocket" else {}
             facts = parts | facts
@@ -203,7 +203,7 @@ class Exchanges:
         caller = None if self._extract is None else self._extract(headers)
         if caller is None or self._follows:
             return caller
-        if (span := remote_of(caller)) is not None:  # the rule links to the caller
+        if (span := parse_remote(caller)) is not None:  # the rule links to the caller
             facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
             if span.state:
                 facts[LINK_STATE] = span.state
@@ -229,7 +229,7 @@ class Stream:
         self.last_ns = now_ns
         self.items += count
 
-    def facts(self, begun_ns: int) -> dict[str, Any]:
+    def make_attributes(self, begun_ns: int) -> dict[str, Any]:
         attributes = {FIRST_ITEM: self.first_ns - begun_ns, LAST_ITEM: self.last_ns - begun_ns, ITEMS: self.items}
         if self.gaps:
             attributes[LONGEST_GAP] = max(self.gaps)
@@ -324,7 +324,7 @@ class Exchange:
         route = self.prefix + route
         if self.frame is not None and route != self.route:
             self.route = route
-            self.method.recorder.rename(self.frame, self.method.site_of(route))
+            self.method.recorder.rename(self.frame, self.method.site_of_route(route))
 
     def track_waits(self, awaitable: Any) -> Any:
         """Wrap an awaitable of the app. While it is suspended, the span counts as waiting."""
@@ -368,7 +368,9 @@ class Exchange:
         except Exception:
             self.count_unread()
 
-    def finish(self, error: BaseException | None = None, *, is_gone: bool = False, in_parts: bool = True) -> None:
+    def end_after_server(
+        self, error: BaseException | None = None, *, is_gone: bool = False, in_parts: bool = True
+    ) -> None:
         """End the exchange after the server has finished, with `error` or the stored failure.
 
         `is_gone` is True if the client has closed the connection. `in_parts` is False for a websocket.
@@ -377,10 +379,10 @@ class Exchange:
         self.failure = None  # the exception's traceback refers to the exchange
         is_broken_off = isinstance(failure, OSError) and not isinstance(failure, TimeoutError)
         if is_gone and failure is not None and (is_broken_off or not isinstance(failure, Exception)):
-            self._forget_failure()
+            self._drop_unsent_status()
             self.end_incomplete()
         elif failure is not None:
-            self.fail(failure)
+            self.end_with_exception(failure)
         elif not in_parts or getattr(self, "is_events", False):
             self.end()
         else:
@@ -391,14 +393,14 @@ class Exchange:
             self.stream = None
         self.end()
 
-    def fail(self, error: BaseException) -> None:
-        if outcome_by(error) == CLIENT_GONE:
-            self._forget_failure()
+    def end_with_exception(self, error: BaseException) -> None:
+        if outcome_of_exception(error) == CLIENT_GONE:
+            self._drop_unsent_status()
         elif outcome_of(error) is None:
             self.set_status(self.status or 500)
         self.end(error)
 
-    def _forget_failure(self) -> None:
+    def _drop_unsent_status(self) -> None:
         """Drop the status of an answer that the client never got, because the client had disconnected."""
         if self.frame is not None and self.status >= FIRST_OF_SERVER:
             self.status = 0
@@ -422,19 +424,19 @@ class Exchange:
 
     def _add_final_attributes(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
         if self.prefix and not self.route:
-            self.method.recorder.rename(frame, self.method.site_of(self.prefix + "/{path}"))
+            self.method.recorder.rename(frame, self.method.site_of_route(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
-            self.facts.update(self.stream.facts(frame.start_ns))
-        if (outcome := outcome_by(error)) is not None:
+            self.facts.update(self.stream.make_attributes(frame.start_ns))
+        if (outcome := outcome_of_exception(error)) is not None:
             self.facts[OUTCOME] = outcome
         return None if outcome == CLIENT_GONE else error
 
     def _record_late_failure(self, error: BaseException) -> None:
         recorder = self.method.recorder
-        if outcome_of(error) is not None or outcome_by(error) == CLIENT_GONE or not recorder.on:
+        if outcome_of(error) is not None or outcome_of_exception(error) == CLIENT_GONE or not recorder.on:
             return
         facts: dict[Any, Any] = {STATUS_CODE: "ERROR", ERROR_TYPE: error_name(error)}
-        facts.update(self.method.site_of(self.route).attributes)
+        facts.update(self.method.site_of_route(self.route).attributes)
         recorder.record(LATE_FAILURE, recorder.now_ns(), facts)
 
     def end_incomplete(self, outcome: str = CLIENT_GONE) -> None:
@@ -488,13 +490,13 @@ class Arrivals:
         self._key = protocol, read_path, read_plain, read_all
         self._methods: dict[Arrival, Method] = {}
 
-    def begin(self, request: Any) -> Exchange | None:
+    def begin_exchange(self, request: Any) -> Exchange | None:
         """Begin the span of a request. Return None for a request that is not recorded. Never raises."""
         exchanges = self.exchanges
         current = CURRENT.get()  # the same test as `is_path_recorded`, whose call would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
             successor = None if exchanges.is_on else exchanges.next
-            return None if successor is None else successor.get_arrivals(*self._key).begin(request)
+            return None if successor is None else successor.get_arrivals(*self._key).begin_exchange(request)
         try:
             if exchanges.ignores and exchanges.ignores_path(self._read_path(request)):
                 return None
@@ -541,7 +543,7 @@ class Arrivals:
         return method
 
 
-def make_readers(
+def make_request_readers(
     arrival: Callable[[Any], tuple[str, str, Any]],
     headers: Callable[[Any], Any],
     path: Callable[[Any], str],
@@ -611,7 +613,7 @@ class Method:
         self.facts = facts
         self.recorder = exchanges.recorder
         self.open_request, self.close_request = self.recorder.open_request, self.recorder.close_request
-        self.site = self.site_of("")
+        self.site = self.site_of_route("")
 
-    def site_of(self, route: str) -> Site:
+    def site_of_route(self, route: str) -> Site:
         return self._site_of(*self._key, route)

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, call_before, replaces
+from instrument.instrumentors.functions import Undo, call_before, replaces_attribute
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
     PORT,
@@ -85,7 +85,7 @@ class _Service:
 
     def record_refusal(self, details: Any, arrivals: Arrivals | None, error: BaseException | str) -> None:
         """Record a call that has no handler. All such calls are one endpoint. Never raises."""
-        exchange = None if arrivals is None else arrivals.begin((details, None, ""))
+        exchange = None if arrivals is None else arrivals.begin_exchange((details, None, ""))
         if exchange is not None:
             exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
@@ -197,7 +197,7 @@ class _Call:
 
     def _begin_span(self, context: Any) -> Exchange | None:
         self._is_begun = True
-        self.exchange = self._arrivals.begin((self._details, context, None))
+        self.exchange = self._arrivals.begin_exchange((self._details, context, None))
         return self.exchange
 
     def _add_timings(self, context: Any) -> None:
@@ -206,7 +206,7 @@ class _Call:
             if exchange is not None and exchange.timing is not None and exchange.is_open and context is not None:
                 timing, exchange.timing = exchange.timing, None  # once
                 metadata = context.trailing_metadata() or ()
-                context.set_trailing_metadata((*metadata, (SERVER_TIMING.lower(), timing.header_text(exchange))))
+                context.set_trailing_metadata((*metadata, (SERVER_TIMING.lower(), timing.make_header_value(exchange))))
         except Exception as fault:
             FAULTS.note("server timing", fault)
 
@@ -377,19 +377,19 @@ def _attach_interceptor(class_name: str, is_async: bool, module: Any, exchanges:
     if "interceptors" not in signature.parameters:
         raise TypeError(f"{class_name} takes no interceptors")
 
-    @replaces(server, "__init__")
-    def restore(self: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces_attribute(server, "__init__")
+    def restore_init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         bound.arguments["interceptors"] = (_make_interceptor(grpc, is_async), *(bound.arguments["interceptors"] or ()))
         init(*bound.args, **bound.kwargs)
 
-    def forget() -> None:
+    def detach_rule() -> None:
         if arrivals in _attached:
             _attached.remove(arrivals)
 
     arrivals = exchanges.get_arrivals("grpc", lambda call: _decode_text(call[0].method), None, _read_call)
     _attached.append(arrivals)
-    return [forget, restore]
+    return [detach_rule, restore_init]
 
 
 # grpclib
@@ -400,30 +400,32 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
     arrivals = exchanges.get_arrivals("grpc", lambda call: call[0][":path"], None, _read_grpclib_call)
     handle, send, send_trailers = module.request_handler, stream.send_message, stream.send_trailing_metadata
 
-    @replaces(module, "request_handler")
-    async def undo_handle(mapping: Any, h2_stream: Any, headers: Any, *args: Any, **kwargs: Any) -> None:
-        exchange = arrivals.begin((dict(headers), mapping))
+    @replaces_attribute(module, "request_handler")
+    async def restore_request_handler(mapping: Any, h2_stream: Any, headers: Any, *args: Any, **kwargs: Any) -> None:
+        exchange = arrivals.begin_exchange((dict(headers), mapping))
         call = handle(mapping, h2_stream, headers, *args, **kwargs)
         await (call if exchange is None else exchange.serve(call, functools.partial(_end_grpclib_call, exchange)))
 
-    @replaces(stream, "send_message")
-    async def undo_send(self: Any, message: Any) -> None:
+    @replaces_attribute(stream, "send_message")
+    async def restore_send_message(self: Any, message: Any) -> None:
         await send(self, message)
         exchange = current_exchange()
         if exchange is not None and self._cardinality.server_streaming:
             exchange.add_items()
 
-    @replaces(stream, "send_trailing_metadata")
-    async def undo_trailers(self: Any, *, status: Any = module.Status.OK, metadata: Any = None, **kwargs: Any) -> None:
+    @replaces_attribute(stream, "send_trailing_metadata")
+    async def restore_send_trailers(
+        self: Any, *, status: Any = module.Status.OK, metadata: Any = None, **kwargs: Any
+    ) -> None:
         exchange = current_exchange()
         if exchange is not None:
             exchange.facts[RPC_STATUS] = status.name
             if exchange.timing is not None:
                 pairs = metadata.items() if isinstance(metadata, Mapping) else metadata or ()
-                metadata = [*pairs, (SERVER_TIMING.lower(), exchange.timing.header_text(exchange))]
+                metadata = [*pairs, (SERVER_TIMING.lower(), exchange.timing.make_header_value(exchange))]
         await send_trailers(self, status=status, metadata=metadata, **kwargs)
 
-    def note_leave(stream: Any, kind: Any, error: Any, traceback: Any) -> None:
+    def note_stream_exit(stream: Any, kind: Any, error: Any, traceback: Any) -> None:
         exchange = current_exchange()
         if exchange is not None:
             exchange.failure = error
@@ -434,8 +436,11 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
         if grpc_status is not None and (exchange := current_exchange()) is not None:
             exchange.facts[RPC_STATUS] = grpc_status.name
 
-    undo_leave, undo_abort = call_before(stream, "__aexit__", note_leave), call_before(module, "_abort", note_abort)
-    return [undo_handle, undo_send, undo_trailers, undo_leave, undo_abort]
+    undo_leave, undo_abort = (
+        call_before(stream, "__aexit__", note_stream_exit),
+        call_before(module, "_abort", note_abort),
+    )
+    return [restore_request_handler, restore_send_message, restore_send_trailers, undo_leave, undo_abort]
 
 
 def _end_grpclib_call(exchange: Exchange, error: BaseException | None) -> None:

@@ -16,7 +16,7 @@ from inspect import isawaitable
 from operator import attrgetter
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, call_before, replace_attribute, replaces
+from instrument.instrumentors.functions import Undo, call_before, replace_attribute, replaces_attribute
 from instrument.instrumentors.requests.exchange import (
     CLOSE_CODE,
     EXCHANGE,
@@ -26,12 +26,12 @@ from instrument.instrumentors.requests.exchange import (
     Exchanges,
     current_exchange,
     exchange_of,
-    make_readers,
+    make_request_readers,
     note_part,
 )
 
 
-def is_closed(transport: Any) -> bool:
+def is_transport_closed(transport: Any) -> bool:
     return transport is None or bool(transport.is_closing())
 
 
@@ -67,8 +67,8 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     handle, parse, flush = handler.handle_one_request, handler.parse_request, handler.flush_headers
     arrivals = exchanges.get_arrivals("wsgi", *_HTTP_SERVER)  # like an app of WSGI it has its thread for itself
 
-    @replaces(handler, "handle_one_request")
-    def undo_handle(self: Any) -> None:
+    @replaces_attribute(handler, "handle_one_request")
+    def restore_handle_request(self: Any) -> None:
         vars(self)[EXCHANGE] = None
         error: BaseException | None = None
         try:
@@ -79,28 +79,28 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             exchange: Exchange | None = vars(self).pop(EXCHANGE, None)
             if exchange is not None:
-                _forget_parts(self.wfile)
+                _stop_counting_parts(self.wfile)
                 if isinstance(error, ConnectionError):
                     exchange.end_incomplete()
                 elif error is not None:
                     exchange.end(error)
-                exchange.finish()
+                exchange.end_after_server()
 
-    @replaces(handler, "parse_request")
-    def undo_parse(self: Any) -> Any:
+    @replaces_attribute(handler, "parse_request")
+    def restore_parse_request(self: Any) -> Any:
         is_whole = parse(self)
         if is_whole and EXCHANGE in vars(self) and not hasattr(self, "run_wsgi"):
-            exchange = vars(self)[EXCHANGE] = arrivals.begin(self)
+            exchange = vars(self)[EXCHANGE] = arrivals.begin_exchange(self)
             if exchange is not None:
-                _count_parts(self.wfile, exchange)
+                _count_written_parts(self.wfile, exchange)
         return is_whole
 
     def note_status(handler: Any, code: Any, *_: Any, **__: Any) -> None:
         if code >= 200 and (exchange := exchange_of(handler)) is not None:
             exchange.begin_answer(code, None)
 
-    @replaces(handler, "flush_headers")
-    def undo_flush(self: Any) -> None:
+    @replaces_attribute(handler, "flush_headers")
+    def restore_flush_headers(self: Any) -> None:
         exchange = exchange_of(self)
         if exchange is None:
             flush(self)
@@ -108,15 +108,20 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
         lines = getattr(self, "_headers_buffer", [])
         exchange.is_events = any(b"text/event-stream" in line for line in lines)
         if exchange.timing is not None and lines and lines[-1] == b"\r\n":
-            lines.insert(-1, f"{SERVER_TIMING}: {exchange.timing.header_text(exchange)}\r\n".encode())
-        _forget_parts(self.wfile)
+            lines.insert(-1, f"{SERVER_TIMING}: {exchange.timing.make_header_value(exchange)}\r\n".encode())
+        _stop_counting_parts(self.wfile)
         flush(self)
-        _count_parts(self.wfile, exchange)
+        _count_written_parts(self.wfile, exchange)
 
-    return [undo_handle, undo_parse, call_before(handler, "send_response_only", note_status), undo_flush]
+    return [
+        restore_handle_request,
+        restore_parse_request,
+        call_before(handler, "send_response_only", note_status),
+        restore_flush_headers,
+    ]
 
 
-def _count_parts(file: Any, exchange: Exchange) -> None:
+def _count_written_parts(file: Any, exchange: Exchange) -> None:
     write = file.write
 
     def write_counted(data: Any) -> Any:
@@ -126,12 +131,12 @@ def _count_parts(file: Any, exchange: Exchange) -> None:
     getattr(file, "__dict__", {})["write"] = write_counted
 
 
-def _forget_parts(file: Any) -> None:
+def _stop_counting_parts(file: Any) -> None:
     getattr(file, "__dict__", {}).pop("write", None)
 
 
 _SCHEMES = ("http", "https")
-_HTTP_SERVER = make_readers(
+_HTTP_SERVER = make_request_readers(
     lambda handler: (handler.command, _SCHEMES[hasattr(handler.connection, "cipher")], handler.server.server_address),
     attrgetter("headers"),
     lambda handler: handler.path.partition("?")[0],
@@ -157,9 +162,9 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
                 try:
                     exchange.begin_answer(int(status_line.split(" ", 2)[1]), headers.get("Content-Type"))
                     if exchange.timing is not None:
-                        exchange.timing.decide_comment(headers.items(), self.method)
+                        exchange.timing.decide_if_comment_fits(headers.items(), self.method)
                         headers = headers.copy()  # an application may send them again
-                        headers.add(SERVER_TIMING, exchange.timing.header_text(exchange))
+                        headers.add(SERVER_TIMING, exchange.timing.make_header_value(exchange))
                 except Exception:
                     exchange.count_unread()
             return super().write_headers(status_line, headers, *args)
@@ -173,25 +178,27 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
             if self.exchange is not None and chunk:
                 self.exchange.add_part(chunk, is_last=True)
             if self.exchange is not None and self.exchange.timing is not None:
-                chunk = bytes(chunk) + self.exchange.timing.timings_comment(self.exchange)
+                chunk = bytes(chunk) + self.exchange.timing.make_comment(self.exchange)
             return super().write_eof(chunk)
 
     StreamWriter.__qualname__, StreamWriter.__module__ = base.__qualname__, base.__module__
 
-    @replaces(owner, "_handle_request")
-    async def undo_handle(self: Any, request: Any, start_time: Any, request_handler: Any) -> Any:
+    @replaces_attribute(owner, "_handle_request")
+    async def restore_handle_request(self: Any, request: Any, start_time: Any, request_handler: Any) -> Any:
         writer = request._payload_writer
         if not isinstance(writer, StreamWriter) or request._message is module.ERROR:
             return await handle(self, request, start_time, request_handler)  # a malformed request
         is_http = not _is_websocket(request.headers)
-        exchange = (http if is_http else websocket).begin(request)
+        exchange = (http if is_http else websocket).begin_exchange(request)
         if exchange is None:
             return await handle(self, request, start_time, request_handler)
         writer.exchange, writer.method = exchange, request.method
         try:
             result = await exchange.track_waits(handle(self, request, start_time, request_handler))
         except BaseException as error:
-            exchange.finish(getattr(exchange, "failure", None) or error, is_gone=is_closed(self.transport))
+            exchange.end_after_server(
+                getattr(exchange, "failure", None) or error, is_gone=is_transport_closed(self.transport)
+            )
             raise
         finally:
             writer.exchange = None
@@ -202,7 +209,7 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.facts[CLOSE_CODE] = answer.close_code
         except Exception:
             exchange.count_unread()
-        exchange.finish(is_gone=is_closed(self.transport), in_parts=is_http)
+        exchange.end_after_server(is_gone=is_transport_closed(self.transport), in_parts=is_http)
         return result
 
     def note_error(_: Any, request: Any, status: int = 500, exc: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -211,7 +218,7 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange.failure = exc or sys.exc_info()[1]  # a time-out is not passed as an argument
 
     undo_writer = replace_attribute(module, "StreamWriter", StreamWriter)
-    return [undo_handle, call_before(owner, "handle_error", note_error), undo_writer]
+    return [restore_handle_request, call_before(owner, "handle_error", note_error), undo_writer]
 
 
 def _attach_aiohttp_websocket(module: Any, _: Exchanges) -> list[Undo]:
@@ -234,7 +241,7 @@ def _read_aiohttp_arrival(request: Any) -> tuple[str, str, Any]:
     return request.method, scheme, transport.get_extra_info("sockname")
 
 
-_AIOHTTP = make_readers(_read_aiohttp_arrival, *map(attrgetter, ("headers", "path", "query_string", "remote")))
+_AIOHTTP = make_request_readers(_read_aiohttp_arrival, *map(attrgetter, ("headers", "path", "query_string", "remote")))
 
 # Tornado
 
@@ -248,19 +255,19 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
     execute, match, write_headers, finish = handler._execute, matcher.match, connection.write_headers, connection.finish
     http, websocket = (exchanges.get_arrivals(kind, *_TORNADO) for kind in ("http", "websocket"))
 
-    @replaces(matcher, "match")
-    def undo_match(self: Any, request: Any) -> Any:
+    @replaces_attribute(matcher, "match")
+    def restore_match(self: Any, request: Any) -> Any:
         groups = match(self, request)
         if groups is not None:
             setattr(request, TORNADO_ROUTE, self.regex.pattern.removesuffix("$"))
         return groups
 
-    @replaces(handler, "_execute")
-    async def undo_execute(self: Any, transforms: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces_attribute(handler, "_execute")
+    async def restore_execute(self: Any, transforms: Any, *args: Any, **kwargs: Any) -> None:
         request = self.request
         is_http = not _is_websocket(request.headers)
         is_passed_on = isinstance(self, module.FallbackHandler)  # to a server of its own, such as a container of WSGI
-        exchange = None if is_passed_on else (http if is_http else websocket).begin(request)
+        exchange = None if is_passed_on else (http if is_http else websocket).begin_exchange(request)
         if exchange is None:
             await execute(self, transforms, *args, **kwargs)
             return
@@ -276,7 +283,7 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
             elif is_gone and exchange.status in (0, 101) and error is getattr(exchange, "failure", None):
                 exchange.end_incomplete()
             if error is not None or is_gone or self._finished or self._auto_finish:
-                exchange.finish(error, is_gone=is_gone, in_parts=is_http)
+                exchange.end_after_server(error, is_gone=is_gone, in_parts=is_http)
 
         await exchange.serve(execute(self, transforms, *args, **kwargs), end)
 
@@ -285,8 +292,8 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
         if exchange is not None and not isinstance(error, module.HTTPError | module.Finish):
             exchange.failure = error
 
-    @replaces(connection, "write_headers")
-    def undo_headers(self: Any, start_line: Any, headers: Any, chunk: Any = None) -> Any:
+    @replaces_attribute(connection, "write_headers")
+    def restore_write_headers(self: Any, start_line: Any, headers: Any, chunk: Any = None) -> Any:
         exchange = exchange_of(self)
         if exchange is not None:
             exchange.begin_answer(start_line.code, headers.get("Content-Type"))
@@ -295,40 +302,40 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.add_part(chunk, is_last=headers.get("Content-Length") == str(len(chunk)))
             if exchange.timing is not None and exchange.status >= 200:
                 headers = headers.copy()
-                headers.add(SERVER_TIMING, exchange.timing.header_text(exchange))
+                headers.add(SERVER_TIMING, exchange.timing.make_header_value(exchange))
         return write_headers(self, start_line, headers, chunk)
 
-    @replaces(connection, "finish")
-    def undo_finish(self: Any) -> None:
+    @replaces_attribute(connection, "finish")
+    def restore_finish(self: Any) -> None:
         finish(self)
         exchange = exchange_of(self)
         if exchange is not None and 200 <= exchange.status < 500 and getattr(exchange, "failure", None) is None:
-            exchange.finish(is_gone=_has_client_closed(self))
+            exchange.end_after_server(is_gone=_has_client_closed(self))
 
     undo_exception = call_before(handler, "_handle_request_exception", note_exception)
     undo_part = call_before(connection, "write", note_part)
-    return [undo_match, undo_execute, undo_exception, undo_headers, undo_part, undo_finish]
+    return [restore_match, restore_execute, undo_exception, restore_write_headers, undo_part, restore_finish]
 
 
 def _attach_tornado_websocket(module: Any, _: Exchanges) -> list[Undo]:
     handler, protocol = module.WebSocketHandler, module.WebSocketProtocol
     write_message, run = handler.write_message, protocol._run_callback
 
-    @replaces(handler, "write_message")
-    def undo_write(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(handler, "write_message")
+    def restore_write_message(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         future = write_message(self, message, *args, **kwargs)
         exchange = exchange_of(self.request.connection)
         if exchange is not None:
             exchange.add_part(message)
         return future
 
-    @replaces(protocol, "_run_callback")
-    def undo_run(self: Any, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(protocol, "_run_callback")
+    def restore_run_callback(self: Any, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         request = getattr(self.handler, "request", None)
         exchange: Exchange | None = getattr(getattr(request, "connection", None), EXCHANGE, None)
         return run(self, callback if exchange is None else _note_failures(callback, exchange), *args, **kwargs)
 
-    return [undo_write, undo_run]
+    return [restore_write_message, restore_run_callback]
 
 
 def _has_client_closed(connection: Any) -> bool:
@@ -341,7 +348,7 @@ def _read_tornado_arrival(request: Any) -> tuple[str, str, Any]:
     return request.method, request.protocol, None if socket is None else socket.getsockname()
 
 
-_TORNADO = make_readers(_read_tornado_arrival, *map(attrgetter, ("headers", "path", "query", "remote_ip")))
+_TORNADO = make_request_readers(_read_tornado_arrival, *map(attrgetter, ("headers", "path", "query", "remote_ip")))
 
 # Sanic
 
@@ -351,14 +358,14 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
     setup = mixin._setup
     http, websocket = (exchanges.get_arrivals(kind, *_SANIC) for kind in ("http", "websocket"))
 
-    @replaces(mixin, "_setup")
-    def undo(self: Any) -> None:
+    @replaces_attribute(mixin, "_setup")
+    def restore_setup(self: Any) -> None:
         setup(self)
         handle = self.request_handler
 
         async def handle_recorded(request: Any) -> None:
             is_http = not _is_websocket(request.headers)
-            exchange = (http if is_http else websocket).begin(request)
+            exchange = (http if is_http else websocket).begin_exchange(request)
             if exchange is None:
                 await handle(request)
                 return
@@ -366,18 +373,18 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
             def end(error: BaseException | None) -> None:
                 websocket_of = getattr(self, "websocket", None)
                 close_code = None if websocket_of is None else websocket_of.ws_proto.close_rcvd
-                is_gone = is_closed(request.transport)
+                is_gone = is_transport_closed(request.transport)
                 if close_code is not None:
                     exchange.facts[CLOSE_CODE] = close_code.code
                 elif exchange.status == 101 and is_gone and getattr(exchange, "failure", None) is None:
                     exchange.end_incomplete()
-                exchange.finish(error, is_gone=is_gone, in_parts=is_http)
+                exchange.end_after_server(error, is_gone=is_gone, in_parts=is_http)
 
             await exchange.serve(handle(request), end)
 
         self.request_handler = handle_recorded
 
-    return [undo]
+    return [restore_setup]
 
 
 def _note_sanic_part(response: Any, data: Any = None, end_stream: Any = None) -> None:
@@ -390,7 +397,7 @@ def _note_sanic_part(response: Any, data: Any = None, end_stream: Any = None) ->
         if begins:
             exchange.begin_answer(response.status, response.content_type or response.headers.get("content-type"))
             if exchange.timing is not None:
-                response.headers.add(SERVER_TIMING, exchange.timing.header_text(exchange))
+                response.headers.add(SERVER_TIMING, exchange.timing.make_header_value(exchange))
         if part:
             exchange.add_part(part.encode() if isinstance(part, str) else part, is_last=begins and not data)
     except Exception:
@@ -407,15 +414,15 @@ def _attach_sanic_websocket(module: Any, _: Exchanges) -> list[Undo]:
     owner = module.WebSocketProtocol
     shake_hands = owner.websocket_handshake
 
-    @replaces(owner, "websocket_handshake")
-    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(owner, "websocket_handshake")
+    async def restore_handshake(self: Any, *args: Any, **kwargs: Any) -> Any:
         connection = await shake_hands(self, *args, **kwargs)
         if (exchange := current_exchange()) is not None:
             exchange.begin_answer(101, None)
             setattr(connection, EXCHANGE, exchange)
         return connection
 
-    return [undo]
+    return [restore_handshake]
 
 
 def _attach_sanic_app(module: Any, _: Exchanges) -> list[Undo]:
@@ -423,22 +430,24 @@ def _attach_sanic_app(module: Any, _: Exchanges) -> list[Undo]:
     owner = module.Sanic
     run = owner._websocket_handler
 
-    @replaces(owner, "_websocket_handler")
-    async def undo(self: Any, handler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces_attribute(owner, "_websocket_handler")
+    async def restore_websocket_handler(self: Any, handler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
         exchange = current_exchange()
         noted = handler if exchange is None else _note_failures(handler, exchange)
         await run(self, noted, request, *args, **kwargs)
 
-    return [undo]
+    return [restore_websocket_handler]
 
 
-_SANIC = make_readers(
+_SANIC = make_request_readers(
     lambda request: (request.method, request.scheme, getattr(request.conn_info, "sockname", None)),
     *map(attrgetter, ("headers", "path", "query_string", "ip")),
 )
 
 
-def _attach_note(class_name: str, method: str, note: Callable[..., None], module: Any, _: Exchanges) -> list[Undo]:
+def _attach_note_before_call(
+    class_name: str, method: str, note: Callable[..., None], module: Any, _: Exchanges
+) -> list[Undo]:
     return [call_before(getattr(module, class_name), method, note)]
 
 
@@ -448,11 +457,11 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "tornado": {"tornado.web": _attach_tornado, "tornado.websocket": _attach_tornado_websocket},
     "sanic": {
         "sanic.app": _attach_sanic_app,
-        "sanic.handlers.error": partial(_attach_note, "ErrorHandler", "_lookup", _note_sanic_failure),
-        "sanic.response.types": partial(_attach_note, "BaseHTTPResponse", "send", _note_sanic_part),
+        "sanic.handlers.error": partial(_attach_note_before_call, "ErrorHandler", "_lookup", _note_sanic_failure),
+        "sanic.response.types": partial(_attach_note_before_call, "BaseHTTPResponse", "send", _note_sanic_part),
         "sanic.server.protocols.http_protocol": _attach_sanic_protocol,
         "sanic.server.protocols.websocket_protocol": _attach_sanic_websocket,
-        "sanic.server.websockets.impl": partial(_attach_note, "WebsocketImplProtocol", "send", note_part),
+        "sanic.server.websockets.impl": partial(_attach_note_before_call, "WebsocketImplProtocol", "send", note_part),
     },
 }
 """The functions that make a server's module record requests, by kind of server and module."""

@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
-from instrument.instrumentors.functions import Undo, call_before, replaces
+from instrument.instrumentors.functions import Undo, call_before, replaces_attribute
 from instrument.instrumentors.requests import served_apps
 from instrument.instrumentors.requests.exchange import Attach, Exchanges, Reading, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
@@ -46,15 +46,15 @@ def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
-    @replaces(handler, "_submit_request")
-    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(handler, "_submit_request")
+    async def restore_submit_request(self: Any, *args: Any, **kwargs: Any) -> Any:
         submitted = await submit(self, *args, **kwargs)
         with FAULTS.guard("request of LitServe"):
             if exchanges.is_on and exchanges.recorder.on:
                 exchanges.recorder.annotate_innermost({KEY: submitted[0]})
         return submitted
 
-    return [undo]
+    return [restore_submit_request]
 
 
 def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -65,8 +65,8 @@ def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
     start, parts = module.LitAPIStatus.START, module.LitAPIStatus.OK
     streaming = module.LoopResponseType.STREAMING
 
-    @replaces(module.LitLoop, "put_response")
-    def undo_put(
+    @replaces_attribute(module.LitLoop, "put_response")
+    def restore_put_response(
         self: Any, transport: Any, response_queue_id: Any, uid: Any, response_data: Any, status: Any, response_type: Any
     ) -> None:
         with FAULTS.guard("batch of LitServe"):
@@ -77,8 +77,8 @@ def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
                 open_requests.ids.remove(uid)
         put(self, transport, response_queue_id, uid, response_data, status, response_type)
 
-    @replaces(module, "_inject_context")
-    def undo_inject(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(module, "_inject_context")
+    def restore_inject_context(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         if not open_requests.ids or not exchanges.is_on or not recorder.on:
             return inject(context, func, *args, **kwargs)
         name = getattr(func, "__name__", "call")
@@ -104,7 +104,7 @@ def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             recorder.close(frame, error, True)
 
-    return [undo_put, undo_inject]
+    return [restore_put_response, restore_inject_context]
 
 
 BATCH_SIZE = "requests"
@@ -140,7 +140,7 @@ class _MosecBegins:
                 finally:
                     os.close(file)
 
-    def note(self, number: int, at_ns: int) -> None:
+    def note_begin(self, number: int, at_ns: int) -> None:
         _MOSEC_BEGIN.pack_into(self._memory, number % MOSEC_SLOTS * _MOSEC_BEGIN.size, number, at_ns)
 
     def begin_ns(self, number: int, otherwise_ns: int) -> int:
@@ -167,7 +167,7 @@ class _MosecBatches:
         self._begin_ns = self._recorder.now_ns()
         for number, state in zip(numbers, states, strict=False):
             if state & INGRESS:
-                self._begins.note(number, self._begin_ns)
+                self._begins.note_begin(number, self._begin_ns)
         self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
 
     def count_parts(self, count: int) -> None:
@@ -199,16 +199,16 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
     receive, send = protocol.receive, protocol.send
     of: WeakKeyDictionary[Any, _MosecBatches] = WeakKeyDictionary()
 
-    @replaces(protocol, "receive")
-    def undo_receive(self: Any) -> Any:
+    @replaces_attribute(protocol, "receive")
+    def restore_receive(self: Any) -> Any:
         task = receive(self)
         if exchanges.is_on and exchanges.recorder.on:
             with FAULTS.guard("batch of mosec"):
                 (of.get(self) or of.setdefault(self, _MosecBatches(exchanges, self))).begin(task[1], task[2])
         return task
 
-    @replaces(protocol, "send")
-    def undo_send(self: Any, flag: Any, ids: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(protocol, "send")
+    def restore_send(self: Any, flag: Any, ids: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return send(self, flag, ids, states, *args, **kwargs)
         finally:
@@ -219,7 +219,7 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
                 elif batches is not None:
                     batches.end(flag, ids, states)
 
-    return [undo_receive, undo_send]
+    return [restore_receive, restore_send]
 
 
 def _attach_bento(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -228,8 +228,8 @@ def _attach_bento(module: Any, exchanges: Exchanges) -> list[Undo]:
     key_by_input: dict[int, str] = {}
     numbers, site = itertools.count(1), Site("bentoml batch", "step")
 
-    @replaces(dispatcher, "inbound_call")
-    async def undo_wait(self: Any, data: Any) -> Any:
+    @replaces_attribute(dispatcher, "inbound_call")
+    async def restore_inbound_call(self: Any, data: Any) -> Any:
         if not exchanges.is_on or not recorder.on:
             return await wait(self, data)
         key = key_by_input[id(data)] = f"{os.getpid()}.{next(numbers)}"
@@ -239,8 +239,8 @@ def _attach_bento(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             key_by_input.pop(id(data), None)
 
-    @replaces(dispatcher, "outbound_call")
-    async def undo_compute(self: Any, jobs: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces_attribute(dispatcher, "outbound_call")
+    async def restore_outbound_call(self: Any, jobs: Any, *args: Any, **kwargs: Any) -> None:
         keys = tuple(key for job in jobs[:BATCH_LIMIT] if (key := key_by_input.get(id(job.data))) is not None)
         if not keys or not exchanges.is_on or not recorder.on:
             await compute(self, jobs, *args, **kwargs)
@@ -252,7 +252,7 @@ def _attach_bento(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             recorder.close(frame, None, True)
 
-    return [undo_wait, undo_compute]
+    return [restore_inbound_call, restore_outbound_call]
 
 
 def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -262,10 +262,12 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     arrivals = served_apps.get_arrivals(exchanges)
     calls = exchanges.get_arrivals("ray_serve", lambda call: "/" + _ray_method_name(call), None, _read_ray_call)
 
-    @replaces(wrapper, "call_http_entrypoint")
-    async def undo_http(self: Any, metadata: Any, request: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
+    @replaces_attribute(wrapper, "call_http_entrypoint")
+    async def restore_call_http_entrypoint(
+        self: Any, metadata: Any, request: Any, scope: Any, receive: Any
+    ) -> AsyncIterator[Any]:
         batches = http(self, metadata, request, scope, receive)
-        exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begin(scope)
+        exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begin_exchange(scope)
         if exchange is None:
             async for messages in batches:
                 yield messages
@@ -285,7 +287,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         except BaseException as error:
             if isinstance(error, GeneratorExit) and isinstance(channel, _RayAnswer) and channel.is_complete:
                 channel.end()
-            exchange.fail(error)
+            exchange.end_with_exception(error)
             if isinstance(error, GeneratorExit):
                 await batches.aclose()
             raise
@@ -298,19 +300,19 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             for message in messages:
                 await channel.send(message)
 
-    @replaces(wrapper, "call_user_method")
-    def undo_call(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(wrapper, "call_user_method")
+    def restore_call_user_method(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         answer = call(self, metadata, *args, **kwargs)
         return answer if getattr(self, "_local_testing_mode", False) else call_recorded(self, metadata, answer)
 
     async def call_recorded(self: Any, metadata: Any, answer: Any) -> Any:
-        exchange = calls.begin((self, metadata))
+        exchange = calls.begin_exchange((self, metadata))
         return await (answer if exchange is None else exchange.serve(answer, exchange.end))
 
-    @replaces(wrapper, "call_user_generator")
-    async def undo_stream(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    @replaces_attribute(wrapper, "call_user_generator")
+    async def restore_call_user_generator(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         answers = stream(self, metadata, *args, **kwargs)
-        exchange = calls.begin((self, metadata))
+        exchange = calls.begin_exchange((self, metadata))
         if exchange is None:
             async for answer in answers:
                 yield answer
@@ -327,7 +329,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             raise
         exchange.end()
 
-    return [undo_http, undo_call, undo_stream]
+    return [restore_call_http_entrypoint, restore_call_user_method, restore_call_user_generator]
 
 
 def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -335,12 +337,12 @@ def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     queue = module._BatchQueue
     loop = queue._process_batches
 
-    @replaces(queue, "_process_batches")
-    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(queue, "_process_batches")
+    async def restore_process_batches(self: Any, *args: Any, **kwargs: Any) -> Any:
         exchanges.recorder.forget_current()
         return await loop(self, *args, **kwargs)
 
-    return [undo]
+    return [restore_process_batches]
 
 
 def _mute_process(class_name: str, module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -369,7 +371,7 @@ class _RayAnswer(served_apps.Http):
     def __init__(self) -> None:
         self.is_complete = False
 
-    async def _send_last(self, message: served_apps.Message) -> None:
+    async def _send_last_message(self, message: served_apps.Message) -> None:
         self.is_complete = True
 
 

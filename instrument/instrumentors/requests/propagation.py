@@ -16,10 +16,16 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Switch, Undo, replace_attribute, replaces
+from instrument.instrumentors.functions import Switch, Undo, replace_attribute, replaces_attribute
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.trace_context import STATE_LIMIT, RemoteParent, encode_remote, remote_of, sanitise_tracestate
+from instrument.recording.trace_context import (
+    STATE_LIMIT,
+    RemoteParent,
+    encode_remote,
+    parse_remote,
+    sanitise_tracestate,
+)
 from instrument.runtime.faults import FAULTS
 
 OPENTELEMETRY = "opentelemetry.trace"
@@ -77,7 +83,7 @@ def read_caller_from_environment() -> str:
     """Return the caller's span from the environment variables `TRACEPARENT` and `TRACESTATE`, or ""."""
     variables = ((name, value) for name, value in os.environ.items() if name.isupper())
     headers = {name.lower().replace("_", "-").encode(): os.fsencode(value) for name, value in variables}
-    return " ".join((encode_remote(remote_of(choose_extractor()(headers))) or ())[:2])
+    return " ".join((encode_remote(parse_remote(choose_extractor()(headers))) or ())[:2])
 
 
 def current_span_ids(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
@@ -151,7 +157,7 @@ class LogRecords(Switch):
         class_name, name = _CLASSES[module.__name__]
         owner = getattr(module, class_name, None)
         if hasattr(owner, name):
-            self._attach()
+            self._mark_attached()
             make = getattr(owner, name)
 
             def tag_records(logger: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +168,7 @@ class LogRecords(Switch):
             def tag_events(logger: Any, method: str, event: Any, event_kw: Any) -> Any:
                 return make(logger, method, event, {**self._read_ids(), **event_kw})
 
-            self._undos.append(replaces(owner, name)(tag_records if class_name == "Logger" else tag_events))
+            self._undos.append(replaces_attribute(owner, name)(tag_records if class_name == "Logger" else tag_events))
 
     def _read_ids(self) -> dict[str, str]:
         try:

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replaces
+from instrument.instrumentors.functions import Undo, replaces_attribute
 from instrument.instrumentors.requests.exchange import Attach, Exchanges
 from instrument.recording.spans import TIME_IN_QUEUE, Site
 from instrument.runtime.faults import FAULTS
@@ -105,8 +105,8 @@ def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
 def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
     jobs, perform = _Jobs("rq", exchanges), module.Job.perform
 
-    @replaces(module.Job, "perform")
-    def undo(self: Any) -> Any:
+    @replaces_attribute(module.Job, "perform")
+    def restore_perform(self: Any) -> Any:
         queued, error = self.enqueued_at, None
         frame = jobs.begin_job(
             lambda: (self.func_name, self.id, self.meta, self.origin, queued and _to_seconds(queued))
@@ -119,15 +119,15 @@ def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
         finally:
             jobs.end_job(frame, error)
 
-    return [undo]
+    return [restore_perform]
 
 
 def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     jobs, current = _Jobs("dramatiq", exchanges), threading.local()
     before, after = module.Broker.emit_before, module.Broker.emit_after
 
-    @replaces(module.Broker, "emit_before")
-    def undo_before(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
+    @replaces_attribute(module.Broker, "emit_before")
+    def restore_emit_before(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
         if signal == "process_message" and args:
             job = args[0]
             current.frame = jobs.begin_job(
@@ -135,14 +135,14 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
             )
         before(self, signal, *args, **kwargs)
 
-    @replaces(module.Broker, "emit_after")
-    def undo_after(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
+    @replaces_attribute(module.Broker, "emit_after")
+    def restore_emit_after(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
         after(self, signal, *args, **kwargs)
         if signal in ("process_message", "skip_message"):
             frame, current.frame = getattr(current, "frame", None), None
             jobs.end_job(frame, kwargs.get("exception"))
 
-    return [undo_before, undo_after]
+    return [restore_emit_before, restore_emit_after]
 
 
 def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -150,47 +150,47 @@ def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     def record_function(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        async def run(context: Any, *args: Any, **kwargs: Any) -> Any:
+        async def run_recorded(context: Any, *args: Any, **kwargs: Any) -> Any:
             read = lambda: (name, context["job_id"], kwargs, queue, context["enqueue_time"].timestamp())  # noqa: E731
             return await jobs.await_job(read, function, context, *args, **kwargs)
 
-        return run
+        return run_recorded
 
-    @replaces(module.Worker, "__init__")
-    def undo(self: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces_attribute(module.Worker, "__init__")
+    def restore_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         with FAULTS.guard("job of arq"):
             for name, function in self.functions.items():
                 run = record_function(name, self.queue_name, function.coroutine)
                 self.functions[name] = replace(function, coroutine=run)
 
-    return [undo]
+    return [restore_init]
 
 
 def _attach_taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each task of TaskIQ. The exception of a failed task is in its result."""
     jobs, run_task = _Jobs("taskiq", exchanges), module.Receiver.run_task
 
-    @replaces(module.Receiver, "run_task")
-    async def undo(self: Any, target: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(module.Receiver, "run_task")
+    async def restore_run_task(self: Any, target: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         queue = getattr(self.broker, "queue_name", "")
         read = lambda: (message.task_name, message.task_id, message.labels, queue, None)  # noqa: E731
         return await jobs.await_job(read, run_task, self, target, message, *args, **kwargs)
 
-    return [undo]
+    return [restore_run_task]
 
 
 def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
     jobs, call = _Jobs("faststream", exchanges), module.HandlerItem.call
 
-    @replaces(module.HandlerItem, "call")
-    async def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(module.HandlerItem, "call")
+    async def restore_call(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         def read_job() -> Job:
             return self.name, message.message_id, message.headers, *_read_queue_and_time(message.raw_message)
 
         return await jobs.await_job(read_job, call, self, message, *args, **kwargs)
 
-    return [undo]
+    return [restore_call]
 
 
 def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
@@ -226,16 +226,16 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
         name, headers = event.fn.api_name or event.fn.name, event.request.headers
         return f"/{name}", event._id, headers, event.concurrency_id, queued_s
 
-    @replaces(module.route_utils, "call_process_api")
-    async def undo_call(*args: Any, **kwargs: Any) -> Any:
+    @replaces_attribute(module.route_utils, "call_process_api")
+    async def restore_call_process_api(*args: Any, **kwargs: Any) -> Any:
         try:
             return await call(*args, **kwargs)
         except Exception as error:
             failures.get([]).append(error)
             raise
 
-    @replaces(module.Queue, "process_events")
-    async def undo(self: Any, events: Any, *args: Any, **kwargs: Any) -> None:
+    @replaces_attribute(module.Queue, "process_events")
+    async def restore_process_events(self: Any, events: Any, *args: Any, **kwargs: Any) -> None:
         frames = [jobs.begin_job(partial(read_job, event)) for event in events if event.alive]
         frames = [frame for frame in frames if frame is not None]
         errors: list[BaseException] = []
@@ -252,7 +252,7 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
             for frame in reversed(frames):
                 jobs.end_job(frame, errors[-1] if errors else None)
 
-    return [undo_call, undo]
+    return [restore_call_process_api, restore_process_events]
 
 
 def _read_headers(carrier: object) -> Mapping[bytes, bytes]:

@@ -71,7 +71,7 @@ class AsgiApp(ServedApp):
 
 
 async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive: Receive, send: Send) -> Any:
-    exchange = arrivals.begin(scope)
+    exchange = arrivals.begin_exchange(scope)
     if exchange is None:
         return await app(scope, receive, send)
     is_http = scope["type"] == "http"
@@ -83,7 +83,7 @@ async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive:
     except BaseException as error:
         if not isinstance(error, Exception) and getattr(channel, "is_complete", False):
             channel.end()
-        exchange.fail(error)
+        exchange.end_with_exception(error)
         raise
     if exchange.frame is not None:
         is_served = not is_http or hasattr(channel, "is_complete") or hasattr(channel, "is_last_cancelled")
@@ -133,13 +133,13 @@ class Http(AsgiChannel):
                     exchange.add_items((body.count(b"\n\n") or 1) if self._is_events else 1)
             elif kind in FILES:
                 is_last = kind == WHOLE_FILE or not message.get("more_body")
-                exchange.answer_bytes += message.get("count") or self._file_bytes(message)
+                exchange.answer_bytes += message.get("count") or self._measure_file_bytes(message)
             elif kind == "http.response.start":
                 self._headers = message.get("headers", ())
                 exchange.set_status(message["status"])
         except Exception:
             exchange.count_unread()
-        return self._send_last(message) if is_last else self.server_send(message)
+        return self._send_last_message(message) if is_last else self.server_send(message)
 
     def _is_event_stream(self) -> bool:
         try:
@@ -153,13 +153,13 @@ class Http(AsgiChannel):
         (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
         return value
 
-    def _file_bytes(self, message: Message) -> int:
+    def _measure_file_bytes(self, message: Message) -> int:
         length = self._find_header(CONTENT_LENGTH)
         if length is not None and length.isdigit():
             return int(length)
         return Path(message["path"]).stat().st_size if "path" in message else os.fstat(message["file"].fileno()).st_size
 
-    async def _send_last(self, message: Message) -> None:
+    async def _send_last_message(self, message: Message) -> None:
         try:
             await self.server_send(message)
         except BaseException as error:  # hypercorn reports a disconnect within the last send: Starlette then cancels it
@@ -204,8 +204,8 @@ class TimedHttp(Http):
         if timing is None:
             return message
         if kind == "http.response.start":
-            pairs = [*message.get("headers", ()), (TIMINGS, timing.header_text(self.exchange).encode())]
-            timing.decide_comment(pairs, self._method)
+            pairs = [*message.get("headers", ()), (TIMINGS, timing.make_header_value(self.exchange).encode())]
+            timing.decide_if_comment_fits(pairs, self._method)
             (length,) = header_values(pairs, CONTENT_LENGTH)
             has_parts = length is None and self._method != "HEAD" and message["status"] not in (204, 304)
             if self._takes_trailer and has_parts and not message.get("trailers"):
@@ -218,17 +218,17 @@ class TimedHttp(Http):
             return {**message, "headers": [*message.get("headers", ()), (TIMINGS, self._timings_at_end)]}
         return message
 
-    async def _send_last(self, message: Message) -> None:
+    async def _send_last_message(self, message: Message) -> None:
         timing = self.exchange.timing
         if timing is not None and self.exchange.is_open:
             if self._takes_trailer:
-                self._timings_at_end = timing.header_text(self.exchange).encode()
-            elif message["type"] == "http.response.body" and (comment := timing.timings_comment(self.exchange)):
+                self._timings_at_end = timing.make_header_value(self.exchange).encode()
+            elif message["type"] == "http.response.body" and (comment := timing.make_comment(self.exchange)):
                 message = {**message, "body": message.get("body", b"") + comment}
         if self._has_own_trailer:
             await self.server_send(message)
             message = {"type": TRAILERS, "headers": [(TIMINGS, self._timings_at_end)], "more_trailers": False}
-        await super()._send_last(message)
+        await super()._send_last_message(message)
 
 
 class Websocket(AsgiChannel):
@@ -264,13 +264,13 @@ class Websocket(AsgiChannel):
 
 
 def get_arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
-    return {kind: exchanges.get_arrivals(kind, _read_path, _read_plain, _read_all) for kind in KINDS}
+    return {kind: exchanges.get_arrivals(kind, _read_path, _read_basic_facts, _read_all_facts) for kind in KINDS}
 
 
 _read_path = itemgetter("path")
 
 
-def _read_plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
+def _read_basic_facts(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
     headers = scope["headers"]
     if type(headers) is not list:
         headers = _read_headers(headers, scope)
@@ -282,7 +282,7 @@ def _read_plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
     return arrival, parent if state is None else pair_with_tracestate(parent, state), length
 
 
-def _read_all(scope: Message, names: tuple[str, ...]) -> Reading:
+def _read_all_facts(scope: Message, names: tuple[str, ...]) -> Reading:
     headers, client = dict(_read_headers(scope["headers"], scope)), scope.get("client")
     values = {
         "url.path": str(scope["path"]),
@@ -290,7 +290,7 @@ def _read_all(scope: Message, names: tuple[str, ...]) -> Reading:
         "client.address": "" if client is None else str(client[0]),
         "user_agent.original": headers.get(b"user-agent", b"").decode("latin-1"),
     }
-    return _read_plain(scope)[0], headers, {name: values[name] for name in names if values[name]}
+    return _read_basic_facts(scope)[0], headers, {name: values[name] for name in names if values[name]}
 
 
 def _read_headers(headers: Any, scope: Message) -> Any:
@@ -317,15 +317,18 @@ class WsgiApp(ServedApp):
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
-        self._parts = app, exchanges.get_arrivals("wsgi", _path_of_environ, _read_plain_environ, _read_environ)
+        self._parts = (
+            app,
+            exchanges.get_arrivals("wsgi", _path_of_environ, _read_basic_environ_facts, _read_all_environ_facts),
+        )
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         app, arrivals = self._parts  # each attribute takes 0.05 us, as the class has a `__getattr__`
-        exchange = arrivals.begin(environ)
+        exchange = arrivals.begin_exchange(environ)
         if exchange is None:
             return app(environ, start_response)  # type: ignore[no-any-return]
         if exchange.timing is not None:
-            start_response = _wrap_start(exchange.timing, exchange, environ, start_response)
+            start_response = _wrap_start_response(exchange.timing, exchange, environ, start_response)
 
         def start(*arguments: Any, **kwargs: Any) -> Any:
             try:
@@ -340,7 +343,7 @@ class WsgiApp(ServedApp):
         try:
             body = app(environ, start)
         except BaseException as error:
-            exchange.fail(error)
+            exchange.end_with_exception(error)
             raise
         if type(body) is list or type(body) is tuple:
             try:
@@ -355,14 +358,14 @@ class WsgiApp(ServedApp):
         return _Body(body, exchange)
 
 
-def _wrap_start(
+def _wrap_start_response(
     timing: AnswerTimings, exchange: Exchange, environ: dict[str, Any], start_response: StartResponse
 ) -> StartResponse:
     def start(*arguments: Any, **kwargs: Any) -> Any:
         try:
             status, headers, *more = arguments
-            timing.decide_comment(headers, environ["REQUEST_METHOD"])
-            arguments = status, [*headers, (SERVER_TIMING, timing.header_text(exchange))], *more
+            timing.decide_if_comment_fits(headers, environ["REQUEST_METHOD"])
+            arguments = status, [*headers, (SERVER_TIMING, timing.make_header_value(exchange))], *more
         except Exception as fault:
             FAULTS.note("server timing", fault)
         return start_response(*arguments, **kwargs)
@@ -384,14 +387,14 @@ def _path_of_environ(environ: dict[str, Any]) -> str:
     return path
 
 
-def _read_plain_environ(environ: dict[str, Any]) -> tuple[Arrival, Caller | None, str | None]:
+def _read_basic_environ_facts(environ: dict[str, Any]) -> tuple[Arrival, Caller | None, str | None]:
     caller = environ.get("HTTP_TRACEPARENT")
     if "HTTP_TRACESTATE" in environ:
         caller = pair_with_tracestate(caller, environ["HTTP_TRACESTATE"])
     return ARRIVAL(environ), caller, environ.get("CONTENT_LENGTH")
 
 
-def _read_environ(environ: dict[str, Any], names: tuple[str, ...]) -> Reading:
+def _read_all_environ_facts(environ: dict[str, Any], names: tuple[str, ...]) -> Reading:
     values = {name: _path_of_environ(environ) if name == "url.path" else environ.get(NAMED[name], "") for name in names}
     texts = {name[5:]: text for name, text in environ.items() if name.startswith("HTTP_")}
     texts |= {"CONTENT_LENGTH": environ.get("CONTENT_LENGTH")}
@@ -425,7 +428,7 @@ class _Body:
                 self._items = iter(self._body)
             part = next(self._items)
         except StopIteration:
-            if exchange.timing is not None and (comment := exchange.timing.timings_comment(exchange)):
+            if exchange.timing is not None and (comment := exchange.timing.make_comment(exchange)):
                 return comment
             exchange.end_after_parts()
             raise

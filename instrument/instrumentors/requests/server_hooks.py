@@ -23,9 +23,9 @@ from instrument.instrumentors.functions import (
     call_before,
     change_argument,
     replace_attribute,
-    replaces,
+    replaces_attribute,
 )
-from instrument.instrumentors.known_packages import filter_by_role
+from instrument.instrumentors.known_packages import filter_packages_by_role
 from instrument.instrumentors.requests import blocked, propagation
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
@@ -149,13 +149,13 @@ def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
     return getattr(match.route.resource, "canonical", None)
 
 
-def _read_blacksheep(_: Any, match: Any) -> str | None:
+def _read_blacksheep_route(_: Any, match: Any) -> str | None:
     return None if match is None or match.pattern == b"*" else match.pattern.decode()
 
 
-def _end_with_exception(exchange: Exchange, error: BaseException) -> None:
+def _end_websocket_with_exception(exchange: Exchange, error: BaseException) -> None:
     """End a websocket with an exception that its framework hides from the server."""
-    exchange.finish(error, is_gone=True, in_parts=False)
+    exchange.end_after_server(error, is_gone=True, in_parts=False)
 
 
 _DJANGO, _BLACKSHEEP, _ERROR = "django.core.handlers.base", "blacksheep.server.routing", "handle_websocket_exception"
@@ -170,20 +170,20 @@ _ROUTERS = (
     Router(
         *("litestar.middleware._internal.exceptions.middleware", "ExceptionHandlerMiddleware", _ERROR),
         lambda _, __, error: None if hasattr(error, "code") else error,  # a code is an answer
-        note=_end_with_exception,
+        note=_end_websocket_with_exception,
         older=True,
     ),
     Router("flask.app", "Flask", "full_dispatch_request", _flask_reader("request")),
     Router("quart.app", "Quart", "full_dispatch_request", _flask_reader("request")),
     Router("quart.app", "Quart", "full_dispatch_websocket", _flask_reader("websocket")),
-    Router("quart.app", "Quart", _ERROR, lambda *call: call[-1], note=_end_with_exception, older=True),
+    Router("quart.app", "Quart", _ERROR, lambda *call: call[-1], note=_end_websocket_with_exception, older=True),
     Router(_DJANGO, "BaseHandler", "resolve_request", lambda _, match: _add_slash(match.route), after=True),
     Router("channels.routing", "URLRouter", "__call__", _read_channels_route, note=_note_channels_route),
     Router("falcon.app", "App", "_get_responder", lambda _, responder: responder[3] or None, after=True),
     Router("bottle", "Router", "match", lambda _, match: match[0].rule, after=True),
-    Router(_BLACKSHEEP, "Router", "get_match", _read_blacksheep, after=True),
-    Router(_BLACKSHEEP, "Router", "get_match_by_method_and_path", _read_blacksheep, after=True),
-    Router(_BLACKSHEEP, "RouterFiltersMixin", "get_match", _read_blacksheep, after=True, older=True),
+    Router(_BLACKSHEEP, "Router", "get_match", _read_blacksheep_route, after=True),
+    Router(_BLACKSHEEP, "Router", "get_match_by_method_and_path", _read_blacksheep_route, after=True),
+    Router(_BLACKSHEEP, "RouterFiltersMixin", "get_match", _read_blacksheep_route, after=True, older=True),
     Router("sanic.router", "Router", "get", lambda _, match: match[0].uri, after=True),
     Router("aiohttp.web_urldispatcher", "UrlMappingMatchInfo", "freeze", _read_aiohttp_route),
 )
@@ -207,7 +207,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any, module: Any, exch
     run = getattr(owner, method)
     last: tuple[Any, Any] = None, None
 
-    @replaces(owner, method)
+    @replaces_attribute(owner, method)
     def undo(self: Any, app: Any) -> Any:
         nonlocal last
         app_before, served = last
@@ -248,7 +248,7 @@ def _attach_to_app_class(class_name: str, module: Any, exchanges: Exchanges) -> 
     owner = getattr(module, class_name)
     call = owner.__call__
 
-    @replaces(owner, "__call__")
+    @replaces_attribute(owner, "__call__")
     def undo(self: Any, environ: Any, start_response: Any) -> Any:
         catch_up_with_fork()
         return WsgiApp(partial(call, self), exchanges)(environ, start_response)
@@ -264,7 +264,7 @@ def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
     worker = module.Worker
     load = worker.load_wsgi
 
-    @replaces(worker, "load_wsgi")
+    @replaces_attribute(worker, "load_wsgi")
     def undo(self: Any) -> None:
         load(self)
         is_of_tornado = any(kind.__module__.startswith("tornado.") for kind in type(self.wsgi).__mro__)
@@ -369,9 +369,9 @@ class Requests(Instrumentor):
             self._known.update(STALLS)
 
     def may_match(self, module_name: str) -> bool:
-        return module_name in self._known or self._find_seam(module_name) is not None
+        return module_name in self._known or self._find_attach_function(module_name) is not None
 
-    def _find_seam(self, module_name: str) -> tuple[str, Attach] | None:
+    def _find_attach_function(self, module_name: str) -> tuple[str, Attach] | None:
         if module_name[:1].isdigit() and "triton" in self._kinds and triton.TRITON_MODEL.fullmatch(module_name):
             return "triton", triton.attach_triton
         kind, adapter = KINDS.get(module_name) or KINDS.get(module_name.partition(".")[0], ("", None))
@@ -386,7 +386,7 @@ class Requests(Instrumentor):
             return
         try:
             self._met[name] = ""
-            seam = self._find_seam(name)
+            seam = self._find_attach_function(name)
             if seam is not None and self._exchanges is not None:
                 kind, attach = seam
                 undos = attach(module, self._exchanges)
@@ -405,7 +405,7 @@ class Requests(Instrumentor):
         except Exception as fault:
             FAULTS.note(f"requests of {name}", fault)
 
-    def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
+    def change_rules(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
         """Apply another rule. Open requests still end under the old rule."""
         self.undo()
         self._met.clear()
@@ -425,7 +425,7 @@ class Requests(Instrumentor):
             self._exchanges.is_on = False
         super().undo()
 
-    def has_begun(self) -> bool:
+    def has_begun_request(self) -> bool:
         has_met = self._exchanges is not None and bool(self._exchanges.sites)
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
@@ -459,14 +459,14 @@ class Requests(Instrumentor):
         self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]
     ) -> Iterator[Verdict]:
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
-        strangers = filter_by_role(sys.modules, "unmet")
+        strangers = filter_packages_by_role(sys.modules, "unmet")
         ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
         if ports and (strangers or not has_requests):
             port_text = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, sorted(ports)))}"
             names = f"; requests of {' and '.join(strangers)} are not met" if strangers else ""
             why = f"they came to {port_text}, and no request was recorded there{names}; {REMEDY}"
             yield Verdict(rule.text, "unmet", "connections", why)
-        queues = filter_by_role(sys.modules, "queue")
+        queues = filter_packages_by_role(sys.modules, "queue")
         if queues and not has_requests:
             names = " and ".join(name.partition(".")[0] for name in queues)
             yield Verdict(rule.text, "unmet", "jobs", f"{names} takes jobs from a queue; none was recorded; {REMEDY}")
@@ -474,7 +474,7 @@ class Requests(Instrumentor):
     def _explain_missing_routes(
         self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]
     ) -> Iterator[Verdict]:
-        strangers = filter_by_role(sys.modules, "unrouted")
+        strangers = filter_packages_by_role(sys.modules, "unrouted")
         rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
         routed = sum(calls for facts, calls in rows if "http.route" in facts)
         unnamed = sum(calls for facts, calls in rows if "http.route" not in facts and "http.request.method" in facts)

@@ -61,7 +61,7 @@ class _Batch:
             site = requests_of.steps.setdefault(name, Site(name, "step"))
             self._frame = requests_of.recorder.open(site, {"requests": len(requests)})
         for request in requests:
-            context, begin = Context(), requests_of.arrivals.begin
+            context, begin = Context(), requests_of.arrivals.begin_exchange
             exchange = begin(request) if self._frame is None else context.run(begin, request)
             if exchange is not None:
                 self._opened[id(request)] = requests_of.executing[id(request)] = exchange, context
@@ -111,14 +111,16 @@ class _Requests:
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.recorder = exchanges.recorder
-        self.arrivals = exchanges.get_arrivals("triton", lambda request: "/" + _model_name(request), None, _read_call)
+        self.arrivals = exchanges.get_arrivals(
+            "triton", lambda request: "/" + _model_name(request), None, _read_request
+        )
         self.executing: dict[int, tuple[Exchange, Context]] = {}
         self.answers: WeakKeyDictionary[Any, _Answer] = WeakKeyDictionary()
         self.steps: dict[str, Site] = {}
         self._undos: list[Undo] = []
         self._watched: set[type] = set()
 
-    def begin(self, requests: Sequence[Any]) -> _Batch | None:
+    def begin_batch(self, requests: Sequence[Any]) -> _Batch | None:
         with FAULTS.guard("requests of Triton"):
             if not requests or not self.arrivals.exchanges.is_path_recorded("/" + _model_name(requests[0])):
                 return None
@@ -187,7 +189,7 @@ def _model_name(request: Any) -> str:
     return str(name()) if callable(name) else "model"
 
 
-def _read_call(request: Any, _: Any) -> Reading:
+def _read_request(request: Any, _: Any) -> Reading:
     """Read a request and the caller's trace headers. Triton passes these headers on if its OpenTelemetry tracing is
     on."""
     trace = getattr(request, "trace", None)
@@ -209,7 +211,7 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @functools.wraps(execute)
     def execute_recorded(self: Any, requests: Any) -> Any:
-        batch = requests_of.begin(requests)
+        batch = requests_of.begin_batch(requests)
         if batch is None:
             return execute(self, requests)
         try:
@@ -226,7 +228,7 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
     @functools.wraps(execute)
     async def await_recorded(self: Any, requests: Any) -> Any:
         """Begin the requests in a separate task, because the calling thread continues with the next requests."""
-        batch = requests_of.begin(requests)
+        batch = requests_of.begin_batch(requests)
         coroutine = execute(self, requests)
         return await (coroutine if batch is None else batch.await_and_end(coroutine))
 

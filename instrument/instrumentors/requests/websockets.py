@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, call_before, change_argument, replaces
-from instrument.instrumentors.references import rebind
+from instrument.instrumentors.functions import Undo, call_before, change_argument, replaces_attribute
+from instrument.instrumentors.references import rebind_objects
 from instrument.instrumentors.requests.exchange import (
     ABNORMAL,
     CLIENT_GONE,
@@ -21,7 +21,7 @@ from instrument.instrumentors.requests.exchange import (
     Attach,
     Exchange,
     Exchanges,
-    make_readers,
+    make_request_readers,
     note_part,
 )
 from instrument.runtime.faults import FAULTS
@@ -45,10 +45,10 @@ def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     undos += [] if is_older else [_record_refusals(connection, arrivals)]
     if not is_class:
         served = module.serve
-        rebind([(serve, served)])  # programs have imported the function itself
+        rebind_objects([(serve, served)])  # programs have imported the function itself
 
         def undo_names() -> None:
-            rebind([(served, serve)])
+            rebind_objects([(served, serve)])
 
         undos.append(undo_names)
     return undos
@@ -61,7 +61,7 @@ def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
 
     @contextmanager
     def record_request(connection: Any) -> Iterator[Exchange | None]:
-        exchange: Exchange | None = arrivals.begin(connection)
+        exchange: Exchange | None = arrivals.begin_exchange(connection)
         if exchange is not None:
             exchange.begin_answer(101, None)
             setattr(connection, EXCHANGE, exchange)
@@ -74,16 +74,16 @@ def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
             raise
         _end_request(exchange, connection)
 
-    async def recorded(connection: Any, *args: Any) -> Any:
+    async def handle_async(connection: Any, *args: Any) -> Any:
         with record_request(connection) as exchange:
             answer = handler(connection, *args)
             return await (answer if exchange is None else exchange.track_waits(answer))
 
-    def recorded_in_thread(connection: Any, *args: Any) -> Any:
+    def handle_in_thread(connection: Any, *args: Any) -> Any:
         with record_request(connection):
             return handler(connection, *args)
 
-    wrapper: Any = functools.wraps(handler)(recorded if is_async else recorded_in_thread)
+    wrapper: Any = functools.wraps(handler)(handle_async if is_async else handle_in_thread)
     setattr(wrapper, EXCHANGE, True)
     return wrapper
 
@@ -98,7 +98,7 @@ def _end_request(exchange: Exchange | None, connection: Any, error: BaseExceptio
     is_closed = error is not None and "ConnectionClosed" in {kind.__name__ for kind in type(error).__mro__}
     if code == ABNORMAL and (error is None or is_closed):
         exchange.end_incomplete(CLIENT_GONE)
-    exchange.finish(None if is_closed else error, in_parts=False)
+    exchange.end_after_server(None if is_closed else error, in_parts=False)
 
 
 def _record_refusals(connection: Any, arrivals: Any) -> Undo:
@@ -108,26 +108,28 @@ def _record_refusals(connection: Any, arrivals: Any) -> Undo:
         response = self.response
         if self.request is None or response is None or response.status_code == 101:
             return
-        exchange = arrivals.begin(self)
+        exchange = arrivals.begin_exchange(self)
         if exchange is not None:
             exchange.begin_answer(response.status_code, None)
             exchange.answer_bytes = len(response.body or b"")
-            exchange.finish(getattr(self.protocol, "handshake_exc", None) if response.status_code >= 500 else None)
+            exchange.end_after_server(
+                getattr(self.protocol, "handshake_exc", None) if response.status_code >= 500 else None
+            )
 
-    async def shake_noted(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def shake_hands_async(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             await shake_hands(self, *args, **kwargs)
         finally:
             note_refusal(self)
 
-    def shake_in_thread(self: Any, *args: Any, **kwargs: Any) -> None:
+    def shake_hands_in_thread(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             shake_hands(self, *args, **kwargs)
         finally:  # older versions raise after a refusal
             note_refusal(self)
 
     is_async = inspect.iscoroutinefunction(shake_hands)
-    return replaces(connection, "handshake")(shake_noted if is_async else shake_in_thread)
+    return replaces_attribute(connection, "handshake")(shake_hands_async if is_async else shake_hands_in_thread)
 
 
 def _read_headers(connection: Any) -> dict[str, str]:
@@ -158,7 +160,7 @@ def _read_client(connection: Any) -> str | None:
     return None
 
 
-READS = make_readers(
+READS = make_request_readers(
     _read_arrival,
     _read_headers,
     lambda connection: _split_path(connection)[0],
@@ -171,7 +173,7 @@ def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Name connections by the routes of the server's router. The routes are rules of werkzeug."""
     route_request = module.Router.route_request
 
-    @replaces(module.Router, "route_request")
+    @replaces_attribute(module.Router, "route_request")
     def undo(self: Any, connection: Any, request: Any) -> Any:
         response = route_request(self, connection, request)
         if response is None:

@@ -30,15 +30,15 @@ def begin() -> None:
     global _waiting
     if _is_helper():
         return
-    packages = _awaited_packages()
-    if _is_first() or packages is None or any(map(is_loaded, packages)):
-        _start()
+    packages = _read_awaited_packages()
+    if _is_first_python_process() or packages is None or any(map(is_package_loaded, packages)):
+        _start_session()
     else:
         _waiting = Wait(packages)
         sys.meta_path.insert(0, _waiting)
 
 
-def is_loaded(package: str) -> bool:
+def is_package_loaded(package: str) -> bool:
     """Return True if a package is loaded. A namespace package is loaded if one of its modules is."""
     if package not in sys.modules:
         return False
@@ -47,19 +47,19 @@ def is_loaded(package: str) -> bool:
     return not is_namespace or any(name.startswith(f"{package}.") for name in sys.modules)
 
 
-def begin_now() -> None:
+def begin_session_now() -> None:
     """Begin the session of this process now, unless it has one. Raises nothing."""
     if _waiting is None:
-        _start()
+        _start_session()
     else:
         _waiting.begin_session()
 
 
-def awaited_value(profile: str, packages: Collection[str]) -> str:
-    return " ".join([_state_of(profile), *sorted(packages)])
+def format_awaited_packages(profile: str, packages: Collection[str]) -> str:
+    return " ".join([_describe_file_state(profile), *sorted(packages)])
 
 
-def _state_of(profile: str) -> str:
+def _describe_file_state(profile: str) -> str:
     try:
         facts = os.stat(profile)  # noqa: PTH116 - pathlib is not loaded this early
     except OSError:
@@ -67,14 +67,14 @@ def _state_of(profile: str) -> str:
     return f"{facts.st_mtime_ns}:{facts.st_size}"
 
 
-def _awaited_packages() -> frozenset[str] | None:
+def _read_awaited_packages() -> frozenset[str] | None:
     """Return the packages whose import begins the session. The result is None if the profile's file has changed since
     they were listed."""
     state, *packages = os.environ.get(VARIABLE, "").split() or [""]
-    return frozenset(packages) if state == _state_of(os.environ["INSTRUMENT_PROFILE"]) else None
+    return frozenset(packages) if state == _describe_file_state(os.environ["INSTRUMENT_PROFILE"]) else None
 
 
-def _is_first() -> bool:
+def _is_first_python_process() -> bool:
     """Return True in the first Python process of the run, even if the command of the run is a shell."""
     is_first = os.environ.get("INSTRUMENT_RUN_PID") == str(os.getpid())
     folder = os.path.dirname(os.environ.get("INSTRUMENT_AGENT", ""))  # noqa: PTH120 - as above
@@ -111,7 +111,7 @@ def _is_own_command(script: str) -> bool:
         return False
 
 
-def _start() -> None:
+def _start_session() -> None:
     """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM will end the session. Raises nothing. Python's
     garbage collector is off during the start. It would double the time and free nothing."""
     import gc
@@ -171,7 +171,7 @@ class Wait:
             sys.meta_path.remove(self)
         except ValueError:
             return False
-        _start()
+        _start_session()
         return True
 
 
@@ -187,4 +187,4 @@ def start_beside_opentelemetry() -> None:
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != folder]  # noqa: PTH100
     process = sys.modules.get("instrument.sessions.process")
     if process is None or not process.is_running():
-        begin_now()
+        begin_session_now()
