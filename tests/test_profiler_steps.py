@@ -921,7 +921,7 @@ def test_an_asynchronous_wait_that_nobody_awaits_any_more_is_closed_in_silence(
     never = loop.create_future()
     with Profiler():
         waiting = instrument.loader(read()).__anext__()
-        contextvars.copy_context().run(waiting.send_spans, None)
+        contextvars.copy_context().run(waiting.send, None)
         del waiting
         gc.collect()
     loop.close()

@@ -60,7 +60,12 @@ def fill_template(template: str, *, service: str, pid: int, window: int, run: st
             raise TraceError(f"the path {template!r} has the unknown field {{{name}}}; allowed: {names}")
         return values[name]
 
-    return re.sub(r"\{(.*?)\}", fill_field, template)
+    name = re.sub(r"\{(.*?)\}", fill_field, template)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # by an ASCII locale; the file has the name that it has by others
+        name = os.fsdecode(name.encode("utf-8", "surrogateescape"))
+    return name
 
 
 def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
