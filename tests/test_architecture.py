@@ -357,7 +357,7 @@ LINES_AND_FILES = {
     "recording": (3_718, 13),
     "report": (13_127, 37),
     "runtime": (2_651, 13),
-    "sessions": (6_041, 19),
+    "sessions": (6_046, 19),
     "trace": (9_560, 27),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
