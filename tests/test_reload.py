@@ -603,7 +603,7 @@ def test_stop_waits_for_the_reload_that_has_begun() -> None:
     file = write("watched.yaml", "")
     membership = Membership(dict, lambda prepare: prepare())
     generations: Any = SimpleNamespace(
-        prepare_to_watch=lambda: True, watched=file, answer=slow, settle=lambda: False, has_ended=lambda: False
+        prepare_to_watch=lambda: True, watched=file, answer_request=slow, settle=lambda: False, has_ended=lambda: False
     )
     exporting: Any = SimpleNamespace(publish_facts=lambda **_: None)
     thread = ControlThread(generations, membership, exporting, lambda: None)
