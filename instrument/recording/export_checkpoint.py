@@ -139,13 +139,14 @@ class _TwoCopies:
         self._turn = -1
 
     def read_newest_copy(self) -> bytes:
-        newest, self._turn = b"", 0
+        newest, newest_turn = b"", 0
         for copy in (0, 1):
             data = os.pread(self._claim.fileno(), self._room, self._at + copy * self._room)
             turn, crc, length = self._HEAD.unpack_from(data) if len(data) == self._room else (0, 0, 0)
             text = data[self._HEAD.size :][:length]
-            if turn > self._turn and zlib.crc32(text, turn & 0xFFFFFFFF) == crc:
-                newest, self._turn = text, turn
+            if turn > newest_turn and zlib.crc32(text, turn & 0xFFFFFFFF) == crc:
+                newest, newest_turn = text, turn
+        self._turn = max(self._turn, newest_turn)  # another thread may have written meanwhile
         return newest
 
     def write_older_copy(self, text: bytes) -> bool:
