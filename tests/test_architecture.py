@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "profile": (2_544, 8),
     "proposal": (1_257, 4),
     "recorder": (2_489, 9),
-    "recording": (3_718, 13),
+    "recording": (3_719, 13),
     "report": (13_127, 37),
     "runtime": (2_651, 13),
     "sessions": (6_046, 19),
