@@ -1,8 +1,8 @@
 """Reads gauges of GPUs by NVML, NVIDIA's management library, without CUDA.
 
 The gauges are those of the GPUs that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI
-buses. One thread calls all functions except `explain_unavailable` and `why_unreadable`. A call may take milliseconds,
-or hang with the driver.
+buses. One thread calls all functions except `explain_missing_nvml` and `explain_unreadable_gpus`. A call may take
+milliseconds, or hang with the driver.
 """
 
 from __future__ import annotations

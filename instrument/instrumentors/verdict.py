@@ -104,7 +104,7 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
 
     def is_recorded_elsewhere(verdict: Verdict) -> bool:
         mark = (board.called_mark if verdict.state in ("uncalled", "unmet") else board.attached_mark)(verdict.rule)
-        return mark in marks and mark not in own_marks and verdict.state in ("waiting", "nothing", "uncalled", "unmet")
+        return mark in marks and mark not in own_marks and verdict.state in ("waiting", "uncalled", "unmet")
 
     return [verdict for verdict in verdicts if not is_recorded_elsewhere(verdict)]
 

@@ -50,7 +50,7 @@ LAST_METRICS_S = 5.0
 
 
 class RecordingExport:
-    """Exports one session of a recording. One thread reads and settles; another may call `note_settled` and
+    """Exports one session of a recording. One thread reads and settles; another may call `write_counts` and
     `note_sent`.
 
     `fd` is the recording's file descriptor. The export opens a copy of it. `generation` is the number of the session, 0

@@ -36,8 +36,8 @@ OWN_TRACE_FLAGS = 3
 """The W3C trace flags of our own traces: sampled, and with a random id (Trace Context, level 2)."""
 
 REMOTE = "instrument.remote"
-"""The attribute of a request's row with its caller's span, for `remote_of`. It is text, because an object in each row
-would give the garbage collector more work."""
+"""The attribute of a request's row with its caller's span, for `parse_remote`. It is text, because an object in each
+row would give the garbage collector more work."""
 
 _TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 

@@ -99,9 +99,9 @@ Text = Callable[[Any, str], str]
 class Section:
     """A table of a view, with the lines `lead` above it and `notes` below it.
 
-    `columns` is a text with a field and a heading for each column, separated by `|`. Only the HTML page
-    shows a column that begins with `+`. `texts` has functions that print a field. `widths` are minimum widths; a single
-    number applies to all columns except the first. `paragraph` returns the lines of a row that is too long for a table.
+    `columns` is a text with a field and a heading for each column, separated by `|`. Only the HTML page shows a
+    column that begins with `+`. `texts` has functions that print a field. `widths` are minimum widths; a single number
+    applies to all columns except the first. `paragraph` returns the lines of a row that is too long for a table.
     """
 
     title: str

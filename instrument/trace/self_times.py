@@ -112,7 +112,7 @@ def find_highest_ranks(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) 
 
 
 SEVERAL = -2
-"""The row number that `find_innermost` returns if several tasks had open spans at that time."""
+"""The row number that `find_innermost_spans` returns if several tasks had open spans at that time."""
 
 
 class _Open(NamedTuple):

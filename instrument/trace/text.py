@@ -42,7 +42,7 @@ ROWS_AT_ONCE = 20_000
 """The maximum number of rows whose attributes are decoded at once, to bound the memory."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-"""Return a value, as returned by `make_safe`, as strict JSON."""
+"""Return a value, as returned by `make_json_value`, as strict JSON."""
 
 encode_numbers: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Return the JSON of a value, with NaN and Infinity as Python's `json` writes them."""

@@ -33,7 +33,7 @@ OPENTELEMETRY = "opentelemetry.trace"
 
 Header = bytes | str
 Caller = Header | tuple[Header, ...]
-"""A caller's span in a form that `remote_of` takes: a `traceparent`, a pair with the `tracestate`, or a stored span."""
+"""A caller's span for `parse_remote`: a `traceparent`, a pair with the `tracestate`, or a stored span."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 """A function that reads the caller's span from headers with lower-case names."""
