@@ -171,7 +171,7 @@ def test_any_process_of_a_run_reports_the_metrics_of_all_and_so_does_the_agent_o
             exemplars = {sample.exemplar.labels["trace_id"] for sample in family.samples if sample.exemplar}
             assert exemplars
             assert exemplars <= {span.trace_id.hex() for spans in collector.spans.values() for span in spans}
-            assert values(text, "instrument_processes") == {"": 2}
+            until(lambda: values(scraped(service), "instrument_processes") == {"": 2})  # its children have ended
             until(lambda: len(values(scraped(service), "process_memory_usage_bytes")) == 2)
             memory = values(scraped(service), "process_memory_usage_bytes")
             assert all(re.fullmatch(r'process_pid="\d+"', one) for one in memory)
@@ -193,6 +193,7 @@ def test_any_process_of_a_run_reports_the_metrics_of_all_and_so_does_the_agent_o
             with urlopen(asks) as answer:
                 assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
                 assert answer.read().endswith(b"# EOF\n")
+        until(lambda: not agents())  # while there is a collector, else the agent waits for it
 
 
 @pytest.mark.slow
