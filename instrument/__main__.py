@@ -13,8 +13,7 @@ from instrument import native
 
 
 def prefer_installed_package() -> None:
-    """Replace the imported package by the installed one if it is a source tree. A source tree lacks the compiled
-    recorder."""
+    """Import the installed package instead of a source tree, which lacks the compiled recorder."""
     if native.MODULE is not None:
         return
     file, entries = Path(__file__), sys.path[:]

@@ -1,8 +1,6 @@
-"""The clocks of a recording. Spans are timed by CLOCK_MONOTONIC. The wall clock aligns the recordings of several
-machines.
+"""The clocks of a recording: CLOCK_MONOTONIC times spans, and the wall clock aligns the recordings of several machines.
 
-A `Deadline` limits the time that a session takes to end. All waits at the end share one `Deadline`, so their time-outs
-do not add up.
+A `Deadline` limits the time that a session takes to end. All waits share it, so their time-outs do not add up.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ START_FIELD = 19
 
 
 def read_clocks() -> tuple[int, int]:
-    """Read the monotonic clock and the wall clock, in nanoseconds. Of five attempts, return the closest pair."""
+    """Read the monotonic clock and the wall clock in nanoseconds. Return the closest pair of five attempts."""
     pairs = []
     for _ in range(5):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -84,7 +82,7 @@ def process_start_ns() -> int | None:
 def read_process_start_ticks(stat: Path) -> int:
     """Return the start of a process in clock ticks since boot. Return 0 for an ended process or a zombie.
 
-    `stat` is the path `/proc/PID/stat`. The start distinguishes processes that have the same id one after another.
+    `stat` is the path `/proc/PID/stat`. The start distinguishes an earlier and a later process with the same id.
     """
     try:
         # The name of the program is in brackets, and may have blanks and brackets itself.
@@ -95,11 +93,11 @@ def read_process_start_ticks(stat: Path) -> int:
 
 
 LEAST_S = 0.25
-"""The minimum seconds for the last wait, even after the deadline."""
+"""The minimum timeout in seconds of the last wait, even after the deadline."""
 
 
 class Deadline:
-    """A deadline in `limit_s` seconds from now. All waits at the end of a session share it."""
+    """A deadline `limit_s` seconds from now, which all waits at the end of a session share."""
 
     def __init__(self, limit_s: float) -> None:
         self._end = time.monotonic() + limit_s

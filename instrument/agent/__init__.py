@@ -1,1 +1,1 @@
-"""The agent, one process per run, which keeps the run's recordings in memory after their processes have ended."""
+"""The agent, a background process per run, which keeps what the run's processes record, even after they end."""

@@ -27,7 +27,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 
 class Questions:
-    """The requests of commands, such as `off` or `reload`, that processes have not answered yet."""
+    """Forwards commands, such as `off` or `reload`, to processes, and the answers back to the command."""
 
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop
@@ -125,19 +125,19 @@ LAST_SEND_S = 4.0
 """The maximum number of seconds for which an ending agent sends the last spans."""
 
 OUTCOME_WAIT_S = 0.5
-"""Seconds that the exporter has after its last send to report to the agent what was sent."""
+"""Seconds after the last send within which the exporter must report to the agent what was sent."""
 
 STOP_POLL_S = 0.1
-"""Seconds between two checks by an ending agent whether all recordings are saved."""
+"""Seconds between two checks by an ending agent for unsaved recordings."""
 
 
 class Agent:
     """An agent, which serves the processes that connect to its socket.
 
     - `run`: the only run to serve. If it is None, the agent serves any process until a signal comes
-    - `folder`: the folder for the recordings that runs' reports need
-    - `captures`: the folder for captures of vanished processes
-    - `says`: called with each message that no process of a run can print
+    - `folder`: the folder for recordings from which the report of a run is made
+    - `captures`: the folder for captures of processes that vanished
+    - `says`: called with each message that cannot be printed by a process of the run
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Child processes in which the agent reads recordings, because a damaged recording may crash its reader.
 
-A `Jobs` child does a job, such as saving recordings, and ends. The child of `fork_child` serves the agent.
+`Jobs` starts a child for each short task, such as saving a recording. `fork_child` starts a child that keeps running,
+such as the exporter.
 """
 
 from __future__ import annotations
@@ -140,9 +141,9 @@ MOST_SAVES_PER_CHILD = 64
 
 
 class Saves:
-    """A queue of processes whose recordings are saved by child processes.
+    """Saves recordings of processes in child processes of the agent.
 
-    `on_saved` is called with each process after the attempt. `Process.saved` is then the path of the file, or empty
+    `on_saved` is called with each process after success or failure. `Process.saved` is the path of the file, or empty
     after a failure.
     """
 
@@ -241,7 +242,7 @@ def run_in_child(work: Callable[[], object]) -> int:
 
 
 def fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
-    """Fork a child that calls `serve` and ends when it returns. Return a connection to it and its process id.
+    """Fork a child that calls `serve` and exits. Return a connection to the child, and its process id.
 
     `ps` shows the first 15 characters of `name`. Raises `OSError`.
     """

@@ -1,4 +1,4 @@
-"""The client side of an agent's socket, with which commands find this user's runs and query their agents."""
+"""The client side of an agent's socket, which commands use to list this user's runs and to query the agents."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class Asked:
 def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
     """Yield this user's runs that match a name. Raises `InstrumentError` if no run matches.
 
-    The name is the beginning of a run's name, a service, a process id, or the path of an agent's socket. Without a
-    name, yield the run in the variable `INSTRUMENT_AGENT`, or all runs if it is not set. With `memory`, the runs'
-    recordings remain open until the `with` block ends.
+    The name is the beginning of a run's name, a service, a process id, or the path of an agent's socket. It defaults to
+    the variable `INSTRUMENT_AGENT`. Without either, all runs are yielded. With `memory`, the runs' recordings remain
+    open until the `with` block ends.
     """
     own_agent = os.environ.get(agent_socket.VARIABLE, "")
     asked_name = name or own_agent
@@ -184,8 +184,7 @@ def _why_silent(socket: Path, error: Exception) -> str:
 def send_request(
     run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Send a request to processes of a run. Yield the process id and the answer of each process, for up to `wait_s`
-    seconds."""
+    """Send a request to processes of a run. Yield each answer with the process id, for up to `wait_s` seconds."""
     end = time.monotonic() + wait_s
     with agent_socket.connect_to_agent(run.socket, min(ANSWER_POLL_S, wait_s)) as caller:
         agent_socket.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
@@ -200,4 +199,4 @@ def send_request(
 
 
 ANSWER_POLL_S = 0.2
-"""Seconds between two checks of the time limit by a client that waits for an answer."""
+"""Seconds between two checks of the time limit while a client waits for an answer."""

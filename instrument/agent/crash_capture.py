@@ -1,6 +1,6 @@
-"""The captures of ended processes: recordings saved as files, with the open spans and the cause of the end.
+"""Saves the recording of an ended process as a file (a capture), with its open spans and the cause of the end.
 
-Captures are made by a command, or by a child process of the agent. The agent itself never imports the code that reads
+Only commands and child processes of the agent save captures. The agent itself never imports the code that reads
 recordings.
 """
 
@@ -25,13 +25,13 @@ RECORDING = ".npz"
 LAST_GAUGES = " Its last gauges, "
 
 MOST_OPEN_REQUESTS = 5
-"""The maximum number of open requests that the message on a dead process lists. The capture has all open requests."""
+"""The maximum number of open requests in the message on a dead process. The capture has all open requests."""
 MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
-"""The maximum number of attributes per span in the message on a dead process, and of characters in each value."""
+"""The maximum number of attributes per span, and of characters per value, in the message on a dead process."""
 TRANSPORT_PREFIXES = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
 """The prefixes of attributes that the message on a dead process omits. The capture has all attributes."""
 NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
-"""The gauges whose last readings the message on a dead process shows. The capture has all gauges."""
+"""The gauges with a last reading in the message on a dead process. The capture has all gauges."""
 
 
 def save_recording(
@@ -83,8 +83,8 @@ def _write_copy(path: str, trace: Trace, tally: Tally | None) -> bool:
 
 
 def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
-    """Read a capture, and return the summary that `save_recording` returned for it. Return None for another file or
-    another run."""
+    """Read a capture, and return the summary that `save_recording` returned for it. Return None if the file is no
+    capture of the run."""
     from instrument.errors import TraceError
     from instrument.trace import file
 
@@ -134,7 +134,7 @@ def describe_last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
 def describe_death(open_spans: Sequence[OpenSpan], end_ns: int, end_kind: str, least: str = "") -> str:
     """Return a sentence that says how a process died, and which requests and spans were open, the newest first.
 
-    `least` is put before each age, such as "at least " for a process that may have ended long after `end_ns`.
+    `least` is a prefix for the ages of the spans. It is "at least " if the process may have ended long after `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:

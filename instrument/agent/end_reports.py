@@ -1,8 +1,7 @@
-"""The agent's work at the end of a process or a run: messages, files for the report of the run, and captures.
+"""The agent's work at the end of a process or a run: it prints messages, and saves captures and files for reports.
 
-The agent never keeps a service's output open, because a reader of that output may wait until all writers close it. A
-message that cannot be written to the standard error goes to the system's log. Only children of the agent import the
-code that reads recordings.
+A message goes to the service's standard error, which is opened only for the write. Otherwise its reader would wait for
+the agent after the service has ended.
 """
 
 from __future__ import annotations
@@ -28,24 +27,22 @@ from instrument.runtime.environment import PROC
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A function that prints a message that could not be written to the standard error of any process. None prints
-nothing."""
+"""A function for messages that neither a standard error nor the system's log accepts, or None."""
 
 PIPE_WAIT_MS = 50
-"""Milliseconds to wait for room in a full pipe of a process's standard error. Then the rest of the message is cut."""
+"""Milliseconds to wait while the pipe to a process's standard error is full. After that, the message is cut."""
 
 MESSAGE_SUFFIX = ".txt"
-"""The suffix of a text file with a message next to a capture."""
+"""The suffix of a text file, next to a capture, with a message that could not be printed."""
 
 _PIDFD_GETFD = 438
 """The number of the system call pidfd_getfd(2), the same on all architectures. Python has no function for it."""
 
 
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
-    """Write a message to the standard error of a process, or to that of the run if no process is given.
+    """Write a message to the standard error of a process, by default of the run.
 
-    If this fails, the message goes to the system's log. If that fails too, it goes to `says`, or into a text file next
-    to the capture.
+    The fallbacks are the system's log, then `says`, or without `says` a text file next to the capture.
     """
     line = text if text.endswith("\n") else f"{text}\n"
     data = line.encode(errors="backslashreplace")
@@ -95,7 +92,7 @@ def _write_to_path(path: str, data: bytes) -> bool:
 
 
 def _open_descriptor(path: str) -> int:
-    """Open a path for writing. A path to a descriptor of a process gives a duplicate, which shares the file offset."""
+    """Open a path for writing. `/proc/PID/fd/N` gives a duplicate of that descriptor, which shares the file offset."""
     parts = Path(path).parts
     if parts[1:2] == ("proc",):
         with suppress(OSError, AttributeError, ImportError):
@@ -176,7 +173,7 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
 
 
 def list_processes_of_earlier_agent(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes of a run that ended under an earlier agent, from the files that it has left."""
+    """Return the processes of a run that ended under an earlier agent, according to the files that the agent left."""
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
@@ -322,8 +319,8 @@ def remove_oldest_files(saved: Path, service: str, kept_paths: Collection[str], 
 
 
 def _mask_numbers(name: str, service: str) -> str:
-    """Return a file name without the numbers of the run and the process, which is then equal for all files of a
-    service."""
+    """Remove the numbers of the run and the process from a file name. All files of a service then have the same
+    name."""
     run = _RUN_IN_NAME.search(name)
     at = run.start() if run is not None else len(service) if name.startswith(service) else 0
     return f"{name[:at]}*{_NUMBER_IN_NAME.sub('', name[at:])}"
@@ -442,7 +439,7 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into one file of bounded size. Remove the merged files that are in the same folder."""
+    """Merge recordings into a file of bounded size. Remove the merged files that are in the folder of that file."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold_recordings

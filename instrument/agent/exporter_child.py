@@ -1,10 +1,7 @@
-"""The exporter, a child process of the agent that reads recordings and gauges, and sends spans.
+"""The exporter, a child process of the agent, which sends spans to a collector and reads gauges such as GPU memory.
 
-The agent sends the exporter a descriptor of each recording, and a message at the end of each process. A new exporter
-continues from the progress stored in the recordings.
-
-A separate thread reads the gauges, so that a hanging driver delays neither a service nor the export. The readings are
-written into the recordings of the processes.
+If the exporter is killed, the next exporter continues from the progress that is stored in the recordings. A separate
+thread reads the gauges, so that a hanging driver does not delay the export.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ CLAIM_RETRY_S = 1.0
 """Seconds between two attempts to take over the gauges of a process that still reads them itself."""
 
 HANG_S = 10.0
-"""Seconds after which the reading of a gauge counts as hanging. Each process then gets a note about it."""
+"""Seconds after which the reading of a gauge counts as hanging. Each process then reports this in a note."""
 
 SHORTEST_INTERVAL_NS = 10**6
 """The shortest allowed time between two readings of a gauge, in nanoseconds."""
@@ -53,7 +50,7 @@ Send = Callable[[agent_socket.Message], object]
 
 
 class _WatchedProcess:
-    """A process whose gauges the exporter reads, and writes into the recording of the process."""
+    """A process whose gauges the exporter reads. The readings are written into the recording of the process."""
 
     def __init__(self, pid: int, facts: Mapping[str, Any], fd: int) -> None:
         self._pid = pid
@@ -82,8 +79,8 @@ class _WatchedProcess:
         return math.inf if wait_ns is None else wait_ns / 1e9
 
     def read_due_gauges(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
-        """Read the gauges that are due. Return the GPUs and notes on unreadable gauges, or None before the first
-        reading.
+        """Read the gauges that are due. Return the GPUs and the notes on unreadable gauges, or None if reading has not
+        begun.
 
         Raises `_UnreadableHereError` if only the process itself can read its gauges, and `Gone` if the process has
         ended.
@@ -127,14 +124,13 @@ class _WatchedProcess:
             raise Gone  # another session records there
 
 
-class _UnreadableHereError(Exception):
-    """An error with the reason why the agent cannot read a process's gauges."""
+class _UnreadableHereError(Exception): ...
 
 
 class GaugeThread:
     """A thread of the exporter that reads gauges of processes. A hanging driver then delays only this thread.
 
-    The agent gives each process a number. The exporter's main thread calls the public methods.
+    The exporter's main thread calls the public methods.
     """
 
     def __init__(self, send: Send) -> None:
@@ -159,8 +155,7 @@ class GaugeThread:
             self._thread.start()
 
     def report_hanging_driver(self, now: float) -> None:
-        """Send each process a note if the thread hangs in a driver, which means that a reading takes longer than
-        `HANG_S`."""
+        """Send each process a note if a reading takes longer than `HANG_S`, because the driver hangs."""
         if now - self._busy_at <= HANG_S:
             self._silent.clear()
             return
@@ -254,7 +249,7 @@ class GaugeThread:
 
 
 def explain_unreliable_gauges(pid: int) -> str:
-    """Return the reason why this process may read other gauges than the process `pid`, or an empty string."""
+    """Return the reason why the gauges of another process cannot be read reliably here, or an empty string."""
     try:
         own_namespace, namespace = (os.readlink(f"{PROC}/{name}/ns/mnt") for name in ("self", pid))  # noqa: PTH115 - no file to find
     except OSError as problem:
@@ -291,7 +286,7 @@ BUSY_READ_INTERVAL_S = 0.02
 """Seconds between two reads of all recordings while spans wait to be sent."""
 
 MOST_EXPORTERS = 8
-"""The number of exporters (one thread each) at which unused exporters are stopped."""
+"""The number of exporters (one thread each) from which unused exporters are stopped."""
 
 MOST_MESSAGE_CHARACTERS = 1000
 """The maximum number of characters of a warning that the agent prints for the exporter."""

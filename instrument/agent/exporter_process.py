@@ -1,7 +1,7 @@
-"""The agent's handle on its exporter, a child process that reads recordings and gauges, and sends spans.
+"""The agent's handle on its exporter, the child process that sends spans and reads gauges.
 
-The child starts with the first recording to export or the first gauge to read. After a crash of the child, another
-child continues from the progress stored in the recordings.
+The agent starts the child when the first recording must be exported or the first gauge read. If the child crashes, the
+agent starts another child, which continues from the progress that is stored in the recordings.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ EXPORTER_NAME = "instr-exporter"
 """The process name of the exporter, as `ps` shows it."""
 
 MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
-"""The maximum number of restarts of the child within a window of this many seconds. Further restarts are refused."""
+"""The maximum number of restarts of the exporter within a window, and the window in seconds."""
 
 REAP_LIMIT_S, REAP_POLL_S = 2.0, 0.001
-"""Seconds for which the agent waits for the killed child to end, and seconds between two checks for that."""
+"""Seconds for which the agent waits for a killed exporter to end, and seconds between two checks."""
 
 ELSEWHERE = "the agent cannot see the processes of that container"
 
 
 class Exports:
-    """The exporter child, with the recordings that it exports and the processes whose gauges it reads.
+    """Starts the exporter child, and sends it the recordings to export and the processes whose gauges it reads.
 
-    A file in `folder` has the number of possibly unsent spans of ended processes. The next agent reads it if this one
-    is killed. `fates` counts spans by outcome. `loop` serves the connection to the child, and its owner calls
-    `handle_message` and `handle_end`. `send` sends a message to a process. `changed` is called after the export of a
-    recording, `says` with each message about exports. A process whose export fails is sent `unexported`.
+    A file in `folder` has the number of possibly unsent spans. The next agent reads it if this agent is killed.
+    `changed` is called after the export of a recording, and `says` with each message about exports. `send` sends a
+    message to a process.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Exports:
         return losses_by_name(self.fates)
 
     def add(self, process: Process) -> None:
-        """Export the recording of a process, if the profile says so or if the run is scraped."""
+        """Export the recording of a process if its profile asks for that, or if Prometheus scrapes the run."""
         if process.number in self._recordings:
             return
         settings = process.facts.get("export") or {}
@@ -182,7 +181,7 @@ class Exports:
             self._start_gauges(process)
 
     def forward_gauge_message(self, process: Process, message: agent_socket.Message) -> None:
-        """Pass a message of a process on to the child. It has readings, new settings, or None to end the reading."""
+        """Forward the readings or settings of gauges from a process to the child. Settings of None end the reading."""
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]
         if process.number in self._gauged:
@@ -250,7 +249,7 @@ class Exports:
         return ""
 
     def _send_child(self, message: agent_socket.Message, *descriptors: int) -> None:
-        """Send the child a message, or queue it if the socket is full. A child that lets its queue overflow is ended
+        """Send the child a message, or queue it if the socket is full. If the queue overflows, the child is killed
         soon."""
         connection = self.connection
         if connection is not None:
@@ -261,7 +260,6 @@ class Exports:
                 self._loop.watch(connection)
 
     def _kill_child(self) -> None:
-        """Kill the child, and wait for its end up to `REAP_LIMIT_S`."""
         pid, self._pid = self._pid, 0
         until = time.monotonic() + REAP_LIMIT_S
         with suppress(ProcessLookupError, ChildProcessError):
@@ -306,8 +304,8 @@ class Exports:
             self._write_unsent()
 
     def count_unread_rows(self, process: Process, memory: int, *, is_reported: bool) -> None:
-        """Count the rows of an ended process that the child has not read. Unless `is_reported`, also count sent and
-        lost spans."""
+        """Count the rows of an ended process that the child has not read. Also count sent and lost spans, unless the
+        child has reported them."""
         if process.lives or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:

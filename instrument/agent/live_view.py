@@ -1,7 +1,6 @@
-"""The live view of a run, as `instrument live` shows it: open requests, rates by endpoint, times by site, and losses.
+"""The screens of `instrument live`: open requests, rates by endpoint, times by span name, and losses.
 
-The view reads the recordings of the running processes. The first screen covers the whole session of each process. Each
-further screen covers the time since the screen before.
+The first screen covers the whole session of each process. Each further screen covers the time since the screen before.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from instrument.report.section import Section, Text
 from instrument.report.table import compute_share, format_rough_percent, number_text, printable
 
 EVEN_RATIO = 0.9
-"""The windows of processes are uneven if the shortest is below this fraction of the longest."""
+"""The fraction of the longest recorded time below which a process counts as much younger than others."""
 
 MOST_TABLE_ROWS = 12
 """The maximum number of rows per table of the screen. Further rows are only counted."""
@@ -56,7 +55,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The requests with the same name that ended in the time of a screen."""
+    """A table row of the live view on the ended requests of one name."""
 
     name: str
     requests: int
@@ -69,7 +68,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A site with the times of its calls. `ratio` is its share of the self time of all sites."""
+    """A table row of the live view on a site. `ratio` is its share of the self time of all sites."""
 
     name: str
     calls: int
@@ -283,7 +282,7 @@ def _request_rows(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list
 
 
 def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
-    """Sum the ended requests by name. The rate of each process refers to the time since the previous screen."""
+    """Sum the ended requests by name. Rates cover the time since the previous screen."""
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in sum_topmost_by_name(part, is_request).items():

@@ -43,8 +43,8 @@ class Connection:
     def send(self, message: agent_socket.Message, descriptors: Sequence[int] = ()) -> None:
         """Send a packet, or queue it while the socket is full. Raises nothing.
 
-        The queue has copies of the descriptors. If the other end is closed, the packet is dropped, but packets from
-        there can still be received.
+        The queue has copies of the descriptors. After the other end is closed, packets are dropped, but the received
+        packets can still be read.
         """
         if self._is_deaf:
             return
@@ -78,7 +78,7 @@ class Connection:
 
     def receive(self) -> tuple[agent_socket.Message | None, list[int]]:
         """Return the next packet, or None if the other end is closed. Raises `BlockingIOError` if no packet has
-        arrived, and `PacketError`."""
+        arrived, and `PacketError` for an invalid packet."""
         while True:
             try:
                 return agent_socket.receive(self.sock)
@@ -102,7 +102,7 @@ MOST_PACKETS_PER_TURN = 64
 """The maximum number of packets read from one connection before the loop reads from other connections."""
 
 ACCEPT_PAUSE_S = 0.2
-"""Seconds for which the agent accepts no connection after it has reached its limit of file descriptors."""
+"""Seconds for which the agent accepts no connection after it has run out of file descriptors."""
 
 FAULT_PAUSE_S = 0.01
 """Seconds that the loop sleeps after a fault, so that a repeating fault does not use up a processor."""
@@ -172,7 +172,7 @@ class EventLoop:
             self.drop(connection)
 
     def close(self) -> None:
-        """Stop listening. Connections must have been closed before."""
+        """Stop listening. The caller must close the connections first."""
         self.selector.close()
         self._listener.close()
 
@@ -202,12 +202,13 @@ class EventLoop:
             self.add(connection)
 
     def add(self, connection: Connection) -> None:
-        """Serve a connection that the agent has made itself, such as that to a child."""
+        """Serve a connection that the agent itself has made, such as the connection to a child."""
         self._connections.add(connection)
         self.selector.register(connection, selectors.EVENT_READ)
 
     def _handle_first_packets(self) -> None:
-        """Handle the first packets of new connections. The current message may be about processes that join by them."""
+        """Handle the first packets of new connections, by which processes join. Later packets may be about these
+        processes."""
         self._accept(0)
         for connection in list(self._silent):
             if connection in self._silent:
@@ -260,7 +261,8 @@ class EventLoop:
         return not connection.is_broken
 
     def watch(self, connection: Connection) -> None:
-        """Watch a connection for packets, and for room while packets wait. Drop a broken connection."""
+        """Watch a connection for packets. While the connection has queued packets, also watch for room in the socket.
+        Drop a broken connection."""
         if connection not in self._connections:
             return
         if connection.is_broken:

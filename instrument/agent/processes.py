@@ -1,7 +1,7 @@
-"""The agent's records of runs and their processes, with a note file on each process for the agent's successor.
+"""The agent's records of runs and their processes.
 
-The notes are in the folder of the run's socket. If the agent is killed, the living processes join the next agent. If a
-process ends while there is no agent, its rows may be lost.
+Each process has a note file in the folder of the run's socket. If the agent is killed, the next agent reads these files
+to find the processes that have ended in the meantime.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _EXIT_CODE_FIELD = 49
 
 
 def read_exit_status(exit_fd: int, pid: int) -> int | None:
-    """Return the exit status of an ended process, or None if it is unknown. `os.waitpid` returns it in the same
-    form."""
+    """Return the exit status of an ended process in the form of `os.waitpid`, or None if it is unknown."""
     with suppress(OSError):
         info = _PIDFD_INFO.unpack(fcntl.ioctl(exit_fd, _PIDFD_GET_INFO, _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13)))
         if info[0] & _PIDFD_INFO_EXIT:
@@ -66,13 +65,17 @@ def oom_kills(events: Path | None) -> int:
 Value = TypeVar("Value")
 
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
-"""The ways in which a process ends for its agent. It sends a goodbye, or vanishes without one. Another program or
-recording replaces it. It exits by `os._exit(0)` without an open span, as forked workers do."""
+"""The ways in which a process ends.
+
+- GOODBYE: it said goodbye to the agent. VANISHED: it ended without a goodbye.
+- REPLACED: another program or recording took its place.
+- EXITED: it called `os._exit(0)` without an open span, as forked workers do.
+"""
 
 
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """A process that has joined its run, with one recording. A process that records again is a further `Process`.
+    """A process that has joined its run. If it starts a second recording, it becomes a second `Process`.
 
     - `started`: the start time in clock ticks since boot, 0 if unknown
     - `facts`: the values that the process sent when it joined
@@ -85,10 +88,10 @@ class Process:
     - `link`: the link to the saved recording if that is a capture
     - `saves_itself`: True if the process saves the recording, False if the agent does
     - `files`: the files that the agent wrote because the profile names them
-    - `is_reported`: True if the process printed a report of itself, so that no recording is saved for the run's report
-    - `is_missed`: True if the process joined an earlier agent, which ended first
-    - `is_elsewhere`: True if the process is in another process namespace. It counts as living while it is connected
-    - `ports`: the ports with connections while no request was recorded
+    - `is_reported`: True if the process printed its own report. No recording is then saved for the run's report
+    - `is_missed`: True if the process joined an earlier agent, and that agent ended before the process
+    - `is_elsewhere`: True for a process in another PID namespace, which counts as living while it is connected
+    - `ports`: the ports at which the process had connections before it recorded a request
     - `listened`: the ports at which the process has listened
     - `has_requests`: True once the process has recorded a request
     - `ended_ns`: the time of the end, 0 before
@@ -132,7 +135,7 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        """True if the process has neither ended nor said goodbye."""
+        """True until the process ends or says goodbye."""
         return not self.ended_ns and self.goodbye is None
 
     def update_has_recorded(self) -> bool:
@@ -171,11 +174,11 @@ class Run:
     """The processes that one `instrument run` started.
 
     - `first`: the process id of the command that was run, 0 if unknown
-    - `is_reported`: True once the report on all spans so far is printed or in work
-    - `waiting`: the connection of the process that waits for the report to print it
+    - `is_reported`: True once the report on all spans so far is printed or is being made
+    - `waiting`: the connection of the process that waits for the report, and will print it
     - `captures`: the number of captures of vanished processes
     - `is_scraped`: True after the first scrape of the run
-    - `stderr`: the standard error of the first process, or of the first one to join
+    - `stderr`: the standard error of the first process. Until that joins, the standard error of another process
     - `folded`: the file into which the oldest ended processes are merged
     - `folded_ends`: the number of merged processes, by the way they ended
     - `unfolded`: the number of recordings that could not be read and merged
@@ -249,7 +252,7 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def find_exit_fd_by_variable(variable: str, value: str) -> int:
-    """Find a process that has a variable with a value in its environment, and is no child of this one.
+    """Find a process with a variable of this value in its environment. Children of this process do not count.
 
     Return a descriptor that becomes readable when that process ends, or -1 if there is no such process.
     """
@@ -267,8 +270,8 @@ def find_exit_fd_by_variable(variable: str, value: str) -> int:
 
 
 def write_note(folder: Path, process: Process) -> None:
-    """Write the note file of a process. The settings of the collector are left out, because they may contain secrets.
-    Raises nothing."""
+    """Write a file with the facts of a process for the next agent. Settings of the collector are left out, because they
+    may contain secrets. Raises nothing."""
     if process.exit_fd >= 0:
         facts = {name: fact for name, fact in process.facts.items() if name != "export"}
         facts.update(
@@ -302,7 +305,7 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
 
 
 def add_missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """Return the processes that have note files of an earlier agent and have ended since. Add them to their runs."""
+    """Return the processes that joined an earlier agent and have ended since. Add them to their runs."""
     processes = []
     for facts, pid, started in _notes(folder):
         with suppress(OSError, TypeError, ValueError, LookupError):
@@ -330,8 +333,8 @@ def has_unjoined_processes(folder: Path, run: Run) -> bool:
 
 
 def count_noted_processes(folder: Path) -> tuple[int, int, list[str]]:
-    """Count the living and the ended processes that have note files. Also return the folders with recordings of ended
-    ones."""
+    """Count the living and the ended processes with note files. Also return the folders with recordings of the ended
+    processes."""
     living, ended, folders = 0, 0, dict[str, None]()
     for facts, pid, started in _notes(folder):
         if _is_running(pid, started):

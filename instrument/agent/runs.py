@@ -1,4 +1,4 @@
-"""The bookkeeping of an agent's runs: it follows each process from its join to its end, and each run to its report."""
+"""The agent's bookkeeping of runs: it follows each process until its end, and prints a report at the end of a run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ RUN_END_S = 0.3
 """Seconds without a living process after which a run ends. Within this time a child process may still join."""
 
 CHECK_INTERVAL_S = 5.0
-"""Seconds between two checks for processes and runs whose end caused no event."""
+"""Seconds between two searches for ended processes and runs whose end caused no event."""
 
 EXIT_STATUS_WAIT_S = 0.3
-"""Seconds for which the agent waits for the exit status of a vanished process, which the process's parent reports."""
+"""Seconds for which the agent waits until a vanished process's parent reports the exit status."""
 
 MOST_CAPTURES = 20
 """The maximum number of captures per run. Beyond that, vanished processes are counted without a capture."""
@@ -49,26 +49,24 @@ MOST_SELF_SAVED_ROWS = 10_000
 """The maximum number of spans that an exiting process saves itself. The agent saves a larger recording."""
 
 MOST_ENDED = 16
-"""The maximum number of ended processes per run whose spans are kept. Beyond it, the older half is merged into totals
-without spans."""
+"""The number of ended processes per run at which the older half is merged into totals without spans."""
 
 NONE_JOINED_S = 10.0
 """Seconds after a run's start at which the agent reports that no process has joined."""
 
 
 ABANDONED_S = 60.0
-"""Seconds after which an agent without a run of its own removes an earlier agent's report files. It keeps those of runs
-whose processes have joined again."""
+"""Seconds after which an agent without a run of its own removes abandoned report files of an earlier agent."""
 
 
 class Runs:
     """The runs of an agent, with their processes.
 
     - `own_run`: the only run of the agent, or None if any process may join
-    - `folder`: the folder for the recordings that runs' reports need
-    - `captures`: the folder for captures of vanished processes
-    - `says`: called with each message that no process of a run can print
-    - `changed`: called when the agent's work may be done
+    - `folder`: the folder for recordings from which the report of a run is made
+    - `captures`: the folder for captures of processes that vanished
+    - `says`: called with each message that cannot be printed by a process of the run
+    - `changed`: called when the agent may have nothing left to do
     """
 
     def __init__(
@@ -216,8 +214,8 @@ class Runs:
     # ---------------------------------------------------------------- who leaves
 
     def handle_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
-        """Answer the goodbye of a process. The answer asks it to save its recording, or to print the run's report if it
-        is the last process."""
+        """Answer the goodbye of a process. The answer asks the process to save its recording, or to print the run's
+        report if it is the last process."""
         connection, run = process.connection, process.run
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
@@ -465,7 +463,8 @@ class Runs:
         self._changed()
 
     def _may_another_process_join(self) -> bool:
-        """Return True if a process that has not joined has the agent's socket in its environment. Watch for its end."""
+        """Return True if the agent's socket is in the environment of a process that has not joined. Watch for the end
+        of that process."""
         if self._another_fd < 0:
             self._another_fd = find_exit_fd_by_variable(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
             if self._another_fd >= 0:
@@ -512,7 +511,7 @@ class Runs:
             self._say(run, end_reports.none_joined_text(run.first, NONE_JOINED_S))
 
     def _check_for_missed_ends(self) -> None:
-        """Look for ended processes and runs whose end caused no event, and retry failed exports."""
+        """Search for processes and runs that ended without an event. Retry failed exports."""
         self._loop.call_later(CHECK_INTERVAL_S, self._check_for_missed_ends)
         self._handle_missed_ends()
         for run in self:

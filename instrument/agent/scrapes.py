@@ -1,6 +1,7 @@
 """The HTTP endpoint for Prometheus, which answers a scrape with the metrics of all processes of a run.
 
-Counters never fall, because the totals of ended processes remain in a file. The next exporter reads that file.
+The totals of ended processes are saved in a file, so that counters never fall, not even after a restart of the
+exporter.
 """
 
 from __future__ import annotations
@@ -24,20 +25,19 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
 
 SCRAPE_TIMEOUT_S = 10.0
-"""The maximum seconds for the request of a scrape to arrive, and then for the answer to be ready."""
+"""The maximum seconds until a scrape's request has arrived, and then until the answer is ready."""
 
 MOST_SEPARATE, MOST_SUMS = 16, 64
-"""The maximum number of ended processes whose totals are stored separately. If another exporter reads a process's
-recording again, the new totals replace the stored ones. Older totals are summed per scope and service, in at most
-`MOST_SUMS` sums."""
+"""The maximum number of ended processes with separate totals, and of sums over all older processes. Separate totals can
+be replaced if an exporter reads the recording again."""
 
 ENDED_METRICS_FILE = "metrics.ended"
 
 Scope = tuple[str, str]
-"""The processes that a scrape covers: those of a run ("run", its name), or of an address ("listen", host and port)."""
+"""The processes that a scrape covers: ("run", name of the run) or ("listen", host and port)."""
 
 _Part = tuple[str, list[Scope], str, list[tuple[str, str, str, str, list[tuple[Labels, float | Distribution]]]]]
-"""The key, the scopes, the service and the metrics of an ended process. A sum has no key."""
+"""The stored totals of an ended process, or a sum without a key: key, scopes, service and metrics."""
 
 
 class EndedMetrics:
@@ -92,7 +92,7 @@ class EndedMetrics:
 
 
 class Scrapes:
-    """An HTTP server that answers scrapes, each on a separate thread.
+    """A server for Prometheus, which answers each scrape on a separate thread.
 
     `wake` wakes the thread that calls `answer_waiting`. Raises `ExportError` if `prometheus_client` is not installed.
     """
@@ -103,8 +103,8 @@ class Scrapes:
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[MetricAndOrigin]]]] = SimpleQueue()
 
     def answer_waiting(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
-        """Answer the waiting scrapes. For each scope, `look` returns the living processes' metrics and the ended
-        processes' sums."""
+        """Answer the waiting scrapes. `look` returns the metrics of each living process in a scope, and sums over ended
+        processes."""
         with suppress(Empty):
             while True:
                 scope, reply = self._asked.get_nowait()
@@ -117,8 +117,7 @@ class Scrapes:
         return reply.get(timeout=SCRAPE_TIMEOUT_S)
 
     def listen(self, descriptor: int, address: str) -> None:
-        """Answer the scrapes that arrive at a listening socket. They get the metrics of the processes with this address
-        in their profile."""
+        """Answer scrapes at a listening socket, with the metrics of the processes whose profile has this address."""
         server = self._make_server(("listen", address))
         server.socket = socket.socket(fileno=descriptor)
         Thread(server.serve_forever, "instrument-scrapes").start()

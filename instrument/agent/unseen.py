@@ -1,8 +1,7 @@
 """The agent's search for processes and requests of a run that are not recorded.
 
-The package's `sitecustomize` reports processes that cannot start a session, such as those of an old Python. The agent
-finds processes without this `sitecustomize` among the descendants of the run's first process. The agent also looks for
-connections to processes that have recorded no request, and reports their ports.
+Python processes without a session are searched for among the descendants of the run's first process. A port with
+connections is reported if its process has recorded no request.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ LOOK_S = 1.0
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
 _AUTOSTART = b"/instrument/sessions/autostart"
-"""The end of the PYTHONPATH entry with our `sitecustomize`. Its beginning differs between installations."""
+"""The end of the PYTHONPATH entry with our `sitecustomize`. The beginning depends on the installation."""
 _ENTRY = os.fsencode(Path(__file__).with_name("entry.py"))
 _OFF = (b"off", b"0", b"false", b"no")
 
 
 @dataclass(eq=False)
 class Unseen:
-    """A search for the Python processes of a run that have no session.
+    """A search for the Python processes of a run that record nothing, because they have no session.
 
-    - `_first`: the process id of the run's first process. If it is 0, nothing is searched
+    - `_first`: the process id of the run's first process. If it is 0, there is no search
     - `_joined`: returns the ids of the processes that have joined
     """
 
@@ -64,7 +63,7 @@ class Unseen:
             self._search_all()
 
     def _search_all(self) -> None:
-        """Note why a process has no session, for each process of the run that is new or whose command has changed."""
+        """Note the reason why each new process, or process with a changed command, has no session."""
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:
@@ -109,7 +108,7 @@ class Unseen:
     def describe_unseen(self, *, for_report: bool = False) -> str:
         """Return a sentence that counts the processes without a session by reason, or an empty string.
 
-        After a call with `for_report`, it returns an empty string, because the report has the sentence.
+        After a call with `for_report`, the sentence is in the report, and further calls return an empty string.
         """
         if self._is_reported:
             return ""
@@ -128,7 +127,7 @@ class Unseen:
 
 
 FIRST_CHECK_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Seconds until the first check of a process's connections, and maximum seconds between two checks."""
+"""Seconds before the first check of a process's connections, and the longest pause between two checks."""
 
 AGE_DIVISOR, COST_FACTOR = 4, 100
 """The pause between two checks of a process is a fourth of the process's age plus 100 times the duration of the last

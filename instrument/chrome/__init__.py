@@ -1,12 +1,9 @@
 """Writes traces as Chrome trace JSON, which Perfetto shows, and reads the Chrome traces of any profiler.
 
-To write a file, `lanes` assigns slices to lanes and selects arrows, and `writing` makes the events. To read a file,
-`events` decodes the events, `slices` makes trees of slices, and `foreign_slices` reads slices of other profilers.
-`reading` uses all three. `perfetto_writing` writes the same slices in Perfetto's own format.
+`writing` writes files, and `reading` reads them. `perfetto_writing` writes Perfetto's own format instead.
 
-Viewers need only the events. All other facts are under the top-level key `instrument`, which viewers ignore. From these
-facts, `load` restores the trace that `dump` wrote, exact to the nanosecond. An attribute value without a JSON form
-becomes text.
+Data that Chrome's events cannot express is under the top-level key `instrument`, which viewers ignore. With this data,
+`load` restores the trace that `dump` wrote, exact to the nanosecond. Attribute values without a JSON form become text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decodes the events of a Chrome trace from blocks of its text, and repairs damaged ones."""
+"""Decodes the events of a Chrome trace file block by block, and repairs damaged events."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from instrument.trace.text import INT64, LIMIT_VALUE, attributes_to_json, conver
 # Text
 
 BLOCK_BYTES = 1 << 18
-"""The number of bytes that are read at a time."""
 
 DEEPEST = 900
 """The maximum depth of nested JSON brackets that is read."""
 
 MOST_TRIES = 4
-"""The maximum number of closing brackets that are tried as the end of a value, the last bracket first."""
+"""The maximum number of attempts to decode the values read so far. Each attempt ends at an earlier bracket."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""The number of bytes of a value that are decoded first, and the number of bytes at the end that may be a cut token."""
+"""The number of bytes to decode first, and the number of bytes at the end where a token may be incomplete."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
 
@@ -52,7 +51,7 @@ class LeftOut:
         self._found: dict[str, list[Any]] = {}
 
     def add(self, reason: str, place: str, count: int = 1) -> None:
-        """Count an omission. Only the first place of each reason is kept."""
+        """Count an omission. Only the first place in the file is stored for each reason."""
         self._found.setdefault(reason, [0, place])[0] += count
 
     def losses(self) -> dict[str, int]:
@@ -63,7 +62,8 @@ class JsonText:
     """A JSON text that is read in blocks. Invalid UTF-8 is replaced and counted.
 
     - `read`: returns up to the given number of bytes of the text
-    - `limit_bytes`, `unpacked_bytes`: the maximum size of the text. A longer text raises `ValueError`
+    - `limit_bytes`: the maximum size of the text. A longer text raises `ValueError`
+    - `unpacked_bytes`: a second maximum size, which protects against files that unpack to very long texts
     """
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int, unpacked_bytes: int) -> None:
@@ -86,7 +86,8 @@ class JsonText:
         return self._passed + self._at
 
     def peek_character(self) -> str:
-        """Return the next character that is not blank, or an empty string at the end of the text. It remains unread."""
+        """Return the next character that is not blank, without consuming it. Return an empty string at the end of the
+        text."""
         while True:
             blanks = _BLANKS.match(self._text, self._at)
             self._at = blanks.end() if blanks else self._at
@@ -131,8 +132,8 @@ class JsonText:
         return value
 
     def take_values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
-        """Read the next values of a JSON list. Return them decoded and as text. If a value is damaged, return None and
-        the text."""
+        """Read the next values of a JSON list. Return the decoded values, and their text. The decoded value is None if
+        the text is damaged."""
         if len(self._text) - self._at < BLOCK_BYTES:
             self._read_block()
         while True:
@@ -151,8 +152,7 @@ class JsonText:
                 return None, text
 
     def _find_likely_ends(self, closing: bytes) -> Iterator[int]:
-        """Yield positions at which a value may end, the last first. Another value or the end of the text follows
-        there."""
+        """Yield positions at which a value probably ends, the last position first."""
         end = len(self._text)
         while (end := self._text.rfind(closing, self._at, end)) >= 0:
             if _NEXT_VALUE.match(self._text, end + 1):
@@ -218,7 +218,7 @@ Scalar = int | str | float | bool | None
 
 
 class ScopedId(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """The id of an async slice. It is unique in one process or in all processes."""
+    """The id of an async slice, which is either local to a process or global."""
 
     local: Scalar = None
     of_all: Scalar = msgspec.field(default=None, name="global")
@@ -252,7 +252,7 @@ class ExactEvent(TraceEvent, gc=False):
 
 
 class Remote(msgspec.Struct, omit_defaults=True):
-    """The parent of a span in another process, in the form of the file."""
+    """A span's parent in another process, as the file stores it."""
 
     trace_id: str
     span_id: str
@@ -277,9 +277,9 @@ UNTOLD = -INT64
 
 
 class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
-    """The arguments of a slice that `dump` writes. Numbers that follow from other slices are left out.
+    """The arguments of a slice that `dump` writes. Numbers that readers can compute from other slices are left out.
 
-    With `owner`, the slice is a device interval of the span with that id. Without it, the slice is a span.
+    If there is an `owner`, the slice is a device interval of the span with that id. Any other slice is a span.
     """
 
     thread: Number = UNTOLD
@@ -308,7 +308,7 @@ class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
 
 
 class OwnEvent(msgspec.Struct, gc=False):
-    """An event of a file that `dump` has written, except samples."""
+    """An event of a file from `dump`. Samples have another type."""
 
     ph: Literal["X", "b", "e", "n", "s", "f", "M"]
     ts: float = np.nan
@@ -342,7 +342,7 @@ def convert_times_to_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.in
 # Damaged events
 
 FARTHEST_US = 1 << 52
-"""The lowest invalid time of an event, in microseconds."""
+"""The limit of event times in microseconds. Times from this limit on are invalid."""
 
 LONGEST_TIME = 64
 """The maximum number of characters of a time that is written as text."""
@@ -353,12 +353,11 @@ _ESCAPE = re.compile(
 )
 _decode_one = msgspec.json.Decoder(TraceEvent).decode
 _decode_any = json.JSONDecoder(strict=False).decode
-"""Decode JSON whose texts may have line ends and other control characters."""
+"""Decode JSON, including strings with unescaped line ends and other control characters."""
 
 
 class EventBatch(NamedTuple):
-    """Successive events of a file. `times_us` has the arrays of their `ts` and `dur`, or is None unless all of them are
-    floats."""
+    """Successive events of a file. `times_us` has arrays of `ts` and `dur` if all times are floats, otherwise None."""
 
     events: Sequence[Any]
     times_us: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
@@ -460,7 +459,7 @@ def _parse_slice_id(value: Any) -> Any:
 
 
 LOWER_CASE = 0x20
-"""The bit that makes a letter lower case. The phases of async slices are lower-case letters."""
+"""The bit that distinguishes a lower-case letter. Chrome's phases of async slices are lower-case letters."""
 
 
 @dataclass(frozen=True)
@@ -505,7 +504,7 @@ def make_block(slices: Sequence[Any], limit_ns: int) -> Block:
 def read_block_if_valid(
     events: EventBatch, slices: Sequence[Any], phases: NDArray[np.uint8], are_slices: NDArray[np.bool_]
 ) -> Block | None:
-    """Return a block of slices, or None if a slice may be invalid. The test is fast, and may fail for a valid slice."""
+    """Return a block of slices, or None if the fast test is not sure that all slices are valid."""
     if events.times_us is None:
         return None
     phases, (starts, lengths) = phases[are_slices], (times[are_slices] for times in events.times_us)
@@ -521,7 +520,7 @@ def read_block_if_valid(
 
 
 def read_phases(events: Sequence[Any]) -> NDArray[np.uint8]:
-    """Return the letter of each event's phase, a blank for a phase of any other text."""
+    """Return the phase letter of each event. A phase of any other text becomes a blank."""
     phases = [event.ph for event in events]
     odd = {phase for phase in set(phases) if len(phase) != 1 or not phase.isascii()}
     text = "".join([" " if phase in odd else phase for phase in phases] if odd else phases)
@@ -559,7 +558,7 @@ def has_valid_times(event: Any, left_out: LeftOut, number: int) -> bool:
 
 
 def _parse_time_us(value: Any) -> Any:
-    """Return a time in microseconds, which a file may have as text. Return None if it is invalid."""
+    """Parse a time in microseconds, which may be a number or a text. Return None if it is invalid."""
     if type(value) is float and -FARTHEST_US < value < FARTHEST_US:
         return value
     if isinstance(value, str):

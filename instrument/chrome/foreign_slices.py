@@ -1,4 +1,5 @@
-"""Interprets the slices of other profilers: names, arguments, device work, allocations and counts of operations."""
+"""Interprets the slices of other profilers: names, arguments, device work, allocations and floating-point
+operations."""
 
 from __future__ import annotations
 
@@ -67,8 +68,7 @@ def has_flop_formula(name: str) -> bool:
 
 
 def count_flops(name: str, args: Mapping[str, Any]) -> int | None:
-    """Return the floating-point operations of a torch operator, from the arguments of the event. Return None if they
-    cannot be counted."""
+    """Return the floating-point operations of a torch operator, or None if the event's arguments are not sufficient."""
     formula = _FORMULAS.get(name)
     shapes, values = args.get("Input Dims"), args.get("Concrete Inputs")
     if formula is None or not isinstance(shapes, list):
@@ -165,7 +165,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _make_attention_formula(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _make_attention_formula(backward=True) for name in _ATTENTION},
 }
-"""The functions that count the operations of a call from its arguments' shapes and values, by torch's operator."""
+"""The formula of each torch operator that computes a call's operations from its arguments."""
 
 
 OPERATOR = "cpu_op"
@@ -179,7 +179,8 @@ LAUNCHES = re.compile(r"\w+_(?:runtime|driver)|CudaRuntime")
 HOST_MEMORY = 0
 
 STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])?")
-"""The name of a step's slice in torch.profiler and paddle.profiler, with the step's number. Paddle adds the length."""
+"""The name of a step's slice in torch.profiler and paddle.profiler. It includes the step's number, in Paddle also the
+duration."""
 
 ON_DEVICE = "gpu_user_annotation"
 """The category of slices in which torch.profiler repeats the host's annotations on the device's lanes."""
@@ -190,15 +191,15 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The lowest time in microseconds that is taken for a time since 1970. Up to `MOST_AT_ZERO` slices at time 0 are kept
-back, because such a time makes them invalid."""
+"""Times from `ABSOLUTE_US` microseconds on count as times since 1970, which make slices at time 0 invalid. Up to
+`MOST_AT_ZERO` slices wait for this decision."""
 
 
 class _Facts(NamedTuple):
     """The properties of all slices with the same category and name.
 
     - `step`: the number of the step, or None if the slices are no steps
-    - `counts`: True if floating-point operations are counted
+    - `counts`: True if there is a formula for the floating-point operations
     """
 
     name: str
@@ -218,10 +219,10 @@ def look_up_or_make(table: dict[Key, Value], keys: Sequence[Key], make: Callable
 
 
 class NumberedLanes:
-    """The lanes of a file, which are pairs of process id and thread id, by number.
+    """Numbers the lanes of a file. A lane is a pair of process id and thread id.
 
-    `thread_id` and `line` are by the number of the lane. Slices nest within a line, which is a thread or an async id.
-    Paddle has a lane for Python and a lane for C++ per thread, with the same thread id.
+    `thread_id` and `line` have an item per lane. A line is a thread or an async id, and contains nested slices. Paddle
+    has two lanes per thread, for Python and for C++.
     """
 
     def __init__(self, *, are_ours: bool = False) -> None:
@@ -240,7 +241,7 @@ class NumberedLanes:
         )
 
     def number_lines_of_keys(self, keys: Sequence[Any]) -> list[int]:
-        """Return the line of each lane (a pair) or async slice (any other key)."""
+        """Return the number of each key's line. A key is a lane (a pair) or the key of an async slice."""
         return look_up_or_make(self.lines, keys, self._number_line)
 
     def _number_line(self, key: Any) -> int:
@@ -271,11 +272,10 @@ def _parse_process_and_thread_id(lane: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 class Rows(NamedTuple):
-    """The slices of a file, sorted by start time. Slices that begin at the same time are sorted by length, the longest
-    first.
+    """The slices of a file, sorted by start time. Slices with the same start are sorted by length, the longest first.
 
-    - `order`: the position in the file of each row
-    - `rank`: the row of each slice in the order of the file
+    - `order`: the position of each row in the file
+    - `rank`: the row of each slice, in the order of the file
     """
 
     order: Int64s
@@ -342,8 +342,8 @@ class ForeignSlices:
                 self._add_allocation(event, number)
 
     def hold_back_slices_at_zero(self, block: Block, events: Sequence[TraceEvent], first: int) -> Sequence[TraceEvent]:
-        """Return the slices that do not begin at time 0. The others wait, because they are invalid if later times are
-        absolute."""
+        """Return the slices, except those at time 0. They are kept back, and dropped if later times are absolute (since
+        1970)."""
         slices = block.slices
         if not slices or self._at_zero is None:
             return slices
@@ -565,8 +565,7 @@ class ForeignSlices:
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _add_flops(self, parent: Int32s, rank: Int32s) -> None:
-        """Add floating-point operations as an attribute of slices. Nested operators count only once, at the outermost
-        one."""
+        """Add floating-point operations as an attribute of slices. Only the outermost of nested operators counts."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and read_flops(json.loads(text)) > 0
@@ -581,12 +580,12 @@ class ForeignSlices:
 
 _VALUES = frozenset((str, int, float, bool))
 _LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
-"""A pattern for a key with a list, in arguments without escapes. Another key must precede it."""
+"""A pattern of a key with a list, except for the first key, in JSON without escapes."""
 
 
 def are_plain_attributes(args: bytes) -> bool:
-    """Return True if arguments need not be decoded, because they are short and have no lists, escapes or floating-point
-    operations."""
+    """Return True for short arguments without lists, escapes or counts of operations. Such arguments are stored
+    undecoded."""
     return not args.rfind(b"{") and len(args) < LONGEST_PLAIN and not _has_escapes_or_flops(args)
 
 
@@ -599,7 +598,7 @@ def _is_number(value: Any) -> bool:
 
 
 _NO_NUMBER = UNTOLD + 1
-"""The placeholder for an argument of device work that should be a number but is not."""
+"""The placeholder for an invalid number in the arguments of device work."""
 
 
 class _WorkArguments(msgspec.Struct, gc=False):
@@ -613,7 +612,7 @@ class _WorkArguments(msgspec.Struct, gc=False):
 
 
 def _decode_work(texts: Sequence[bytes]) -> list[_WorkArguments]:
-    """Return the arguments of device work. A value that should be a number but is not becomes `_NO_NUMBER`."""
+    """Return the arguments of device work. An invalid number becomes `_NO_NUMBER`."""
     try:
         return _decode_all_work(b"[%b]" % b",".join(texts))
     except msgspec.MsgspecError:

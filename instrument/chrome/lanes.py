@@ -1,18 +1,11 @@
-"""Assigns each slice to a lane of the viewer, and selects the arrows between slices.
+"""Assigns each slice to a lane (a row of the viewer), and selects the arrows between slices.
 
-* Each process of a merged trace is a process of the viewer, with a unique number.
-* A span that no task ran is a complete event (`X`) on the lane of its thread.
-* Requests and the spans of tasks are async slices (`b`, `e`). Each task of a tree has a lane. The lane of a request has
-  the category `request`, other lanes have `task`. The kind of a slice is in `args.kind`.
-* The lane of a request also has a global id, so that Perfetto shows it before the processes.
-* On the lane of each request that a batch serves, a mark (`n`) shows the batch's start.
-* A device interval is a complete event of the process `GPU n`, on the lane of its stream. Sort indexes put devices
-  after processes, and threads with steps and batches before other threads. Not every viewer uses sort indexes.
-* A sample of a gauge is a counter (`C`) of its process, one track for each gauge.
-* An arrow that would point into the past, or that the format cannot express, is left out and counted in
-  `instrument.arrows_left_out`.
-* Slices of a lane must nest, or viewers drop them. A slice that crosses another, or is deeper than viewers show, goes
-  to a further lane such as `MainThread (2)`. `args.lane` has the lane's number.
+- A span outside of tasks is a complete event (`X`) on the lane of its thread.
+- Requests and the spans of tasks are async slices (`b`, `e`). Each request and each task has a lane.
+- A device interval is a complete event of the process `GPU n`, on the lane of its stream.
+- A sample of a gauge is a counter (`C`).
+- Viewers drop slices that overlap without nesting. Such a slice goes to a further lane, such as `MainThread (2)`.
+- An arrow that would point into the past is left out, and counted in `instrument.arrows_left_out`.
 """
 
 from __future__ import annotations
@@ -47,8 +40,7 @@ SPARE_PIDS = 1 << 22
 """The first number beyond all pids of Linux (man 5 proc, pid_max)."""
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
-"""The first number above the process and thread ids of a host. Devices and additional lanes get ids from this number
-up."""
+"""The first number above a host's process and thread ids, used for devices and additional lanes."""
 
 DEEPEST = 511
 """The maximum depth of slices in a lane. Perfetto draws deeper slices at the top of the lane."""
@@ -72,7 +64,7 @@ class ShownProcess(NamedTuple):
 
 
 class ShownProcesses:
-    """The processes of a trace. A thread without a process counts to the first process."""
+    """The processes of a trace, as the viewer shows them. A thread without a process belongs to the first process."""
 
     def __init__(self, facts: Trace) -> None:
         self._merged = list[MergedProcess](facts.processes)
@@ -114,8 +106,7 @@ class ShownProcesses:
 
 
 class Board:
-    """The lanes of a file. A lane is identified by a process id and a thread id, and is added when it is first
-    requested."""
+    """The lanes of a file. A lane is a pair of process id and thread id, and is added at the first request."""
 
     def __init__(self, processes: ShownProcesses) -> None:
         self.processes = processes
@@ -124,14 +115,14 @@ class Board:
         self._spare_tids = count(SPARE_TIDS)
 
     def find_thread_lane(self, thread_id: int, number: int = 1) -> tuple[int, int]:
-        """Return the process id and the thread id of a thread's lane. The number of the first lane is 1."""
+        """Return the process id and the thread id of a thread's lane. `number` counts the lanes of a thread from 1."""
         processes = self.processes
         return self._assign_lane(
             processes.process_of_thread(thread_id).pid, thread_id, processes.original_thread_id_of(thread_id), number
         )
 
     def find_stream_lane(self, device: int, stream: int, number: int) -> tuple[int, int]:
-        """Return the process id and the thread id of a stream's lane. The number of the first lane is 1."""
+        """Return the process id and the thread id of a stream's lane. `number` counts the lanes of a stream from 1."""
         return self._assign_lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, stream, number)
 
     def _assign_lane(self, pid: int, known_id: int, own_id: int, number: int) -> tuple[int, int]:
@@ -221,11 +212,10 @@ def iterate_rows(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 
 
 class Spans:
-    """The spans of a file, sorted by start time. Spans that begin at the same time are sorted by length, the longest
-    first.
+    """The spans of a file, sorted by start time. Spans with the same start are sorted by length, the longest first.
 
     - `row`: the row of each span in the trace
-    - `place_of`: the index in this order of each row
+    - `place_of`: the index of each row of the trace in this order
     - `start_ns`, `end_ns`: times since the base time of the file
     """
 
@@ -261,8 +251,7 @@ class Spans:
         return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
 
     def find_cross_thread_calls(self) -> tuple[Int64s, Int32s]:
-        """Return the spans that ran on another thread or task than the span that called them. Also return the calling
-        spans."""
+        """Return the spans whose caller ran on another thread or task. Also return the caller of each span."""
         called = np.flatnonzero(self.parent != NONE)
         callers = self.parent[called]
         away = self.thread_id[callers] != self.thread_id[called]
@@ -300,11 +289,11 @@ def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
 
 
 class BatchMarks(NamedTuple):
-    """Marks on the lanes of requests that show when a batch of the request begins.
+    """Marks on the lanes of requests, which show the begin of each batch that serves the request.
 
     - `batch`: the span of the batch of each mark
     - `request`: the span of the request of each mark
-    - `left_out`: the number of pairs of batch and request without a mark
+    - `left_out`: the number of pairs of batch and request that get no mark
     """
 
     batch: Int64s
@@ -327,10 +316,12 @@ class BatchMarks(NamedTuple):
 
 
 class Arrows:
-    """The arrows of a file's spans and intervals. A slice has one bind id at most, so an arrow to a slice that needs
-    a second one is a pair of events: to a `called` span or to a `launched` interval. `binds` and `ties` have the
-    sources of the arrows by bind id, for each span and each interval. `batch` and `request` are the ends of the arrows
-    to marks. `left_out` counts the arrows that are not drawn."""
+    """The arrows of a file, from spans to called spans, launched device intervals and marks of requests.
+
+    A slice has at most one bind id, the span where its arrow begins (`binds` for spans, `ties` for intervals). An arrow
+    that needs a second bind id is a pair of events, to a span in `called` or an interval in `launched`. `left_out`
+    counts the arrows that are not drawn.
+    """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals) -> None:
         self._spans, owners = spans, intervals.owner

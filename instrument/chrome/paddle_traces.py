@@ -1,7 +1,7 @@
 """Interprets the events of `paddle.profiler` in Chrome traces: kinds, names, lanes, times and allocations.
 
-Paddle stores an event's type as its category, and adds the call's length to its name. A thread has one lane for Python
-and one for C++. Exact times are read from the event's arguments.
+In a file of Paddle, the category of an event is its type, and the name ends with the duration. A thread has one lane
+for Python and one for C++. Exact times are in the event's arguments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Meaning(NamedTuple):
 
 
 _PART = Meaning("phase", (("phase", False),))
-"""The meaning of events for parts of an operator. These parts are no phases of training."""
+"""The meaning of events for parts of an operator. Such a part counts as no phase of training."""
 
 _MEANINGS: Mapping[str, Meaning] = {
     "Backward": Meaning("phase", (("phase", "backward"),)),
@@ -54,20 +54,20 @@ _MEANINGS: Mapping[str, Meaning] = {
 }
 
 RESERVING = ("ReservedAllocate", "ReservedFree")
-"""The categories of the allocator's own reservations. The allocator's reserved bytes already include these."""
+"""The event categories for memory that the allocator reserves. Its count of reserved bytes already includes them."""
 
 _TOOK = re.compile(r"(.*)\[[0-9.]+ (?:ns|us|ms|s)\]", re.DOTALL)
 _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
 _THREAD = re.compile(r"(thread [0-9]+:.*)\((?:Python|C\+\+)\)", re.DOTALL)
 _SINCE_FIRST = re.compile(r"([0-9]{1,15})\.([0-9]{3}) us")
 _COPIES = ("memcpy", "memorycopy", "memset")
-"""The words that mark a range as a memory copy if its lower-case name contains one of them."""
+"""Words in the lower-case name of a range that mark a memory copy."""
 _COPY = re.compile(r"GpuMemcpy(Sync|Async)(?:\(same_gpu\))?:(CPU|GPU)->(CPU|GPU)")
 _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""The maximum ns between an event's start and the exact start in its arguments. Beyond it, the arguments are
+"""The maximum ns by which an event's start may differ from that in its arguments. Beyond it, the arguments are
 ignored."""
 
 
@@ -101,13 +101,14 @@ def strip_language(name: str) -> str:
 
 
 class EventClock:
-    """Computes the exact times of Paddle's events from their arguments, which count from the first event."""
+    """Computes exact times of Paddle's events from their arguments, which have the time since the first event."""
 
     def __init__(self) -> None:
         self._first_ns: int | None = None
 
     def take_times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
-        """Remove the start and end time from arguments. Return both in nanoseconds, or None if they are invalid."""
+        """Remove the start and end time from an event's arguments. Return them in nanoseconds, or None if they are
+        invalid."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))
         if not isinstance(start, str) or not isinstance(end, str):
             return None

@@ -1,9 +1,8 @@
 """Writes a trace in Perfetto's own format, for Perfetto's viewer and trace processor.
 
-Slices, names, times and lanes are those of the Chrome trace (see `lanes`). Tracks are in this order: requests and the
-tasks in their trees; each process with its threads, the main one first; other tasks; gauges as counters; devices with
-streams. The category of a slice is its kind. Attributes of a span are debug annotations. Times are on the monotonic
-clock, and a clock snapshot relates them to the time of day.
+The slices, their names and their lanes are those of the Chrome trace (see `lanes`). Perfetto shows requests first, then
+processes with their threads, other tasks, gauges and devices. Times are on the monotonic clock. A clock snapshot
+relates them to the time of day.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ REQUESTS = 2
 """The uuid of the parent track of requests. It has no process, so Perfetto shows it before all processes."""
 
 FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
-"""The numbers by which Perfetto orders the tracks that it shows below the threads of a process."""
+"""The order in which Perfetto shows further tracks below the threads of a process."""
 
 LIMIT_PID = 1 << 31
 """The first number above all process and thread ids."""
@@ -128,7 +127,7 @@ class _Packets:
             track.uuid, track.name, track.child_ordering = REQUESTS, "requests", pb.TrackDescriptor.EXPLICIT
 
     def _number_text(self, table: str, entry: Any, **facts: Any) -> int:
-        """Return the number of a text that is stored only once. A new text is defined in the current packet."""
+        """Return the number of an interned text. A new text is defined in the current packet."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
         if number is None:
@@ -347,7 +346,7 @@ def _set_annotation_value(annotation: Any, value: Any) -> None:
 
 
 def _iterate_begins_and_ends(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
-    """Yield the begin and end events of slices, lane by lane. Events at the same time are in the order of nesting.
+    """Yield the begin and end events of slices, lane by lane, in the order of nesting.
 
     Each event is the index of the slice, True for a begin, and True for the first event of a lane.
     """
@@ -364,9 +363,9 @@ def _iterate_begins_and_ends(lane: Int64s, firsts: Int64s, around: Int32s) -> It
 
 
 class _Arrows:
-    """Arrows from a span to work on another thread, task or device, and from a request to the batches that serve it.
+    """Arrows from spans to work on another thread, task or device, and from requests to their batches.
 
-    The arrows are numbered from 1. An arrow into the past is left out.
+    Arrows have numbers from 1. An arrow to an earlier time is left out.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:

@@ -1,4 +1,4 @@
-"""Reads Chrome traces: restores a file of `dump` exactly, and makes spans of the slices in other profilers' files."""
+"""Reads Chrome trace files. A file of `dump` is restored exactly. In files of other profilers, slices become spans."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ LIMIT_KEYS = 1000
 """The maximum number of a trace's top-level keys besides its events."""
 
 LIMIT_BACKWARD = 1000
-"""The maximum number of spans that begin before their parent. Views would take too long for a damaged file with
-more."""
+"""The maximum number of spans that begin before their parent. With more, a damaged file would make views too slow."""
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
@@ -204,7 +203,7 @@ TORCHS = "trace of torch.profiler"
 def join_torch_trace(trace: Trace, profiled: Trace) -> Trace:
     """Return a trace with the kernels, allocations and floating-point operations of a torch.profiler trace.
 
-    Raises `TraceError` if the traces are of different processes or times, or if one of them has the wrong recorder.
+    Raises `TraceError` if the traces are of different processes or times, or `profiled` is not of torch.profiler.
     """
     if trace.origin.recorder == "other" or profiled.origin.recorder != "other":
         kinds = [TORCHS if side.origin.recorder == "other" else OURS for side in (trace, profiled)]

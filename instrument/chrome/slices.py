@@ -1,7 +1,7 @@
 """Converts the slices of a trace file into columns, for files of any profiler.
 
-Slices nest within a line. A line is a thread, or all async slices with the same key. A slice's parent is the innermost
-slice around it, unless its arguments name a parent. `foreign_slices` reads the arguments of other profilers.
+The parent of a slice is the innermost slice around it on the same thread, or among async slices with the same key. The
+arguments of a slice may name another parent. `foreign_slices` reads the arguments of other profilers.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ class Slices:
 
 
 def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
-    """Return the parent of each row, or `NONE`. The parent is the innermost row around it on the same line.
+    """Return the row of each row's parent, or `NONE`. The parent is the innermost row around it on the same line.
 
-    A parent may end up to `rounding_ns` before its child. A row that overlaps another only in part is not its parent.
+    A parent may end up to `rounding_ns` before its child. Rows that overlap only in part are no parents.
     """
     parent_of_nested = _find_parents_if_nested(start_ns, end_ns, line)
     if parent_of_nested is not None:
@@ -285,7 +285,7 @@ class OwnSlices:
         self._waiting: list[Arguments] = []
 
     def add_events(self, events: Sequence[Any], block: Block) -> Block:
-        """Read samples and device intervals. Return the slices of spans."""
+        """Read samples and device intervals. Return the remaining slices, which are spans."""
         for event in events if type(events[0]) is not OwnEvent else ():
             if event.ph == "C":
                 self._add_sample(event)
@@ -398,7 +398,7 @@ def _to_array(numbers: list[Any]) -> Int64s:
 
 
 def _number_values(values: list[Any], first: int) -> list[tuple[int, Any]]:
-    """Return the values that are set, with their rows. `first` is the row of the first value."""
+    """Return the values other than `UNSET`, each with its row. `first` is the row of the first value."""
     if values.count(UNSET) == len(values):
         return []
     return [(row, value) for row, value in enumerate(values, first) if value is not UNSET]
@@ -409,8 +409,8 @@ def _fill_missing(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
 
 
 def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
-    """Return the id of each row's root. A missing id is that of the parent's root, or of the span if it has no
-    parent."""
+    """Return the root id of each row. A missing root id is taken from the parent. A span without a parent is its own
+    root."""
     parent: NDArray[np.int32] = rows_of(span_id, parent_id)
     parent[(parent_id == 0) | (root_id != UNTOLD)] = NONE
     top = topmost_rows(parent)
@@ -418,7 +418,8 @@ def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
-"""The bytes that may follow the first `{` of a flat JSON object of texts and numbers."""
+"""The bytes allowed after the first `{` of a JSON object of texts and numbers. Such an object is flat and needs no
+check."""
 
 
 def _check_attributes(text: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Writes Chrome traces: events of spans, device intervals and arrows, counters, names of lanes, and metadata."""
+"""Writes a trace as Chrome trace JSON: events for spans, device intervals, arrows and counters, and metadata."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from instrument.trace.trace import Trace
 
 
 SPARE_BINDS = 1 << 63
-"""The bit that all of our bind ids have. Perfetto gives `s` and `f` arrows ids from 0 in the same space."""
+"""A bit that is set in all our bind ids. Perfetto numbers `s` and `f` arrows from 0 in the same space."""
 
 
 NOT = repeat(UNSET)
-"""An endless sequence of `UNSET`, for a field that no event has."""
+"""An endless sequence of `UNSET`, for a field that is missing in all events."""
 
 
 class DrawnEvent(msgspec.Struct, gc=False):
@@ -240,8 +240,8 @@ class Drawing:
         return [events[at] for at in order.tolist()]
 
     def _make_flow_fields(self, sources: Int64s, are_sources: Bools) -> tuple[Iterable[Any], ...]:
-        """Return the columns `bind_id`, `flow_out` and `flow_in` of slices. `sources` has the span at which the arrow
-        of each slice begins, or `NONE`. `are_sources` is a mask of the slices that are such spans themselves."""
+        """Return the columns `bind_id`, `flow_out` and `flow_in` of slices. `sources` has the span where each slice's
+        arrow begins, or `NONE`. `are_sources` is True for slices that are their own source."""
         are_bound = sources != NONE
         if not are_bound.any():
             return NOT, NOT, NOT
@@ -254,7 +254,7 @@ class Drawing:
     # ---------------------------------------------------------------- intervals, arrows and marks
 
     def _number_streams_with_sites(self, board: Board) -> None:
-        """Number the pairs of lane and site of the intervals, and set the event fields of each pair.
+        """Number the distinct pairs of lane and site among the device intervals. Set the event fields of each pair.
 
         An interval around other intervals has no field `stream`, because HolisticTraceAnalysis adds up all events with
         this field.
@@ -389,8 +389,7 @@ def _make_document_chunks(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
 
 
 def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
-    """Yield a counter event for each sample with a number. Viewers show the argument's name, which is the unit, after
-    the track's name."""
+    """Yield a counter event for each sample with a number. The argument's name is the unit, which viewers show."""
     for sample in samples:
         if is_json_number(sample.value):
             process_id = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS

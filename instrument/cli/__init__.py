@@ -1,7 +1,10 @@
-"""The `instrument` command. It finds the module of a verb, runs the verb, and turns errors into exit codes.
+"""The `instrument` command, which runs the module of a verb and turns errors into exit codes.
 
-0 is success. 1 means that a gate, such as `check --strict`, has failed. 2 is an error of `instrument`, such as a bad
-profile. 141 means that the reader of the output has gone away. Any other exit code is the service's own.
+- 0: success
+- 1: a gate, such as `check --strict`, has failed
+- 2: an error of `instrument`, such as a bad profile
+- 141: the reader of the output has gone away
+- any other exit code is the service's own
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ VERBS: Mapping[str, str] = {
 
 
 READER_GONE = 128 + 13
-"""The exit code that a shell reports for a command ended by SIGPIPE. No gate returns it."""
+"""The exit code if the reader of the output has gone, as shells report it for SIGPIPE. No gate, such as `check
+--strict`, returns it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,5 +1,5 @@
-"""`instrument check`: show which functions and layers a profile's rules match, in its own process or in a command's
-processes."""
+"""`instrument check`: show which functions and layers a profile's rules match. `check` imports the modules of the
+profile itself, or runs a command."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _is_never_imported(verdict: Verdict, profile: Profile) -> bool:
-    """Return True if a rule waits for a module that is not imported, although `check` imports the modules that rules
-    name."""
+    """Return True if a rule still waits for a module, although `check` imports the modules that rules name."""
     rules = [rule for rule in profile.functions if rule.text == verdict.rule]
     return verdict.state == "waiting" and any(
         text.partition(":")[0] not in MAINS for rule in rules for text in rule.match
@@ -104,8 +103,8 @@ def _is_never_imported(verdict: Verdict, profile: Profile) -> bool:
 
 
 def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
-    """Run a command as `instrument run` does. Returns the verdicts of all its processes, and facts on the command for
-    the JSON document."""
+    """Run a command as `instrument run` does. Returns the verdicts of all processes, and facts for the JSON
+    document."""
     if OFF:
         raise InstrumentError(f"check: the environment has {OFF}, so the command would not be instrumented; unset it")
     find_command("check", host)
@@ -126,8 +125,7 @@ def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[li
 
 
 def _make_document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the document of `check --json`. A change that renames or removes a key must raise the number in
-    `format`."""
+    """Return the document of `check --json`. If a key is renamed or removed, the number in `format` must be raised."""
     rules = [(family, rule) for family in ("functions", "layers", "copies") for rule in getattr(profile, family)]
     targets: dict[str, list[dict[str, Any]]] = {}
     for verdict in verdicts:

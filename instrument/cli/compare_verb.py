@@ -1,4 +1,5 @@
-"""`instrument compare`: separate the effect of a new version from that of a changed load, with an exit code for CI."""
+"""`instrument compare`: show what a new version made slower, apart from the effect of its load. CI uses the exit
+code."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from instrument.report.view import Recording
 
 REGRESSION, INCONCLUSIVE = 1, 3
-"""The exit codes of the gate if a slowdown exceeds the limit, and if the result is unclear. 0 is a pass."""
+"""The exit codes after a slowdown beyond the limit, and after an unclear result. 0 is a pass."""
 
 KEPT = 5
 """The default number of runs that a baseline keeps."""

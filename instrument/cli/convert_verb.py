@@ -1,5 +1,5 @@
-"""The verbs on files: `convert` writes them in another form, `merge` joins them, and `query` runs SQL on them.
-`recover` saves the spans of killed processes."""
+"""The verbs on files: `convert` changes the format, `merge` joins files, `query` runs SQL on them, and `recover` saves
+the spans of killed processes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ FORMS = {
         "alone; wants instrument-sdk[parquet]",
     ),
 }
-"""The forms of a converted trace, each with the suffix of its files and its use."""
+"""The formats of a converted trace, each with the suffix of its files and its use."""
 
 FORM_OF_END = {
     ".json": "chrome",
     **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form not in ("otlp", "parquet")},
 }
-"""The form of merged traces by the suffix of the output file. Any other suffix means a recording."""
+"""The format of a merged trace for each suffix of the output file. Other suffixes mean a recording."""
 
 
 def _add_convert(verbs: Verbs) -> None:
@@ -71,7 +71,6 @@ def _add_convert(verbs: Verbs) -> None:
 
 
 def convert(options: argparse.Namespace, host: list[str]) -> int:
-    """Convert files to another form, and print the path of the result. Returns the exit code."""
     paths = find_files("convert", options)
     if options.to == "parquet":
         return _write_dataset(options, paths)
@@ -207,7 +206,6 @@ def _add_merge(verbs: Verbs) -> None:
 
 
 def write_merged_file(options: argparse.Namespace, host: list[str]) -> int:
-    """Merge files into one, and print the path of the result. Returns the exit code."""
     paths, target = find_files("merge", options), Path(options.output)
     refuse_to_replace_input(target, paths)
     write_trace(target, choose_form_by_suffix(target), read_merged("merge", paths, options))
@@ -224,7 +222,7 @@ TABLES = {
     "attributes": "span_id, name, value (text, or JSON of what is none), number",
     "samples": "process (its pid; 0: of several), name, device (-1: the host), at_ns, value: gauges",
 }
-"""The tables that `instrument.trace.tables` makes, with their columns."""
+"""The tables of `instrument.trace.tables`, with their columns."""
 
 
 def _add_query(verbs: Verbs) -> None:
@@ -246,7 +244,6 @@ def _add_query(verbs: Verbs) -> None:
 
 
 def query(options: argparse.Namespace, host: list[str]) -> int:
-    """Run an SQL statement, and print the result. Returns the exit code."""
     from instrument.trace import tables
 
     errors = tables.import_duckdb().Error
@@ -320,7 +317,7 @@ def recover_files(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _recover_file(path: Path) -> tuple[str, bool]:
-    """Save the recording of a ring file of a killed process. Return a sentence, and True if the process has ended."""
+    """Save the recording of a process from its ring file. Return a sentence, and True if the process has ended."""
     from instrument.agent import crash_capture
     from instrument.recording.mapped import Mapped
 

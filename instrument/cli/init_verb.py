@@ -28,7 +28,7 @@ from instrument.proposal.observation import (
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
-"""Seconds after SIGTERM after which a command that still runs is killed."""
+"""Seconds after SIGTERM at which a command that still runs is killed."""
 
 OTHERS_S = 5.0
 """Seconds to wait, after the command's end, for observations from its other processes."""
@@ -77,7 +77,6 @@ def add_verbs(verbs: Verbs) -> None:
 
 
 def write_first_profile(options: argparse.Namespace, host: list[str]) -> int:
-    """Observe a command, and write a first profile. Returns the exit code."""
     prints = options.file == "-"
     path = Path(options.file)
     if not prints and path.exists() and not options.force:

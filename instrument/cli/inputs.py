@@ -1,4 +1,4 @@
-"""Find the input files for a name or folder on the command line, and read them within a memory limit."""
+"""Find the files that a command line names, directly or by a folder, and read them within a memory limit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> It
 
 
 def _measure_used_memory() -> int:
-    """Return the memory of the process in bytes as the limit RLIMIT_DATA counts it, or 0 if it is unknown."""
+    """Return the bytes of this process that count for RLIMIT_DATA, or 0 if they are unknown."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmData:")).split()[1])
@@ -93,7 +93,7 @@ CLOCKS = ("monotonic", WALL)
 CLOCK = "wall: join files of several machines by the time of day, even if the accuracy of the clocks is unknown"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
-"""The suffixes of files that are read in a folder. If files differ only in the suffix, the first suffix here wins."""
+"""The suffixes of files to read in a folder. Of two files that differ only in the suffix, the earlier suffix wins."""
 
 
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:
@@ -171,9 +171,9 @@ def read_file(path: str) -> Saved:
 
 
 def add_file_arguments(parser: argparse.ArgumentParser, runs: str = "") -> None:
-    """Add the arguments that name files, and the options for merging and memory. With `runs`, files are optional.
+    """Add the arguments that name files, and the options for merging and memory.
 
-    `runs` is added to the help text on files.
+    If `runs` is given, files are optional, and the help text on files ends with `runs`.
     """
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
@@ -193,7 +193,7 @@ def add_merge_options(parser: argparse.ArgumentParser) -> None:
 
 
 def import_file_libraries() -> None:
-    """Import the libraries that read files. An import within a memory limit may fail."""
+    """Import the libraries that read files, because an import could fail after memory is limited."""
     # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from instrument.chrome import reading  # noqa: F401
@@ -231,7 +231,7 @@ RUNS_NAMED = 5
 
 @dataclass
 class FilesOfRun:
-    """The files of a run, its processes, and the latest time in these files, in nanoseconds since 1970."""
+    """The files and processes of a run. `end_ns` is the latest time in the files, in nanoseconds since 1970."""
 
     name: str
     files: list[str]
@@ -265,4 +265,4 @@ def _group_files_by_run(paths: Sequence[str]) -> tuple[list[str], list[FilesOfRu
 
 
 UNNAMED = "unnamed-"
-"""The prefix of the name that a run gets if its files do not name it."""
+"""The prefix of the names of runs whose files give no name."""

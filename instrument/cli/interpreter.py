@@ -1,4 +1,4 @@
-"""Read the command that starts a service: find its interpreter and its name, and start it as a child process."""
+"""Find the interpreter and the name of a service from its command, and run the command as a child process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _is_in_foreground() -> bool:
 
 
 class Command(NamedTuple):
-    """A command of the user as words, with a note on the parts of it that are not recorded."""
+    """A user's command as words, with a note on its parts that are not recorded."""
 
     words: list[str]
     note: str = ""
@@ -113,7 +113,7 @@ _NOTHING = "there is no command to run; give it as to a shell: `-- python server
 _INTERPRETER = late_pattern(r"python[\d.]*")
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh", "busybox", "env"}
 _OF_PYTHON = late_pattern(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?([^\n\"]*python[\d.]*)")
-"""A pattern of the first lines of a Python script. The group is the interpreter: a path, or a name for `env`."""
+"""A pattern of a Python script's first lines. The group is the interpreter's path, or its name for `env`."""
 
 
 def _make_python_command(verb: str, words: list[str]) -> Command:

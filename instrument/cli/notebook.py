@@ -1,4 +1,4 @@
-"""Read saved traces in a notebook: `load` gives data frames, views and explanations, and `compare` a comparison."""
+"""Read saved traces in a notebook. `load` gives data frames, views and explanations, and `compare` compares traces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FRAMES = ("pandas", "polars", "pyarrow")
 
 
 class LoadedTrace:
-    """A saved trace, or several ones merged, with one tree per request.
+    """A saved trace, or a merge of several traces, with one tree per request.
 
     Data frames are made at the first access. They need `instrument-sdk[query]`, and pandas, polars or pyarrow.
     """
@@ -60,10 +60,10 @@ class LoadedTrace:
         return make_request_life(self.recording, key, Options.from_mapping(options))
 
     def explain(self, request: str | None = None, **choice: Any) -> Explanation:
-        """Explain the time of a request, by default of the slowest one. `request` is the key of the request.
+        """Explain the time of a request, by default of the slowest request. `request` is the key of the request.
 
-        `choice` limits the requests by `endpoint`, `since_ns` and `until_ns`. With `slowest=None`, all these requests
-        are explained together.
+        `choice` limits the requests by `endpoint`, `since_ns` and `until_ns`. With `slowest=None`, all requests within
+        these limits are explained together.
         """
         from instrument.report.explanation import RequestChoice, explain
         from instrument.report.view import Options
@@ -90,8 +90,8 @@ class LoadedTrace:
 
     @cached_property
     def batches(self) -> Any:
-        """A data frame of the batches. The columns have the keys of the requests in each batch, their weights, and
-        their times in nanoseconds."""
+        """A data frame of the batches, with the keys, weights and times of the requests in each batch. Times are in
+        nanoseconds."""
         from instrument.trace import tables
 
         return self._make_frame(tables.make_batch_frame(self.saved.trace, *self._compute_joins_and_ledger()))

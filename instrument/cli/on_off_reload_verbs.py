@@ -95,7 +95,6 @@ def _add_reload(verbs: Verbs) -> None:
 
 
 def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
-    """Have processes reload the profile, and print their answers. Returns the exit code."""
     path_of_profile = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     profile = load(path_of_profile) if path_of_profile else Profile()  # a broken profile ends here, not in the service
     request = Request()

@@ -26,7 +26,7 @@ def read_count(text: str) -> int:
 
 
 ALL = 0
-"""The value of an option for all rows."""
+"""The value of a row limit for the word `all`."""
 
 
 MOST = 15
@@ -34,7 +34,7 @@ MOST = 15
 
 
 def read_count_or_all(text: str) -> int:
-    """Parse a number of at least 1, or the word `all`, for which 0 is returned."""
+    """Parse a number of at least 1, or the word `all`, which returns 0."""
     return ALL if text == "all" else read_count(text)
 
 

@@ -80,7 +80,6 @@ def _add_live(verbs: Verbs) -> None:
 
 
 def show_live(options: argparse.Namespace, host: list[str]) -> int:
-    """Show a run until its end or Ctrl-C. Returns the exit code."""
     screens = _read_screens(options)
     screen = next(screens)
     if options.once or options.json or not sys.stdout.isatty():
@@ -142,7 +141,6 @@ def _add_dump(verbs: Verbs) -> None:
 
 
 def save_run(options: argparse.Namespace, host: list[str]) -> int:
-    """Save the spans of all processes of a run in a single file. Returns the exit code."""
     run = read_run("dump", options.run, options.last)
     saved = merge_saved(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")

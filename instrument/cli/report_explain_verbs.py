@@ -1,5 +1,5 @@
-"""The verbs that evaluate spans: `report` prints views of saved files or of a running service, and `explain` prints the
-cause of a slow request or period, with the evidence."""
+"""The verbs that evaluate spans: `report` prints tables (views) of saved files or of a running service, and `explain`
+prints the cause of a slow request or period."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from instrument.report.view import Options, Recording
 
 PROCESS = "process"
-"""The value of `--by` that asks for a report of each process."""
+"""The value of `--by` for a separate report per process."""
 
 INCONCLUSIVE = 3
 """The exit code if the evidence does not determine the cause."""
@@ -120,7 +120,6 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 @_pause_garbage_collection()
 def print_report(options: argparse.Namespace, host: list[str]) -> int:
-    """Print a report on files or on a running service. Returns the exit code."""
     run = _read_named_run(options)
     if run is None:
         options.traces = find_files("report", options)
@@ -266,7 +265,6 @@ def _add_explain(verbs: Verbs) -> None:
 
 
 def explain(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the causes of slow requests. Returns the exit code."""
     options.traces = find_files("explain", options)
     import_file_libraries()
     from instrument.report import explanation

@@ -134,10 +134,10 @@ def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
 
 
 def _original_environment() -> dict[str, str]:
-    """Return the environment of this process. If another program's `sitecustomize` has changed it, return it as before.
+    """Return the environment for the service.
 
-    Otherwise `opentelemetry-instrument` would not instrument the service, because it has removed itself from
-    PYTHONPATH.
+    `opentelemetry-instrument` removes itself from PYTHONPATH in this process. The initial environment is then returned,
+    so that it also instruments the service.
     """
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as on the path
@@ -171,7 +171,7 @@ AGENT_WAIT_S = 5.0
 """Seconds to wait, after the service's end, for the agent's last output."""
 
 AGENTS = 10
-"""The maximum number of agents that a run starts one after another."""
+"""The maximum number of agents that a run starts, each after the end of the previous agent."""
 
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
@@ -238,8 +238,8 @@ def _reap_children() -> list[tuple[int, int]]:
 
 
 def _kill_all_but_agent(agent: int) -> None:
-    """Kill all processes except the agent and its children. The end of a container's first process also kills all
-    processes."""
+    """Kill all processes except the agent and its children, as the kernel does when a container's first process
+    ends."""
     for path in Path("/proc").iterdir():
         if path.name.isdecimal() and int(path.name) not in (os.getpid(), agent):
             with suppress(OSError):

@@ -1,7 +1,9 @@
 """A substitute for the profiler of Paddle's fluid: ``start_profiler("All", "OpDetail")``, ``stop_profiler("total")``.
 
-Differences: the profiler neither synchronises a device nor launches a kernel. With the state `All`, the column Total is
-the union of host and device time. The file at `profile_path` is a Chrome trace.
+Differences from fluid:
+- The profiler neither synchronises a device nor launches a kernel.
+- With the state `All`, parallel work of host and device counts once in the column Total.
+- The file at `profile_path` is a Chrome trace.
 """
 
 from __future__ import annotations
@@ -106,8 +108,7 @@ def _report_text(recording: Recording, options: Options) -> str:
 
 
 def reset_profiler() -> None:
-    """Drop the spans recorded so far, such as those of the first iterations. Of an open span, only the time from now
-    counts."""
+    """Drop the spans recorded so far, such as those of the first iterations. An open span counts only from now on."""
     with _lock:
         if _run is not None:
             _run.since_ns, _run.counts_all = time.monotonic_ns(), False

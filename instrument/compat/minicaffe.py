@@ -3,8 +3,8 @@
 Differences: `dump` is allowed at any time and keeps the spans. Its file has a track per thread, with times in
 nanoseconds. A span has only the name that is passed to `open_scope`.
 
-If no session runs, `enable` begins one with the profile in `INSTRUMENT_PROFILE`. Without that variable, the session
-records the scopes and every layer of torch models.
+If no session runs, `enable` begins a session with the profile in `INSTRUMENT_PROFILE`. Without that variable, the
+session records the scopes and every layer of torch models.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """A substitute for `paddle.profiler`: `Profiler`, `make_scheduler`, `RecordEvent`, `SortedKeys`, `SummaryView` etc.
 
-Differences: `on_trace_ready` runs before the next window begins. Without this function, no file is written. Ranges of
-`RecordEvent` may overlap. `make_scheduler` is `instrument.schedule`, and `ProfilerState` is
-`instrument.sessions.window.State`. `summary` prints the text and returns it. If torch is imported and no session with a
-profile runs, torch.profiler records the operators and kernels. Options that have no effect are listed in the log and in
-the session's notes.
+Differences from Paddle:
+- `on_trace_ready` runs before the next window begins. If it is not given, no file is written.
+- Ranges of `RecordEvent` may overlap.
+- `make_scheduler` is `instrument.schedule`, and `ProfilerState` is `instrument.sessions.window.State`.
+- `summary` prints the text and returns it.
+- torch.profiler records operators and kernels if torch is imported and no session with a profile runs.
+- The log and the session's notes list options that have no effect.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ class SummaryView(Enum):
 
 
 class TracerEventType(Enum):
-    """Paddle's types of ranges. The value is the kind of the span, except for the types in `_SCOPE_ARGUMENTS`."""
+    """Paddle's types of ranges. Forward, Backward and Optimization are phases of spans. The other types are kinds of
+    spans."""
 
     Operator = "op"
     Dataloader = "loader"
@@ -165,7 +168,7 @@ class RecordEvent:
 
 
 class _Exporter(InBackground):
-    """A handler that writes windows. It writes in the background, but at once if the user calls it with a profiler."""
+    """A handler that writes windows in the background. If the user calls it with a profiler, it writes at once."""
 
     def __call__(self, ready: Profiler | Window) -> object:
         window = ready.window if isinstance(ready, Profiler) else ready
@@ -189,7 +192,7 @@ def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = 
 
 
 class _Summary:
-    """The method `summary`, which `Profiler` and `ProfilerResult` have in common."""
+    """The base class of `Profiler` and `ProfilerResult`, with their method `summary`."""
 
     def _spans_and_step_times(self) -> tuple[Recording | None, Benchmark | None]:
         raise NotImplementedError

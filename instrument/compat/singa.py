@@ -1,10 +1,14 @@
 """A substitute for the profiling of SINGA's device: `SetVerbosity`, `SetSkipIteration`, `PrintTimeProfiling`.
 
 Verbosity 0 prints nothing, and 1 prints the times of forward and backward. Verbosity 2 prints a line per operator, and
-3 only operators of communication. An iteration begins with the first forward after a backward or an optimizer step. A
-program may instead mark the ends of iterations by `EndIteration`, which SINGA lacks. Differences: the profiler times
-spans, and neither uses nor synchronises a device. If no session runs, one begins with the profile in
-`INSTRUMENT_PROFILE`. Without that variable, the session records phases, layers, communication and copies.
+3 only operators of communication.
+
+Differences from SINGA:
+- An iteration begins with the first forward after a backward or an optimizer step. A program may instead call
+  `EndIteration`, which SINGA lacks.
+- The profiler times spans, and neither uses nor synchronises a device.
+- If no session runs, one begins with the profile in `INSTRUMENT_PROFILE`. Without that variable, the session records
+  phases, layers, communication and copies.
 """
 
 from __future__ import annotations
@@ -142,8 +146,8 @@ class Device:
 
 
 def _split_iterations(trace: Trace) -> list[Step]:
-    """Split a trace into iterations. An iteration begins at a forward after a backward or an optimizer, or else at each
-    forward."""
+    """Split a trace into iterations. An iteration begins at the first forward pass after a backward pass or optimizer
+    step. Without such passes, each forward pass is an iteration."""
     by_thread: dict[int, list[tuple[Span, str]]] = {}
     for span in trace.spans:
         phase = phase_of(span.site)

@@ -1,10 +1,11 @@
 """A substitute for Theano's profiles: one per function and their sum, printed when the interpreter exits.
 
-``@function(profile=True)`` on a Python function replaces ``theano.function(..., profile=True)``. The views `classes`,
-`ops` and `instances` take the place of the sections Class, Ops and Apply. If torch is imported and no `profile.yaml` is
-in use, the ops are torch's operators. Differences: ``theano.function([x], y)``, which compiles a graph, is refused. The
-views show self times of spans. Only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and
-`profiling.destination` have an effect.
+Differences from Theano:
+- ``@function(profile=True)`` on a Python function replaces ``theano.function(..., profile=True)``.
+- ``theano.function([x], y)``, which compiles a graph, is refused.
+- The views `classes`, `ops` and `instances` replace the sections Class, Ops and Apply. They show self times of spans.
+- If torch is imported and no `profile.yaml` is in use, the ops are torch's operators.
+- Only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and `profiling.destination` have an effect.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ class ProfileStats:
 
     @property
     def calls(self) -> int:
-        """The number of calls of the functions, including calls whose spans are lost. A call within another one does
-        not count."""
+        """The number of calls of the functions, including calls whose spans are lost. Only the outermost of nested
+        calls counts."""
         return _sum_outermost_calls(self._tally()).calls
 
     @property
@@ -160,13 +161,13 @@ class ProfileStats:
 
 _profiles: list[ProfileStats] = []
 _function_counts: Counter[tuple[object, ...]] = Counter()
-"""The number of functions with the same site, by the site's key."""
+"""The number of functions that share a site, by the site's key."""
 
 _lock = threading.RLock()
 
 
 class _TorchRun:
-    """A run of torch.profiler in a session, which begins at the first call of a profiled function."""
+    """A run of torch.profiler within a session. It begins at the first call of a profiled function."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -185,7 +186,8 @@ class _TorchRun:
             self._since_ns = time.monotonic_ns()
 
     def end(self) -> Tally:
-        """End torch.profiler. Return the tally of the calls while it was on, with the operators of torch."""
+        """End torch.profiler. Return the tally of the calls while torch.profiler was on, including torch's
+        operators."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None
@@ -254,8 +256,8 @@ def function(
 
 
 def _attach_profile(target: Any, stats: ProfileStats) -> Any:
-    """Set the attribute `profile` of a function. A function that accepts no attributes is wrapped first. Return the
-    function."""
+    """Set the attribute `profile` of a function, and return the function. A function without settable attributes is
+    wrapped."""
     try:
         target.profile = stats
     except (AttributeError, TypeError):

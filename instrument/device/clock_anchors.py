@@ -1,8 +1,7 @@
 """Converts times of a device to the host's clock, by anchors: events whose time is known on both clocks.
 
-The host's time is read before an event is recorded and after a poll observes it. The event happened between these two
-times (Cristian's algorithm). From a burst of such readings, the one with the shortest time in between becomes an
-anchor. The device's clock is assumed to run evenly between two anchors.
+For an anchor, the host's clock is read before an event is recorded and after a poll observes the event. The event
+happened between these two times (Cristian's algorithm). The device's clock is assumed to run evenly between anchors.
 
 NTP may slew CLOCK_MONOTONIC, but not CLOCK_MONOTONIC_RAW. So both clocks are read. A change of the difference between
 them adds to the uncertainty.
@@ -20,10 +19,9 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The limits of a measurement. A device that exceeds one is busy.
+"""The limits of a measurement: `BURST` readings per anchor, `POLLS` polls per reading, and `READ_NS` ns per reading.
 
-`BURST` is the maximum number of readings per anchor, `POLLS` the maximum number of polls per reading. `READ_NS` is the
-maximum ns per reading.
+A device that exceeds a limit is busy.
 """
 
 ANCHOR_NS = 10**9
@@ -45,7 +43,7 @@ SLEW = 500e-6
 """The maximum rate at which NTP slews the host's clock, 500 ppm (adjtime(3))."""
 
 DRIFT = OSCILLATORS + SLEW
-"""The drift of a device's clock from the host's that is assumed until a second anchor measures it."""
+"""The assumed drift between a device's clock and the host's until a second anchor measures it."""
 
 WANDER = 10e-6
 """The maximum change of the ratio of two oscillators' rates within seconds (10 ppm), due to temperature."""
@@ -62,8 +60,8 @@ _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
 
 class AnchoredMoment(NamedTuple):
-    """The host time of a device event, with its uncertainty. `near` is True if an anchor is at most `FARTHEST_NS`
-    away."""
+    """The host time of a device event, with its uncertainty. `near` is True if an anchor (an event with a known host
+    time) is at most `FARTHEST_NS` away."""
 
     at_ns: int
     uncertainty_ns: int
@@ -71,7 +69,7 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A linear clock for events after the newest anchor.
+    """A linear clock for device events after the newest anchor, which is an event with a known host time.
 
     - `host_ns`: the host time of the anchor
     - `rate`: host nanoseconds per device nanosecond
@@ -119,11 +117,11 @@ class Anchor:
 
 
 class Anchors:
-    """The anchors of a CUDA context. Only the thread to which the context is bound may use them.
+    """The anchors of a CUDA context: device events with known host times. Only the thread of the context may use them.
 
     - `now`: reads the host's clock
     - `raw`: reads CLOCK_MONOTONIC_RAW, which NTP does not slew
-    - `reading`: records an event and polls for it without the interpreter's lock. None if the driver cannot do that
+    - `reading`: records an event and polls for it without the interpreter's lock, or None if the driver cannot do that
     """
 
     def __init__(
@@ -146,7 +144,7 @@ class Anchors:
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
     def take_anchor(self) -> int:
-        """Take another anchor, unless the device is busy. Return the error code of the driver, or 0."""
+        """Record an event as a further anchor, unless the device is busy. Return the driver's error code, or 0."""
         driver = self._driver
         if self._stream is None:
             error, self._stream = driver.new_stream()
@@ -189,7 +187,8 @@ class Anchors:
         return int(driver.NOT_READY)
 
     def adopt_event_as_anchor(self, event: Any, since_ns: int, until_ns: int) -> int:
-        """Use an event of the service's stream as an anchor. The event happened between the two host times."""
+        """Use an event of the service's stream as an anchor. It happened between the host times `since_ns` and
+        `until_ns`."""
         half_ns = (until_ns - since_ns + 1) // 2
         return self._add_anchor(Anchor(event, since_ns + half_ns, half_ns, self._measure_clock_difference()))
 
@@ -298,8 +297,8 @@ class Anchors:
         return 1.0, DRIFT, False
 
     def measure_shortest_interval(self) -> tuple[int, int]:
-        """Measure the time between two events that are recorded one after the other. Return the driver's error code,
-        and the shortest time."""
+        """Measure the shortest time between two events that are recorded directly after each other. Return the driver's
+        error code and the time."""
         driver = self._driver
         least_ns = 0
         while len(self._spare) < 2:

@@ -1,7 +1,7 @@
 """Calls the CUDA driver for events, streams and contexts, and finds the current streams of frameworks.
 
-No call initialises CUDA, makes a context or raises. A call returns the driver's error code, 0 for success. All calls
-release the interpreter's lock, except `mark` with `device: {gil: hold}` in the profile.
+No call initialises CUDA, makes a context or raises. Calls return the driver's error code, 0 for success. All calls
+release the GIL, except `mark` if the profile sets `device: {gil: hold}`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ It returns the driver's error, the host time before the record, and the host tim
 """
 
 CAPTURING = 1_000_000
-"""The value in place of the driver's error for a stream that a graph captures."""
+"""The value returned instead of a driver's error while a CUDA graph captures the stream."""
 
 NOT_READY = 600
 
@@ -85,7 +85,8 @@ def explain_version_conflict(bindings: str, driver: int) -> str:
 
 
 def find_versions() -> dict[str, str]:
-    """Return the versions of the driver, cuda-bindings and ROCm, and the problem between them. Missing ones are empty.
+    """Return the versions of the driver, cuda-bindings and ROCm, and the conflict between them. Missing texts are
+    empty.
 
     The driver's library is loaded, but CUDA is not initialised.
     """
@@ -228,7 +229,7 @@ class CudaDriver:
             self.pop()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Call a function that creates events or streams, in a mode that does not break the capture of a CUDA graph."""
+        """Call a function that creates events or streams, without breaking the capture of a CUDA graph."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
         error, mode = self._call_driver(exchange, driver.CUstreamCaptureMode(_RELAXED))
@@ -292,10 +293,10 @@ class CudaDriver:
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Return the error code, the length and the start of each pair of events. The list ends before a pair that has
-        not ended.
+        """Return the error code, the length and the start of each pair of events. The list ends before the first
+        unfinished pair.
 
-        Times are in nanoseconds. The start counts from the event `anchor`. Without an anchor, it is 0.
+        Times are in nanoseconds. The start counts from the event `anchor`, and is 0 without an anchor.
         """
         events = [int(event) for pair in pairs for event in pair]
         lengths = self._measure(0 if anchor is None else int(anchor), events)
@@ -318,13 +319,13 @@ Stream = tuple[int, int]
 """A stream: its device's index in this process, and its handle."""
 
 Current = Callable[..., "Stream | None"]
-"""A function that returns the calling thread's current stream, on the current device or on a given one.
+"""A function that returns the calling thread's current stream, by default on the current device.
 
 The result is None until the framework uses a device.
 """
 
 UNREPORTED = -1
-"""The handle in place of that of a stream that its framework has not reported yet."""
+"""The placeholder for the handle of a stream that the framework has not reported yet."""
 
 COPIES = ("host_to_device", "device_to_host", "device_to_device")
 """The functions of numba's driver module that copy memory."""
@@ -364,7 +365,7 @@ def find_current_stream_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> C
 
 
 class NumbaStreams:
-    """Notes the last stream on which each thread launched or copied with numba, which has no current stream."""
+    """Notes the stream on which each thread last launched or copied with numba. numba itself has no current stream."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -422,8 +423,8 @@ class NumbaStreams:
 def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
     """Return the streams on which work may run, without duplicates, from the current streams of all frameworks.
 
-    A framework without work reports the default stream. An event on that stream blocks other streams. If another
-    framework uses another stream on the device, the default stream is left out.
+    A framework without work reports the default stream. That stream is left out if a framework uses another stream of
+    the device, because an event on the default stream blocks other streams.
     """
     devices = {device for device, stream in places if stream > 1}
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]

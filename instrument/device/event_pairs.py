@@ -1,7 +1,7 @@
-"""Defines pairs of events that time spans on a device, and the contexts that own the pairs.
+"""Defines pairs of CUDA events that time a span on a stream, and the contexts that own the pairs.
 
-`Placing` converts the times of pairs to the host's clock. The time of an event has an uncertainty, but the order of
-events on a stream is certain. `Placing` uses both, so that intervals nest in a trace as on the device.
+`Placing` converts their times to the host's clock. A converted time is uncertain, but the order of events on a stream
+is known. With that order, intervals nest in the trace as they did on the device.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class DeferredTimes(NamedTuple):
 class Pair:
     """A pair of events, recorded before and after a span's work on a stream.
 
-    The recorder refers to an open span's first pair, the `whole`. Each later step of a generator has another pair,
+    A span's first pair is the `whole`, to which the recorder refers. Each later step of a generator has another pair,
     which refers to the `whole`. The `whole` returns to the context's pool last.
 
-    The driver may reuse a `handle` for another stream, but not the number `stream`. `thread_id` is set for a handle
-    that means a different stream on each thread. `side_pairs` are the span's pairs on other streams.
+    - `stream`: a number of the stream that the driver never reuses, unlike the `handle`
+    - `thread_id`: set for a handle that means a different stream on each thread
+    - `side_pairs`: the span's pairs on other streams
     """
 
     __slots__ = (
@@ -187,7 +188,7 @@ class Context:
         return 0
 
     def forget_idle_streams(self, now_ns: int) -> None:
-        """Drop the state of idle streams. An interval that ended before the oldest open pair began cannot affect later
+        """Drop the state of idle streams. Intervals that ended before the oldest open pair began cannot overlap later
         intervals."""
         for stream in [stream for stream, pairs in self.under_way.items() if not pairs]:
             del self.under_way[stream]
@@ -216,10 +217,10 @@ STALE_NS = 10**6
 """An interval is `stale` if its uncertainty exceeds this many ns and a tenth of its length."""
 
 LAUNCH_NS = 20_000
-"""The maximum ns from a span's end to the end of a launch-bound interval. A launch takes 3 to 10 us."""
+"""An interval that ends at most this many ns after its span is launch-bound. A launch takes 3 to 10 us."""
 
 SHORT = 20
-"""An interval is launch-bound if it is shorter than this many empty intervals. The events take 5 % of this length."""
+"""An interval shorter than this many empty intervals is launch-bound. The events take 5 % of this length."""
 
 RECENT = 256
 """The number of newest intervals per stream that are compared with other streams' intervals."""
@@ -281,8 +282,7 @@ class Placing:
     def label_interval(
         self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
-        """Return the begin, the end and the label of a pair's interval. `is_alone` is True if the context uses no other
-        stream."""
+        """Return begin, end and label of a pair's interval. `is_alone` is True if the context uses no other stream."""
         start_ns = place.at_ns
         end_ns = start_ns + device_ns if device_ns > 0 else start_ns
         recent = context.recent.get(stream)

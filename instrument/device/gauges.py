@@ -1,6 +1,6 @@
 """Reads the gauges of a process and its devices, at the intervals that its profile sets.
 
-A thread of the process reads them (`Gauges`), or the agent of the run does so from outside (`GaugeSources`).
+`Gauges` reads on a thread of the process. The run's agent reads from outside of the process, by `GaugeSources`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ Reading the list of a GPU's processes took 4.5 ms. Doing so every 25 ms delayed 
 """
 
 SHORTEST_NS = 100 * 10**6
-"""The minimum ns between the last two readings of a session. Shares and rates need such a time."""
+"""The minimum ns between a session's last two readings. Shares and rates would be inaccurate over a shorter time."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -90,17 +90,17 @@ REOPENED_AT_MOST = 5
 Keep = Callable[[Sequence[Sample]], object]
 
 Readout = Sequence[tuple[int, Values]]
-"""The gauges of each device that were read at one time."""
+"""The values of each device's gauges at one time."""
 
 _Read = Callable[[int, bool], "Readout | None"]
-"""A function that reads gauges at a time, and also the rare ones if wanted. It returns None to be called no more."""
+"""A function that reads gauges at a given time. Its flag adds rare gauges. A result of None ends the readings."""
 
 
 class GaugeSources:
-    """Reads the gauges that the profile's `device` selects, of this process or another one.
+    """Reads the gauges that the profile's `device` selects, for this process or another process.
 
-    One thread calls all methods except `prepare`, `gpus` and `notes`. It acquires the lock `inside` for calls of NVML
-    and of torch's allocator.
+    Methods other than `prepare`, `gpus` and `notes` must be called on the same thread. They acquire the lock `inside`
+    for calls of NVML and of torch's allocator.
     """
 
     _is_spoilt = False
@@ -275,8 +275,8 @@ _forking = local()
 
 
 class Gauges(GaugeSources):
-    """Reads this process's gauges on a thread, as the profile's `device` selects them. `keep` receives each reading
-    there.
+    """Reads this process's gauges on its own thread, as the profile's `device` selects them. Each reading is passed to
+    `keep`.
 
     `find_room` returns the recording's memory for samples. Any thread may call `begin` and `stop`.
     """
@@ -331,8 +331,8 @@ class Gauges(GaugeSources):
             self.reasons.append(f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left")
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Drop the parent's readings. The parent's handles are not closed, because the driver would also close them for
-        the parent."""
+        """Drop the parent's readings, but do not close the parent's handles. The driver would also close them in the
+        parent."""
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
         self._reset_state(self._settings)
@@ -388,7 +388,7 @@ def _hook_forks() -> None:
 
 
 def _before_fork() -> None:
-    """Wait until the reading thread has left NVML and torch. A child could never release their locks."""
+    """Wait until no thread is inside NVML and torch, because a child process could never release their locks."""
     running = _running
     _forking.gauges = running if running is not None and running.inside.acquire(timeout=FORK_WAIT_S) else None
 
@@ -408,7 +408,7 @@ _PROCESS_CLOCK = 2
 
 
 MOST_THREADS = 256
-"""The maximum number of a process's threads whose waits for a processor are read."""
+"""The maximum number of threads whose waits for a processor are read in a process."""
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
@@ -416,7 +416,7 @@ class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
 
 
 class Host:
-    """Reads the host's gauges for one process. Shares refer to the time since the last reading.
+    """Reads the host's gauges for a process. Shares are averages since the last reading.
 
     The constructor and `read` raise an exception if the process has ended.
     """

@@ -1,8 +1,7 @@
 """Reads gauges of GPUs by NVML, NVIDIA's management library, without CUDA.
 
-The gauges are those of the GPUs that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI
-buses. One thread calls all functions except `explain_missing_nvml` and `explain_unreadable_gpus`. A call may take
-milliseconds, or hang with the driver.
+The gauges cover the GPUs that CUDA shows to this process (`CUDA_VISIBLE_DEVICES`). A call may take milliseconds, or
+hang with the driver. One thread calls all functions except `explain_missing_nvml` and `explain_unreadable_gpus`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class NvmlError(Exception):
 
 
 class Closed(Exception):  # noqa: N818 - no error: NVML must be opened again
-    """An exception after other code of the process has shut NVML down."""
+    """An exception that is raised if other code of the process has shut NVML down."""
 
 
 def explain_missing_nvml() -> str:
@@ -250,7 +249,7 @@ class Nvml:
         return {"utilization": rates.gpu, "memory_active": rates.memory}
 
     def _read_memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        """Read the memory without the driver's own, as nvidia-smi does."""
+        """Read the GPU's memory without the memory of the driver, as nvidia-smi does."""
         memory = nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
         return {"memory_used": memory.used, "memory_total": memory.total}
 
@@ -320,7 +319,7 @@ class Nvml:
 
 
 _Reading = tuple[tuple[str, ...], Callable[[Nvml, Any, NvmlDevice, int], Values]]
-"""The gauges that one query fills, and the query."""
+"""The gauges that a query fills, and the query."""
 
 _OFTEN: tuple[_Reading, ...] = (
     (("utilization", "memory_active"), Nvml._read_utilization),

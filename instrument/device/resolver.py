@@ -1,7 +1,7 @@
-"""Computes device intervals from events that have happened, on a thread of its own (the resolver).
+"""Computes the device intervals of spans on a thread of our own (the resolver).
 
-The resolver polls for events instead of waiting. It does not disturb the capture of a CUDA graph, and sleeps while no
-pair is in flight.
+The resolver polls CUDA events instead of waiting for them. It does not disturb the capture of a CUDA graph, and sleeps
+while no pair of events is in flight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The minimum number of pairs by which a pool grows. A pool with fewer free pairs is doubled."""
+"""The number of free pairs below which a pool doubles, and the minimum number of pairs by which it grows."""
 
 LOW = 64
 """The number of free pairs at which the resolver is woken early."""
@@ -46,24 +46,23 @@ polls are rare, and each reads many pairs.
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""The seconds between two polls for the next end on a busy device (`WATCH_S`), and the maximum number of such polls in
-a row."""
+"""The maximum number of polls in a row, every `WATCH_S` seconds, for the next end on a busy device."""
 
 MEASURED_AT_ONCE = 1000
 """The maximum number of pairs in one call of the driver, which then takes a millisecond."""
 
 DEFERRED_LIMIT = 512
-"""The maximum number of a span's intervals that wait for the span's end. A generator may run for days."""
+"""The maximum number of intervals that wait for the end of their span. A generator may run for days."""
 
 INTERRUPTED = -2
 """The value in place of the driver's error if a signal handler raised an exception. The event's state is then
 unknown."""
 
 ROW_NS = 10**7
-"""The maximum ns between a span's end and the record of its second event."""
+"""The maximum ns after a span's end within which its second event is recorded."""
 
 NOTE_NS = 2 * 10**7
-"""The ns between two writes of the settled time. Spans that ended before the settled time have device times."""
+"""The ns between two updates of the settled time. All device times of spans that ended before it are known."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
@@ -83,8 +82,8 @@ def _span_end_ns(pair: Pair) -> int:
 class Resolver:
     """Reads the times of ended event pairs on its own thread, and writes the device intervals of spans.
 
-    One thread of the service calls `start` and `stop`. `counts` has the number of intervals per label, and of errors
-    per device and name. `faults` has the reason for each abandoned device.
+    One thread of the service calls `start` and `stop`. `counts` counts intervals by label, and errors by device and
+    name. `faults` has the reason for each abandoned device.
     """
 
     def __init__(
@@ -394,7 +393,7 @@ class Resolver:
     def _use_end_as_anchor(
         self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]
     ) -> list[Answer]:
-        """Use the newest end of a pair as an anchor. The returned answers have no offsets, because those refer to older
+        """Use the newest end of a pair as an anchor. Offsets are removed from the answers, because they refer to older
         anchors."""
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:
@@ -442,8 +441,8 @@ class Resolver:
         self._store_interval(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _add_deferred_intervals(self, whole: Pair) -> None:
-        """Add the intervals of a span on several streams. Launch-bound intervals are left out, because their streams
-        may have had no work."""
+        """Add the intervals of a span on several streams. If possible, launch-bound intervals are left out, because
+        their streams may have had no work."""
         deferred = whole.deferred or []
         worked = [times for times in deferred if times.label != "launch-bound"]
         worked = worked or [times for times in deferred if not times.is_side] or deferred

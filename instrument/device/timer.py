@@ -1,11 +1,9 @@
-"""Measures the device time of spans by pairs of events. No thread of the service waits for the device.
+"""Measures the device time of spans by pairs of CUDA events. No thread of the service waits for the device.
 
-A span that asks for device time records an event on the current stream at its begin and at its end. The resolver, a
-thread of ours, polls for these events, and adds the interval between them to the tally. The interval includes all work
-of the stream between the two events.
+An event is recorded on the current stream at the begin and at the end of a span. The interval between them includes all
+work of the stream between the two events. The resolver, a thread of ours, polls for the events and reads the interval.
 
-Nothing is recorded on a stream that is captured into a graph. After an error of the driver, the device time of one span
-is lost and counted. After a fatal error, that device is no longer timed.
+Nothing is recorded on a stream that is captured into a graph. After a fatal error, a device is no longer timed.
 """
 
 from __future__ import annotations
@@ -221,9 +219,9 @@ class Timer:
         self.wake()
 
     def _retry_record_in_context(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """Record an event in its own context after a failure. Return the driver's answer.
+        """Record an event again, in the context of the event, after a failure. Return the driver's answer.
 
-        `refused` is the answer to the first attempt. It is returned if another context would not help.
+        `refused` is the answer to the first attempt, and is returned if another context would not help.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD

@@ -1,8 +1,7 @@
-"""Times the spans of one session on devices, and shows spans as NVTX ranges in an attached tool.
+"""Starts and stops device timing for a session, and shows spans as NVTX ranges in tools such as Nsight Systems.
 
-The timer starts when the service imports a library that uses a device. The variable NVTX_INJECTION64_PATH attaches a
-tool such as Nsight Systems when a process starts. Each span then opens a range in the domain `instrument`, in the
-category of its kind. A generator has a range for each step. Copies have no range.
+Timing starts when the service imports a library that uses a device. Ranges are opened only if the variable
+NVTX_INJECTION64_PATH attaches a tool. A generator has a range for each step, and copies have no range.
 """
 
 from __future__ import annotations
@@ -30,11 +29,10 @@ else:
     cuda = LazyModule("instrument.device.cuda")
 
 MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
-"""The modules through which a service uses CUDA. The import of one starts the timer. The first three have a current
-stream."""
+"""The modules through which services use CUDA. Their import starts the timer. The first three have a current stream."""
 
 LOOK_S = 0.002
-"""The seconds between two polls of a thread that waits for device times."""
+"""The seconds between two polls while a thread waits for device times."""
 
 raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
 
@@ -46,7 +44,7 @@ class Timing:
     """
 
     _numba: cuda.NumbaStreams
-    """The last stream of each thread with numba. Set together with the timer."""
+    """The last stream that each thread used in numba. Set together with the timer."""
 
     def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
         self._ranges = ranges
@@ -153,7 +151,8 @@ class Timing:
         return RECORDER.now_ns() if self.timer is None else self.timer.resolver.settled_ns()
 
     def await_device_times(self, at_ns: int, end_s: float) -> None:
-        """Wait for the device times of spans that ended before `at_ns`, at most until `time.monotonic()` is `end_s`."""
+        """Wait for the device times of spans that ended before `at_ns`. Stop waiting when `time.monotonic()` reaches
+        `end_s`."""
         resolver = None if self.timer is None else self.timer.resolver
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
             settled_ns = resolver.settled_ns()
@@ -169,7 +168,7 @@ class Timing:
         return 0.0 if self.timer is None else self.timer.resolver.pair_ns
 
     def cost_ns(self) -> tuple[float, int]:
-        """Return the ns that pairs took on threads of the service, and on the resolver's thread."""
+        """Return the time in ns that pairs took on threads of the service, and the time on the resolver's thread."""
         if self.timer is None:
             return 0.0, 0
         resolver = self.timer.resolver
@@ -199,7 +198,7 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""The maximum number of sites with an NVTX name of their own. Tools never free names, so further sites share one per
+"""The maximum number of sites with their own NVTX names. Tools never free names, so further sites share a name per
 kind."""
 
 Begin = Callable[[Any, Any, int], Any]
@@ -209,7 +208,7 @@ Begin = Callable[[Any, Any, int], Any]
 class Ranges:
     """Opens an NVTX range for each span of a recorder, and calls the device timer.
 
-    `reason` explains missing ranges although a tool is attached.
+    `reason` explains why there are no ranges although an NVTX tool is set.
     """
 
     def __init__(self, recorder: Recorder) -> None:

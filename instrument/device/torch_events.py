@@ -1,7 +1,7 @@
 """Measures device times by torch's own events, on hosts without cuda-bindings and on ROCm.
 
-A context is represented by the number of its device, plus one. Nothing initialises CUDA. Recording an event costs more
-than with `CudaDriver`, and always releases the interpreter's lock.
+Recording an event costs more than with `cuda.CudaDriver`, and always releases the GIL. Nothing initialises CUDA. A
+context is represented by the number of its device plus one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OWN_TEXTS = {
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
-"""The events in use. A forked child that clears inherited objects must not destroy them."""
+"""The events in use. These references prevent their destruction when a forked child clears inherited objects."""
 
 
 class TorchDriver:
@@ -97,7 +97,7 @@ class TorchDriver:
     # ---------------------------------------------------------------- on a thread of the service
 
     def _record_event_if_uncaptured(self, event: tuple[Any, int], stream: int) -> int:
-        """Record an event on a stream that is not captured. Return the stream's address, or an error below 0."""
+        """Record an event on a stream unless a graph captures it. Return the stream's address, or an error below 0."""
         torch_event, device = event
         try:
             target = self._streams.get((device, stream))
@@ -119,8 +119,8 @@ class TorchDriver:
         return stream_object
 
     def _is_captured(self, device: int, target: Any, stream: int) -> bool:
-        """Return True for a captured stream. torch tests only the current stream, so the given stream is made
-        current."""
+        """Return True if a graph captures the stream. The stream is made current for this test, because torch only
+        tests the current stream."""
         if self._device() == device and self._current(device) == stream:
             return self._captures()
         native = self._native
@@ -143,7 +143,7 @@ class TorchDriver:
             return find_error_number(error)
 
     def device_of(self, stream: int) -> int:
-        """Return the index of a stream's device. A stream that torch does not know counts for the current device."""
+        """Return the device index of a stream, or the current device for a stream that torch does not know."""
         index = next((device for device, handle in list(self._streams) if handle == stream), None)
         return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
 
@@ -244,7 +244,6 @@ class TorchDriver:
 
 
 Driver = cuda.CudaDriver | TorchDriver
-"""The driver of a timer."""
 
 
 def find_error_number(error: Exception) -> int:

@@ -1,7 +1,7 @@
-"""Functions that analyse the dataset of many hosts in PySpark, Ray Data or DuckDB.
+"""Functions for PySpark, Ray Data or DuckDB that analyse a dataset with the spans of many hosts.
 
-They share their code with `instrument report`, `explain` and `compare`. Each function takes Arrow tables with the rows
-of one run and returns an Arrow table. The spans of a request that several hosts served are joined by its key.
+Each function takes Arrow tables with the rows of one run, and returns an Arrow table. A request that several hosts
+served is joined by its key. The numbers are those of `instrument report`, `explain` and `compare`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def spark_schema(table: str) -> str:
 def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
     """Wrap a function of Arrow tables for Spark's `applyInArrow`.
 
-    `tables` is 1 for a group, or 2 for a cogroup. Spark calls the wrapper with that number of tables. The wrapper
-    converts bytes of fixed length to plain bytes, because Spark has no such type.
+    `tables` is the number of tables that Spark passes: 1 for a group, or 2 for a cogroup. The wrapper converts bytes of
+    fixed length to plain bytes, because Spark has no such type.
     """
     arrow = import_pyarrow()
 

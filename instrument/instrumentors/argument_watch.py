@@ -1,7 +1,7 @@
-"""Find arguments and results that identify requests (keys), for the profile that `instrument init` proposes.
+"""Find request keys, such as ids, in calls' arguments and results, for the profile that `instrument init` proposes.
 
-The first calls of each function are examined, without running code of the service. Values leave the process only as
-keyed digests. Equal digests show that two functions or processes handle the same request.
+Only the first calls of each function are examined, without running code of the service. Values leave the process only
+as keyed digests. Equal digests show that two functions or processes handle the same request.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The environment variable with the secret key of the digests. Each `instrument init` makes a new key."""
 
 LOOKS = 1000
-"""The number of calls of each function that are examined, from the first on."""
+"""The number of calls, from the first on, that are examined for each function."""
 
 ITEMS = 64
 """The maximum number of items to examine in a sequence or mapping."""
 
 DIGESTS = 4096
-"""The maximum number of digests per path, and of objects that get a number as their key."""
+"""The maximum number of digests per observed argument path, and of objects that are identified by a number."""
 
 ATTRIBUTES = 60
 """The maximum number of attributes to examine in an object."""
@@ -111,9 +111,9 @@ class ArgumentWatch:
         }
 
     def make_examiners(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """Make two functions, which examine the arguments and the result of a call. Either may be None.
+        """Make two functions that examine the arguments and the result of a call. Either may be None.
 
-        A function that only calls builtins is not examined, because that would take several times as long as a call.
+        A function that only calls builtins is not examined, because a call would take several times as long.
         """
         if not isinstance(function, FunctionType) or label.rpartition(":")[2].rpartition(".")[2] in _SKIPPED:
             return None, None
@@ -236,7 +236,8 @@ class ArgumentWatch:
         return True
 
     def _make_digest_text(self, key: Any) -> str:
-        """Return the text of a key for its digest. An object gets a number, because its address may be reused."""
+        """Return a text of a key, from which a digest is made. An object gets a number, because its address may be
+        reused."""
         text = encode_key(key)
         if not text or type(key) in (str, int):
             return text
@@ -303,4 +304,4 @@ _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, slice, type, range, type(len)}
     | {FunctionType, type(re), *_SEQUENCES, *_MAPPINGS}
 )
-"""The classes whose objects are never keys by themselves."""
+"""The classes whose objects cannot identify a request by themselves."""

@@ -1,10 +1,9 @@
-"""Read the values that a rule names in a call's arguments and result: attributes and gauges.
+"""Read values from a call's arguments and result, at the paths that a rule of the profile names.
 
-A path such as `request.params.n` begins with a parameter, or with `return` for the result. Attributes or keys of
-mappings follow. Reading never raises: unreadable values are counted and logged.
+A path such as `request.params.n` begins with a parameter, or with `return` for the result. The further parts are
+attributes or keys of mappings. Unreadable values are counted and logged, and never raise.
 
-An attribute is a value (a number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (a class name).
-A gauge is a number that is read at most once per interval.
+The values become attributes of the span, or gauges, which are read at most once per interval.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class CallReader:
         self.missing: list[str] = []
 
     def find_path_parameter(self, path: str, *, in_result: bool = True) -> tuple[Parameter, ...]:
-        """Return a tuple with the parameter at the begin of a path. It is empty if the function lacks the parameter."""
+        """Return a tuple with the first parameter of a path. It is empty if the function has no such parameter."""
         name = first_name_of_path(path)
         parameter = RESULT if name == RETURN and in_result else parameter_of(self.function, name)
         if isinstance(parameter, str):
@@ -143,7 +142,8 @@ def add_attribute_reader(reader: CallReader, rule: FunctionRule) -> None:
 
 
 def read_key_or_attribute(value: Any, name: str) -> Any:
-    """Return the item of a mapping, or the attribute of any other object. A `defaultdict` gets no new item."""
+    """Return the item of a mapping, or the attribute of another object. A missing key adds no item to a
+    `defaultdict`."""
     if not is_mapping(value):
         return getattr(value, name)
     if isinstance_of(value, dict):
@@ -207,7 +207,7 @@ def add_gauge_readers(reader: CallReader, rule: FunctionRule) -> None:
 
 
 class _Gauge:
-    """Reads a gauge of a rule, along a path from a parameter or from the result."""
+    """Reads the value of a rule's gauge from a parameter or the result of a call."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter, rule: FunctionRule) -> None:
         self._parameter, self._steps, self._is_size = (

@@ -1,16 +1,12 @@
-"""Record copies of arrays by torch, numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python. The recorded calls are:
+"""Record copies of arrays by torch, numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python.
 
-- torch: the methods of tensors and storages that copy. Moving a model, loading a checkpoint or pinning a batch calls
-  them for each tensor. `torch.tensor` is not replaced, because torch.compile compares it by identity.
+- torch: the methods of tensors and storages that copy, but not `torch.tensor`. torch.compile compares `torch.tensor` by
+  identity, so it cannot be replaced.
 - numpy: `numpy.copyto`, with which services fill batches.
-- JAX: `jax.device_put`, and the first read of a device array's values on the host. A call that moves several arrays is
-  one span.
-- onnxruntime: the methods of `OrtValue` and `IOBinding` that take or return numpy arrays, but not copies inside
-  `InferenceSession.run`.
-- cupy: `get` and `set` of arrays, functions that make arrays from data of the host, and the copies of its CUDA runtime.
-- numba.cuda: the three functions of its driver that make all copies of device arrays.
-- cuda-python: the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime`. A call has no span if only the
-  driver knows its direction."""
+- JAX: `jax.device_put`, and the first read of a device array on the host.
+- onnxruntime: methods of `OrtValue` and `IOBinding` with numpy arrays, but not copies inside `InferenceSession.run`.
+- cupy, numba.cuda and cuda-python: their copy functions. A call whose direction only the driver knows has no span.
+"""
 
 from __future__ import annotations
 
@@ -256,8 +252,8 @@ def attach_cuda(module: Any, patched: PatchedFunctions) -> None:
 
 
 def _wrap_cuda_function(patched: PatchedFunctions, module: Any, name: str, names: Sequence[str]) -> None:
-    """Record the calls of a copy function of CUDA with the parameters `names`, unless only the driver knows the
-    direction."""
+    """Record the calls of CUDA's copy function `name`, which has the parameters `names`. A function whose direction
+    only the driver knows is left out."""
     typed = _TYPED.match(name)
     peer = next((place for place in ("Context", "Device") if f"src{place}" in names), None)
     is_described = "pCopy" in names and "Peer" not in name
@@ -338,7 +334,7 @@ def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable
 
 
 def _find_device(args: Any, kwargs: Any) -> Any:
-    """Return the device that times a method call such as `tensor.to`. None means the current device."""
+    """Return the device on which a method call, such as `tensor.to`, is timed. None means the current device."""
     source = args[0]
     if source.is_cuda:
         return Work("torch", (source.device.index,))
@@ -355,8 +351,7 @@ def _find_device(args: Any, kwargs: Any) -> Any:
 
 
 def device_direction(source: Any, target: Any) -> str | None:
-    """Return the direction of a copy between two torch devices. Tensors on the device `meta` have no data, so it is
-    None."""
+    """Return the direction of a copy between two torch devices, or None for the device `meta`, which has no data."""
     if "meta" in (source.type, target.type):
         return None
     return direction_between(*(None if device.type == "cpu" else device for device in (source, target)))
@@ -404,7 +399,7 @@ def _read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _read_storage_copy(out: Any, args: Any, kwargs: Any, *, moves: bool = False) -> Transfer | None:
-    """Read a copy into a storage or, if `moves` is True, the move of a storage to another memory."""
+    """Read the transfer of a copy into a storage. If `moves` is True, read the move of a storage to another memory."""
     source = args[0] if moves else read_argument(args, kwargs, 1, "source")
     direction = device_direction(source.device, out.device)
     if direction is None or (moves and direction == "h2h"):
@@ -425,7 +420,7 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _make_device_use_tests(torch: Any) -> list[Callable[[], bool]]:
-    """Return a test per kind of device of this torch build. A test is True once the process uses such a device.
+    """Return a test for each kind of device in this build of torch. A test is True once the process uses such a device.
 
     The tests do not call the driver, because that would break forked children.
     """

@@ -1,7 +1,7 @@
-"""Record memory copies between host and device: each copying call of a framework is a span with direction and bytes.
+"""Record memory copies between host and device. Each call that copies is a span with the direction and the bytes.
 
-When the service imports a framework, its adapter (`ADAPTERS`) replaces the functions that copy. A call that moves no
-data has no span. Of nested copying calls, only the outermost is recorded.
+When the service imports a framework, an adapter (`ADAPTERS`) replaces the framework's copy functions. If such calls are
+nested, only the outermost is recorded.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Transfer(NamedTuple):
 
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
-"""A function that returns the transfer of a call, None if nothing was copied. It gets the call's result, `args` and
-`kwargs`."""
+"""A function of (result, `args`, `kwargs`) that returns the transfer of a call, or None without a copy."""
 
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""A function that returns the stream of a call from `args` and `kwargs`, as an object or an address.
+"""A function that returns the stream of a call, as an object or address, from `args` and `kwargs`.
 
-It returns None for the framework's current stream, and a `Work` for the current stream of other devices. It returns
-`NOWHERE` if the stream is unknown before the call.
+- None: the framework's current stream.
+- `Work`: the current stream of other devices.
+- `NOWHERE`: unknown before the call.
 """
 
 
@@ -62,8 +62,8 @@ _STATE = _ThreadState()
 class FrameworkAdapter(NamedTuple):
     """A framework whose copies can be recorded.
 
-    At the import of one of `modules`, the function `attach_FRAMEWORK` of `array_copies` is called. `unseen` describes
-    the copies that cannot be recorded.
+    The import of a module in `modules` leads to a call of `attach_FRAMEWORK` in `array_copies`. `unseen` describes the
+    copies that cannot be recorded.
     """
 
     framework: str
@@ -206,7 +206,8 @@ class PatchedFunctions:
         self._bound: list[tuple[Any, Any]] = []
 
     def wrap_methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace the methods that a class has. For a classmethod, the first of a call's `args` is the class."""
+        """Replace those methods in `names` that a class has. The first argument of a classmethod's call is the
+        class."""
         for name in names:
             raw, method = vars(owner).get(name), getattr(owner, name, None)
             function = raw.__func__ if isinstance(raw, classmethod) else method
@@ -222,7 +223,8 @@ class PatchedFunctions:
         self._undos.append(replace_attribute(owner, name, replacement))
 
     def wrap_functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace the functions that a module has, and later also their names in other modules.
+        """Replace those functions in `names` that a module has. `replace_in_all_modules` later replaces them in other
+        modules.
 
         Do not use this for functions that numba or torch.compile compares by identity.
         """
@@ -309,7 +311,7 @@ _PINNED_OWNERS = frozenset({"PinnedMemoryPointer", "PinnedMemory", "MappedMemory
 
 
 def is_pinned(array: Any) -> bool | None:
-    """Return True for a numpy array in page-locked memory, None if unknown."""
+    """Return True if a numpy array is in page-locked memory, or None if that is unknown."""
     owner = array
     for _ in range(11):
         below = getattr(owner, "base", None)

@@ -1,15 +1,11 @@
-"""Follow spans where execution leaves the calling code: to tasks, other threads, compilers and CUDA graphs.
+"""Follow spans into asyncio tasks, other threads, compilers and CUDA graphs.
 
-Each context (`contextvars`) has a chain of its open spans. The innermost open span is the parent of a new span. A
-copied context takes its first parent from a context variable. To save time, this variable is not set for each span, but
-only before a reported copy. In an event loop, some copies are not reported, so a request there sets the variable when
-it begins. In a loop that does not report its tasks, each span sets it.
+Each `contextvars` context has its own chain of open spans. Before a task copies its context, a context variable is set
+to the innermost open span. That span becomes the parent of the task's spans. Work that a request passes to another
+thread belongs to the request.
 
-Work that a request passes to another thread belongs to the request. The wait in an executor's queue is a phase of the
-request.
-
-Probes are excluded from torch.compile. While a CUDA graph is captured, probes record nothing. While the graph is
-replayed, no probe runs, so only the whole replay is timed.
+torch.compile does not compile our recording functions (probes). While a CUDA graph is captured or replayed, calls
+inside are not recorded, only the replay as a whole.
 """
 
 from __future__ import annotations
@@ -133,8 +129,8 @@ def get_compiling_test(torch: Any) -> Callable[[], bool]:
 
 
 def get_evaluator_setter(torch: Any) -> Callable[[Any], Any]:
-    """Return torch's function that sets the thread's frame evaluator and returns the previous one. None means Python's
-    own evaluator."""
+    """Return torch's function that sets the thread's frame evaluator and returns the previous evaluator. The evaluator
+    None is Python's own."""
     set_evaluator: Callable[[Any], Any] | None = getattr(_get_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)
 

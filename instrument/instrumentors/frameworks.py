@@ -1,7 +1,7 @@
-"""Record the calls of the entry points of machine learning frameworks, such as Keras's `predict`.
+"""Record the entry points of machine learning frameworks, such as Keras's `predict`.
 
-A method is replaced in the class that defines it, after the import of its module. An entry point that returns before
-its work is done, such as ONNX Runtime's `run_async`, has only the call in its span.
+The entry points are methods, which are replaced once their module is imported. If a method returns before its work is
+done, such as ONNX Runtime's `run_async`, the span covers only the call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from instrument.instrumentors.layers import Layers
 
 Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
-"""The `instance` and the attributes of an object's site."""
+"""The description of an object in its site: the `instance` and further attributes."""
 
 
 class Entry(NamedTuple):
@@ -58,7 +58,7 @@ _ENCODERS = (
     (("sparse_encoder.model", "sparse_encoder.SparseEncoder"), "SparseEncoder", "encode"),
     (("cross_encoder.model", "cross_encoder.CrossEncoder"), "CrossEncoder", "predict"),
 )
-"""The classes of sentence-transformers: module in newer and in older versions, class and recorded method."""
+"""The classes of sentence-transformers: the module in newer and older versions, the class, and the recorded method."""
 
 
 def _describe_session(session: Any) -> Facts:
@@ -92,7 +92,7 @@ ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts]]] = {
         _describe_model,
     ),
 }
-"""The entry points of each framework, and the function that describes an object."""
+"""The entry points of each framework, and a function that describes the called object."""
 
 OBSERVERS: Mapping[str, str] = {"jax": "JaxFunctions", "keras": "KerasLayers", "sklearn": "SklearnEstimators"}
 """The class in `jax_keras_sklearn` that instruments a framework beyond its `ENTRIES`."""
@@ -110,8 +110,8 @@ class Observer(Instrumentor):
         return list(self._verdicts.values())
 
     def _note_verdict_on_entry(self, state: str, label: str, why: str = "", *, key: str = "") -> None:
-        """Note the verdict on an entry point. It replaces the earlier verdict with the same `key`, by default the
-        label."""
+        """Note the verdict on an entry point. It replaces an earlier verdict with the same `key`, which is the label by
+        default."""
         self._verdicts[key or label] = Verdict(self.rule.text, state, label, why)
 
     def _note_missing_entry(self, label: str) -> None:
@@ -198,8 +198,7 @@ class Entries(Observer):
         return wrapper
 
     def _make_recording_method(self, entry: Entry, method: FunctionType, thing: Any, recordings: dict[int, Any]) -> Any:
-        """Make the recording method for an object, at its first call. Objects with equal descriptions share one
-        method."""
+        """Make the method that records the calls on an object. Objects with equal descriptions share a method."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:

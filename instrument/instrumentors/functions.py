@@ -1,7 +1,8 @@
-"""Replace functions by recording functions (probes), for `@profiled` and for function rules, and restore them.
+"""Replace functions by recording functions (probes), for `@profiled` and the profile's function rules, and restore
+them.
 
-A decorator such as `@app.get` registers a function before the module has a name for it. So
-`intercept_registrations` replaces handlers while frameworks register them.
+Decorators such as `@app.get` pass a function to a framework before the module has a name for it. So
+`intercept_registrations` replaces such handlers during their registration.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 
 class Probe:
-    """A probe on a target. It replaces the target's function by a recording one, until `undo` is called."""
+    """A probe on a target. It replaces the target's function by a recording function until `undo` is called."""
 
     __slots__ = ("_aliases", "_places", "is_set", "site", "target", "wrapped")
 
@@ -79,7 +80,8 @@ class Probe:
             self._places.append(replace_attribute(owner, attribute, self.wrapped))
 
     def _put_in_target(self, function: Any) -> Any:
-        """Put a function in place of the target's. A changed property loses its name, which error messages need."""
+        """Put a function in place of the target's function. A property also gets its name again, which error messages
+        need."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
@@ -256,7 +258,6 @@ def _profile_target(target: Any, name: str | None, kind: str | None, device: boo
 
 
 _decorated: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The decorated functions."""
 
 
 @functools.cache
@@ -274,7 +275,7 @@ def _print_hint(pid: int) -> None:
 
 
 def withdraw_hint() -> None:
-    """Cancel the hint at the program's exit, because a session has started."""
+    """Cancel the hint that is printed at the program's exit, because a session has started."""
     _register_hint()  # or a later decorator would register it
     atexit.unregister(_print_hint)
 
@@ -319,7 +320,7 @@ class Instrumentor(ABC):
 
 
 class Switch(Instrumentor):
-    """The base class of instrumentors for a key of the profile that is `auto` or `off`. `rules` is empty for `off`."""
+    """The base class of instrumentors whose key in the profile is `auto` or `off`. For `off`, `rules` is empty."""
 
     key: ClassVar[str]
     module: ClassVar[str]
@@ -357,8 +358,8 @@ SEAMS: Mapping[str, tuple[tuple[str, str, str, int], ...]] = {
     "bottle": (("Route", "__init__", "callback", 4),),
     "celery.app.base": (("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
 }
-"""The methods that register handlers, by the framework's module: the class and method, and the name and position of the
-argument for the handler."""
+"""The methods that register handlers in each framework module: class, method, and the handler's argument name and
+position."""
 
 
 def intercept_registrations(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
@@ -378,7 +379,7 @@ def intercept_registrations(module: Any, registered: Callable[[FunctionType], An
 
 
 def keep_functions_picklable() -> Undo:
-    """Make process pools pickle an original function by its name, although the name refers to its probe."""
+    """Make process pools pickle a replaced function by its name, although the name now refers to the probe."""
     from multiprocessing.reduction import ForkingPickler
 
     if hasattr(ForkingPickler, "reducer_override"):

@@ -1,14 +1,10 @@
 """Record JAX, Keras 3 and scikit-learn, whose entry points are not plain methods of known classes.
 
-JAX: the span of a jitted call covers the dispatch on the host and, at the first call, the compilation. `jax.jit` is
-replaced by a function that returns a proxy of the jitted function.
-
-Keras: a layer's path has the names of its parents, without the model's name. A model that JAX compiled runs as a whole,
-so its layers cannot be recorded.
-
-scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimators are recorded. If methods
-of one estimator call each other, only the outermost call is a span. The span of a pipeline contains the spans of its
-steps.
+- JAX: `jax.jit` returns a recording proxy of the jitted function. The span of a call covers the dispatch on the host
+  and, at the first call, the compilation.
+- Keras: layers are recorded, except in a model that JAX compiled, which runs as a whole.
+- scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimators are recorded. If
+  methods of one estimator call each other, only the outermost call is a span.
 """
 
 from __future__ import annotations
@@ -172,8 +168,8 @@ class JaxFunctions(Observer):
         return wrapper
 
     def _wrap_existing_functions(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each jitted function in the service's modules, with a proxy. Note a verdict on jitted functions without
-        a name in a module."""
+        """Yield each jitted function in the service's modules, with a proxy. Note a verdict on jitted functions that no
+        module names."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
@@ -226,7 +222,7 @@ _NOT_SELECTED = Site("(not selected)")
 
 
 class KerasLayers(Observer):
-    """The instrumentor of a session's layer rules in Keras. `hidden` counts the calls of selected layers that JAX only
+    """The instrumentor of a session's layer rules in Keras. `hidden` counts calls of selected layers that JAX only
     traced."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder, layers: Layers) -> None:
@@ -263,7 +259,7 @@ class KerasLayers(Observer):
         self._sites.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on layers that cannot be recorded. `Layers` returns those on recorded layers."""
+        """Return the verdicts on layers that cannot be recorded. The verdicts on recorded layers come from `Layers`."""
         if self.hidden:
             why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
             self._note_verdict_on_entry("partly", "Layer.__call__", why, key="traced")
@@ -334,7 +330,7 @@ SKLEARN_WRAPPING = "_SetOutputMixin"
 
 
 class SklearnEstimators(Observer):
-    """The instrumentor of scikit-learn's estimators. `hits` counts the recorded methods, each once per class."""
+    """The instrumentor of scikit-learn's estimators. `hits` counts the recorded methods, at most once per class."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         super().__init__(rule, recorder)
@@ -370,7 +366,8 @@ class SklearnEstimators(Observer):
         return [*([] if is_left_out else [Verdict(self.rule.text, state, why=why)]), *unreachable]
 
     def _attach_overrides_of_class(self, watched: type[Any], cls: type[Any]) -> None:
-        """Record the methods of a new class. Two base classes may report a class, so only the last report counts."""
+        """Record the methods of a new class. If both watched base classes report it, only the report of the first in
+        its MRO counts."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._attach_class(cls)

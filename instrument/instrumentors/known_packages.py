@@ -1,7 +1,6 @@
-"""List the packages that the rules under each key of a profile can instrument.
+"""List the packages that each key of a profile, such as `layers` or `requests`, can instrument.
 
-The rules under one key of a profile are a family. The code for a family is loaded when the service imports one of its
-packages.
+The rules under one key are a family. A family's code is loaded only when the service imports a package of the family.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Family(NamedTuple):
 
 
 _SERVED = [name for role in ("web", "server", "unrouted", "unmet", "queue") for name in PACKAGES[role]]
-"""The packages that serve requests, or that the verdict on requests names."""
+"""The packages that serve requests, or that the verdict on requests mentions."""
 
 _FAMILIES = {
     "functions": ("rules", "Functions", ""),  # its rules name their packages
@@ -67,10 +66,10 @@ FAMILIES: Mapping[str, Family] = {
     key: Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
     for key, (module, name, packages) in _FAMILIES.items()
 }
-"""The family of each key of a profile, in the order in which families attach to a module."""
+"""The class that instruments each key of a profile, with its packages, in the order of attachment to a module."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The families whose unchanged rules keep their probes at a reload. Other families attach all probes again."""
+"""The keys whose unchanged rules keep their probes at a reload. For other keys, all probes are attached again."""
 
 
 def selectable_packages(profile: Profile, key: str) -> frozenset[str] | None:
@@ -119,7 +118,7 @@ def filter_packages_by_role(names: Iterable[str], *roles: str) -> list[str]:
 
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return each package with a preset, and the preset. If a name is that of a model server, other packages are left
-    out."""
+    """Return each package that has a preset, with the preset. If a model server is among the names, only model servers
+    count."""
     served_packages = set(filter_packages_by_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]

@@ -1,7 +1,7 @@
-"""Record the layers of torch models that a rule selects by path in the model or by class: each `forward` is a span.
+"""Record the layers of torch models: each `forward` of a layer that a rule selects, by path or class, is a span.
 
 The `forward` of the class is replaced, never that of an instance, so that instances can be copied and pickled. The
-first call of an instance decides if its calls are recorded.
+first call of an instance decides if that instance is recorded.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class Layers(Instrumentor):
                 self._patch_if_named(name, child)
 
     def _patch_if_named(self, name: str, child: Any) -> None:
-        """Replace the class's `forward` if a rule may select a child of this name. The child's path is not known
-        yet."""
+        """Replace the `forward` of the child's class if a rule may select a child of this name. Its path is not yet
+        known."""
         if type(child) not in self._patched and any(
             "*" in last or last == name
             for last in self._last_segments

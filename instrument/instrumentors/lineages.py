@@ -1,7 +1,7 @@
 """Record a method and its overrides in subclasses (a lineage) so that each call is one span.
 
-Only the method that Python finds for an object records a call. If it calls the overridden method by `super`, that call
-is a part of its span.
+Only the method that Python finds for an object is recorded. If it calls the overridden method by `super`, the inner
+call has no span of its own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LineageMember:
 
 
 def is_method_recorded(cls: type[Any], attribute: str) -> bool:
-    """Return True if each call of a method is recorded. A call is also recorded if the method calls `super`."""
+    """Return True if each call of a method is recorded, by its own probe or because it calls the method of `super`."""
     return any(
         recording_site(function) is not None
         or hasattr(function, "__instrument_layers__")

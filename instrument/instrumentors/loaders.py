@@ -180,8 +180,8 @@ def listen_to_waits(listener: Listener) -> Callable[[], None]:
 
 
 class Waiting:
-    """A wait for data on the current thread. The listeners are called at the end, unless the wait is inside another
-    one."""
+    """A wait for data on the current thread. The listeners are called at the end, but not for a wait inside another
+    wait."""
 
     def __init__(self, of: object = None) -> None:
         self._of = of
@@ -205,7 +205,7 @@ _FORWARDED = (
     "__len__", "__length_hint__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__reversed__",
     "__bool__", "__call__", "__enter__", "__exit__", "__aenter__", "__aexit__",
 )  # fmt: skip
-"""The special methods that a proxy's class must define, because Python looks them up only in the class."""
+"""The special methods that a proxy forwards. Python looks them up only in the class."""
 
 
 def _make_forwarder(name: str) -> Callable[..., Any]:

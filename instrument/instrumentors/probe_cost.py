@@ -1,7 +1,7 @@
-"""Measure the cost of recording a call on this machine. Reports state the cost, and the profile's `budget` limits it.
+"""Measure the time that recording adds to a call on this machine. Reports show it, and the profile's `budget` limits
+it.
 
-A probe's cost depends on its shape (function, coroutine, layer, request ...). A session measures each shape at its
-start.
+The cost differs between functions, coroutines, layers, requests etc. A session measures each of them at its start.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ AMONG = 1.3
 """The factor by which a span costs more between other Python code than in a loop of spans. Measured: 1.2 to 1.5."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, and the calls per round. A round of requests has `CALLS_PER_REQUEST` times fewer
-calls."""
+"""The rounds of a measurement, and the calls per round, divided by `CALLS_PER_REQUEST` for requests."""
 
 
 class ProbeCost(NamedTuple):
@@ -59,11 +58,11 @@ ADDRESS: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "scheme
 SCOPE = {**ADDRESS, "headers": HEADERS}
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 BODY = {"type": "http.response.body", "body": b"{}"}
-"""The messages that a measured ASGI app sends to its server."""
+"""The message with the body of a measured ASGI app's answer."""
 
 
 Timed = tuple[float, float, float]
-"""The shortest times in ns of a call with a probe and without one, and the median time that the probe adds."""
+"""The shortest times of a call with and without a probe, and the median time that the probe adds, in ns."""
 
 
 def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, Any, Run, Any]]]:
@@ -160,9 +159,12 @@ def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     """Measure the cost of a span for each shape of probe, in 4 ms. `with_ticks` times spans by the processor's time
     stamp counter.
 
-    - `call`, `coroutine` and `generator` are kinds of functions, `scope` is a `with` block, `method` a layer's call
-    - `wrapper` is a function that is recorded as a request, `request` a request over ASGI
-    - `step` is a later item of a generator
+    - `call`, `coroutine`, `generator`: kinds of functions
+    - `scope`: a `with` block
+    - `method`: a call of a layer
+    - `wrapper`: a function that is recorded as a request
+    - `request`: a request over ASGI
+    - `step`: an item of a generator after the first item
     """
     recorder = _make_recorder(with_ticks)
     timed = _time_calls(_make_calls(recorder)[1])
@@ -195,10 +197,9 @@ SWEPT_BYTES = 2 << 20
 
 
 def measure_cold_cache_ns(*, with_ticks: bool = False) -> float:
-    """Measure the cost of a layer's span in ns after other work has evicted the recorder's data from the caches.
+    """Measure the cost of a layer's span in ns if other work has evicted the recorder's data from the caches.
 
-    The result is a difference of medians of 16 calls. Repeated results differ by less than a third. It takes 8 ms and 6
-    MiB.
+    The result is a difference of medians of 16 calls, and repeats within a third. The measurement takes 8 ms and 6 MiB.
     """
     clock = time.perf_counter_ns
     memory, into = memoryview(bytes(2 * SWEPT_BYTES)), bytearray(SWEPT_BYTES)
@@ -251,7 +252,7 @@ class Costs:
 
     @property
     def cold_ns(self) -> float:
-        """The additional cost of a call with cold caches, in ns. The first read in a run measures it, in 8 ms."""
+        """The additional cost in ns of a call with cold caches. It is measured once per run, which takes 8 ms."""
         if self._cold_ns is None:
             among_ns = self._load_or_measure("cold", lambda: measure_cold_cache_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)

@@ -1,7 +1,7 @@
 """Find all references to a function: names in modules and classes, and other objects.
 
-A probe replaces a function under its names. Other objects, such as tables, closures and defaults, still refer to the
-original. Calls through them are not recorded, and the rule's verdict names them. The search runs no code of the
+A recording function replaces the original only under its names. Tables, closures and defaults still refer to the
+original, so calls through them are not recorded, and `instrument check` lists them. The search runs no code of the
 service.
 """
 
@@ -26,7 +26,7 @@ DEPTH = 4
 """The maximum length of a chain of objects, such as lists and closures, that leads to a function."""
 
 WIDTH = 200
-"""The maximum number of objects at one depth whose referrers are searched for."""
+"""The maximum number of objects per depth for which referrers are searched."""
 
 MANY = 200
 """The maximum number of objects for `gc.get_referrers`. With more objects, comparing ids is faster."""
@@ -38,7 +38,7 @@ _FRAMES = ("gi_frame", "cr_frame", "ag_frame")
 
 
 class Kept(list[Any]):
-    """A list whose references to functions are not reported, because it belongs to this package."""
+    """A list of this package. Its references to functions are not reported to the user."""
 
 
 class Name(NamedTuple):
@@ -80,10 +80,11 @@ def rebind_objects(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] 
 
 
 class Search:
-    """A search of all objects in memory for references to `things`, other than names in modules.
+    """A search of memory for all references to `things`, except names in modules.
 
-    `in_classes` has the names in classes, and `others` describes the other referrers, by the id of a thing. `counts`
-    has the number of references to find, by that id.
+    - `in_classes`: the names in classes
+    - `others`: descriptions of the other referrers, by the id of the thing
+    - `counts`: the expected number of references to each thing, by its id
     """
 
     def __init__(self, things: Kept, counts: Mapping[int, int], is_ours: Callable[[Any], bool]) -> None:
@@ -168,7 +169,8 @@ def _type_text(thing: Any) -> str:
 
 
 def _describe_holder(holder: Any, parts: Kept) -> str | None:
-    """Describe an object that refers to a function. The result is None if its referrers say more, and "" to omit it."""
+    """Describe an object that refers to a function. Return "" to omit the object, or None to describe its referrers
+    instead."""
     if type(holder) is FunctionType:
         code = holder.__code__
         return f"the function {holder.__qualname__} in {_format_place(code.co_filename, code.co_firstlineno)}"

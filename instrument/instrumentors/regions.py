@@ -1,10 +1,7 @@
 """Find the path of each torch module in its model, and record compiled parts of models (regions).
 
-Paths come from torch's module registration hook. A walk over all objects in memory finds modules that the hook does not
-see, such as copies.
-
-A region is a module under `torch.compile`, a `ScriptModule` or a `GraphModule`. The call of a region is recorded if a
-rule selects the module. The layers of a region cannot be recorded, because they run in C or in generated code.
+A region is a module under `torch.compile`, a `ScriptModule` or a `GraphModule`. Only calls of the region are recorded.
+Its layers cannot be recorded, because they run in C or in generated code.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module of the class of compiled models, which torch imports at the first compilation."""
+"""The module that defines the class of compiled models. Torch imports it at the first compilation."""
 
 WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """The attributes in which torch.compile, FSDP and checkpointing keep the wrapped module. Paths omit them."""
@@ -56,7 +53,8 @@ _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 
 
 class Paths:
-    """The parent of each module, as a weak reference, and the module's name in the parent."""
+    """Stores the parent of each torch module or Keras layer, as a weak reference, and the name of the child in the
+    parent."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
@@ -67,7 +65,7 @@ class Paths:
         self._next_walk_ns = 0
 
     def add_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`. A later parent counts only if the first one no longer exists."""
+        """Note that `parent.name` is `child`. The first parent counts as long as it exists."""
         if id(parent) not in self._parents:
             key = id(parent)
             self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
@@ -90,7 +88,7 @@ class Paths:
         return self._path_from_root(id(module))
 
     def may_search_memory(self) -> bool:
-        """Return False for some time after a search of all objects in memory."""
+        """Return True if enough time has passed since the last search of all objects in memory."""
         return time.monotonic_ns() >= self._next_walk_ns
 
     def _path_from_root(self, key: int) -> str:
@@ -156,7 +154,7 @@ def rule_selects_layer(rule: LayerRule, class_name: str, path: str) -> bool:
 def class_name_for_rules(cls: type[Any]) -> str:
     """Return the class name by which rules select a layer.
 
-    torch generates subclasses such as `FSDPLinear` for instances. Their name is that of the base class, `Linear`.
+    torch generates subclasses of a layer's class, such as `FSDPLinear`. They have the name of the base class, `Linear`.
     """
     for prefix in ("Parametrized", "FSDP"):
         for base in cls.__mro__[1:]:
@@ -166,7 +164,7 @@ def class_name_for_rules(cls: type[Any]) -> str:
 
 
 Selected = tuple[LayerRule, dict[Site, None]]
-"""A rule and the sites of the layers that it has selected, as the keys of a dict."""
+"""A rule, and a dict whose keys are the sites of the selected layers."""
 
 
 class SharedSites:
@@ -180,7 +178,7 @@ class SharedSites:
     def find_or_make_site(
         self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]
     ) -> Site:
-        """Return the site for a rule and a place, which is a class and a path. `make` is called at the first use.
+        """Return the site of a rule for a class and path (`place`). At the first use, `make` makes the site.
 
         Layers with `tensors` on different devices have different sites.
         """

@@ -1,10 +1,8 @@
-"""Read the keys, batches and facts of requests from a call's arguments and result.
+"""Read facts about requests from a call's arguments and result, such as the keys that identify requests.
 
-Paths to values are written as in the module `arguments`. `[]` in a path means each item of a sequence, or each value of
-a mapping. A batch has a path to its keys, and perhaps one to their weights. Reading never raises: unreadable values are
-counted and logged.
-
-Keys are text, integers, UUIDs or bytes. Within a process, an object of the service may be a key.
+Keys are text, integers, UUIDs, bytes or, within a process, objects of the service. A batch has a key, and perhaps a
+weight, per request. Paths to values are written as in the module `arguments`, and `[]` in a path means each item.
+Unreadable values are counted and logged, and never raise.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ from instrument.runtime.faults import FAULTS
 
 EACH = "[]"
 FACTS_OF_REQUEST = 2
-"""The mode in which the C reader reads facts of requests, and no keys."""
+"""The mode of the reader in C that reads facts of requests, such as token counts, but no keys."""
 
 TEXTS_KNOWN = 4096
 """The maximum number of key texts whose shortened form is cached. At the limit the cache is emptied."""
@@ -100,10 +98,10 @@ def _add_keys(reader: CallReader, name: str, keys: RequestKeys, place: str) -> N
 def _make_keys_reader(
     parameter: Parameter, name: str, keys: RequestKeys, weighed: Parameter | None, place: str
 ) -> Callable[..., Values]:
-    """Make a reader in C for keys that are texts or numbers in attributes and built-in containers.
+    """Return a function that reads request keys from a call's arguments, in C if possible.
 
-    The reader calls `read_values` for other values. A Python function would take microseconds, because its code has
-    been evicted from the processor's caches.
+    C reads texts and numbers in attributes and built-in containers, and calls Python for other values. Python takes
+    microseconds, because its code is no longer in the processor's caches.
     """
     read: Callable[..., Values] = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
 
@@ -142,7 +140,7 @@ def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, .
 
 
 class _FactPath(NamedTuple):
-    """A path to a fact of a call's request, from a parameter or the result. `take` converts the value."""
+    """The path from a call's parameter or result to a fact of the request. `take` converts the value."""
 
     name: str
     place: str
@@ -159,10 +157,10 @@ class _FactPath(NamedTuple):
 
 
 class _FactsReader(NamedTuple):
-    """Reads facts of a call's request from one parameter or from the result.
+    """A fallback in Python for a facts reader in C.
 
-    C code calls it with a value and the index of a fact that C cannot read. If a call omits the argument, C code passes
-    the call's arguments, and the parameter's default is read.
+    C passes a value and the index of a fact that C cannot read. If a call omits the argument, C passes the call's
+    arguments instead, and the parameter's default is read.
     """
 
     facts: Sequence[_FactPath]
@@ -187,7 +185,7 @@ class _FactsReader(NamedTuple):
 
 
 class _FactsOfSeveral(NamedTuple):
-    """A reader of one fact for several requests, with a path to the values and a path to the requests' keys."""
+    """A reader of one fact for several requests. One path leads to the values, another to the keys of the requests."""
 
     fact: _FactPath
     of_keys: Parameter
@@ -244,7 +242,7 @@ def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
 
 
 def _make_facts_reader(facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None) -> Any:
-    """Return a reader in C of facts from a parameter or the result. It first calls another reader, `before`."""
+    """Return a reader in C of facts from a parameter or the result. It calls the reader `before` first."""
     steps = tuple(tuple(map(sys.intern, fact.steps)) if fact.take is convert_to_fact else None for fact in facts)
     return native.MODULE.Keys(
         *_name_and_position(facts[0].parameter), FACTS_OF_REQUEST, steps, tuple(fact.name for fact in facts),
@@ -352,8 +350,7 @@ def _make_values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
 
 
 def _make_text_converter(cut: str) -> Callable[[Any], str]:
-    """Return a function that converts a key to a text without the matches of `cut`. A value that cannot be a key
-    becomes ""."""
+    """Return a function that converts a key to text and removes the matches of `cut`. An invalid key becomes ""."""
 
     def make_plain_text(value: Any) -> str:
         return value if type(value) is str and len(value) <= KEY_LIMIT else encode_key(value)

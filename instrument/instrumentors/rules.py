@@ -1,6 +1,6 @@
-"""Attach the function rules of a profile: find the functions that they select, and replace them by probes.
+"""Find the functions that the profile's function rules select, and replace them by recording functions (probes).
 
-A function belongs to the first rule that selects it. A function that is recorded already stays as it is. A probe
+A function belongs to the first rule that selects it. A function that is already recorded is not replaced again. A probe
 replaces the function under all its names in modules and classes.
 """
 
@@ -204,7 +204,7 @@ class Functions(Instrumentor):
             return function
 
     def undo(self) -> None:
-        """Restore all functions. A recording function that is still referenced calls the original function."""
+        """Restore all functions. A wrapper that is still referenced only calls the original function."""
         with self._lock:
             super().undo()
             undo_all(self._pickling)
@@ -221,8 +221,8 @@ class Functions(Instrumentor):
             self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
-        """Restore the original functions of a site under their names. Other references to a recording function still
-        record. Return a function that attaches the probes again, None if the site has no probe."""
+        """Restore a site's original functions under their names. Other references to a wrapper still record. Return a
+        function that attaches the probes again, or None without probes."""
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
             probe.undo()
@@ -449,7 +449,6 @@ def _count_other_names(target: Target, names: Sequence[Name]) -> int:
 
 
 def _belongs_to_package(holder: Any) -> bool:
-    """Return True for an object of this package, except a detached recording function that is still in use."""
     return is_own_object(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 

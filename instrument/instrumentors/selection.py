@@ -1,7 +1,7 @@
-"""Attach the probes of a profile in this process, now and at later imports, and change them at a reload.
+"""Make everything that a profile selects record, in imported modules and at later imports. Change it at a reload.
 
-A family is the set of rules under one top-level key of the profile. A module's functions are replaced right after the
-module has run. The code for a family is loaded only when the service imports a package that the family can instrument.
+A module's functions are replaced right after the module has run. The rules under one top-level key of the profile are a
+family. A family's code is loaded only when the service imports a package that the family can instrument.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ if TYPE_CHECKING:
     from instrument.instrumentors.rules import Functions
 
 LOOKS = 2
-"""The number of searches for new modules after a change of the rules. A second one finds modules that were being
-imported."""
+"""The number of searches for new modules after a change of rules. The second search covers modules whose import was in
+progress."""
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The environment variables by which `init` and `check` ask for verdicts on all rules. With one of them, all families
-are loaded at once."""
+"""The environment variables with which `init` and `check` request verdicts on all rules. All families are then loaded
+at once."""
 
 
 class Selection:
-    """The attached probes of a session's profile. `late` names the modules that were imported before their probes were
-    attached.
+    """The probes of a session's profile. `late` names the modules that were imported before their probes were attached.
 
-    `noted` is called after the functions of a module were instrumented, `begun` when the import of an engine begins.
+    `noted` is called after a module was instrumented, `begun` when the import of an inference engine begins.
     """
 
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
@@ -99,8 +98,8 @@ class Selection:
         return family
 
     def attach_family(self, key: str) -> Any:
-        """Return the instrumentor of a key, None if the profile has no such rules. If necessary, load it and attach its
-        probes."""
+        """Return the instrumentor for a key of the profile, None without rules. Load the instrumentor first if
+        necessary."""
         if key in self._unloaded:
             import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
@@ -116,7 +115,7 @@ class Selection:
             return family
 
     def _families_to_load(self, module_name: str) -> list[str]:
-        """A package whose name is a number belongs to Triton."""
+        """Return the keys of the instrumentors that a module needs. Triton's packages have a number as name."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
         if not is_of_triton and package not in self._loading_packages and module_name not in self._loading_packages:
@@ -261,7 +260,7 @@ class Selection:
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_preset_rules(self) -> set[str]:
-        """Return the names of the preset's rules for packages that are not imported, without rules for requests."""
+        """Return the names of the preset's rules whose packages are not imported. Rules for requests are left out."""
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
             for key, family in self._families.items():

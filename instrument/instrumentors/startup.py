@@ -1,8 +1,7 @@
 """Record a service's start: functions that load or compile a model, and the durations of imports.
 
 `startup: auto` adds function rules for known frameworks, with the phase `load` or `compile`. To time imports, Python's
-function that imports a module is replaced. Each package has a self time, and a time that includes the packages that it
-imports.
+own import function is replaced. Each package has a self time, and a time that includes the packages that it imports.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ caller's frame."""
 
 
 class StartupWatch(Instrumentor):
-    """The instrumentor of `startup: auto`, except for the times of imports."""
+    """The instrumentor of `startup: auto`, which records how models are loaded and compiled."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         super().__init__(rules, recorder)
@@ -112,24 +111,24 @@ class StartupWatch(Instrumentor):
 # The durations of imports
 
 LIMIT = 2_000
-"""The maximum number of packages with an entry of their own. Further packages share one."""
+"""The maximum number of packages with their own entry. Further packages share an entry."""
 
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The number of newest imports whose start times are stored. Reports count those after the first request."""
+"""The number of newest imports whose start times are stored, to report imports after the first request."""
 
 OWN = __name__.partition(".")[0]
 
 _IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
-"""The packages of Python's import system, whose frames are between the importing code and the timed function."""
+"""The packages of Python's import system. Their frames are between the importing code and the timed function."""
 
 _clock = time.monotonic_ns
 
 
 @dataclass(slots=True, eq=False)
 class _OpenImport:
-    """A package that a thread is importing. `others_ns` is the time of the other packages that it imports."""
+    """A package that a thread is importing. `others_ns` is the time of nested imports of other packages."""
 
     package: str
     is_outermost: bool
@@ -213,7 +212,7 @@ class ImportTimes:
     def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
         """Return the times of finished imports by package. `request_ns` is the start time of the first request.
 
-        Imports after this time are also summed separately, but only the newest `NEWEST` imports are known.
+        Imports after this time have a separate sum, which has only the newest `NEWEST` imports.
         """
         late: Counter[str] = Counter()
         with self._lock:
@@ -224,7 +223,7 @@ class ImportTimes:
 
 
 def _is_import_by_sdk(frame: FrameType | None) -> bool:
-    """Return True if this package makes an import, except an import for `python -m`."""
+    """Return True if code of this package makes the import. Imports for `python -m` do not count."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in _IMPORTERS:

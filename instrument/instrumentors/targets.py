@@ -1,7 +1,7 @@
 """Find the functions (targets) that a pattern of a profile selects in a module.
 
 In a pattern `module:qualname`, `*` matches within a segment and `**` crosses dots. `+` after a method's name also
-selects its overrides in subclasses. A function that a known decorator has put inside an object is found, too.
+selects its overrides in subclasses. A function inside the object of a known decorator is selected, too.
 
 A pattern with a wildcard selects only functions that the module itself defines. It skips properties, partial objects,
 and special methods except `__init__` and `__call__`.
@@ -52,15 +52,15 @@ SUBCLASSES = "+"
 """The suffix of a pattern that also selects a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The maximum number of objects to examine in the search for the function inside a decorator's object."""
+"""The maximum number of objects to examine inside a decorator's object to find its function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function that a rule selects, and the attribute of `owner` that has it.
+    """A function that a rule selects, in the attribute `attribute` of `owner`.
 
-    `raw` is the attribute's value, which may be a decorator's object that contains the function. It is None if the
-    attribute is never replaced. `put` replaces the function in `raw`.
+    `raw` is the attribute's value: the function, or a decorator's object around it. It is None if the attribute is
+    never replaced. `put` exchanges the function in `raw`, and returns the new value.
     """
 
     owner: Any
@@ -78,7 +78,7 @@ class Target:
 
     @property
     def span_name(self) -> str | None:
-        """The name of spans of a function whose own name says nothing, such as `<lambda>`. None for other functions."""
+        """The qualified name of a function whose own name says nothing, such as `<lambda>`, otherwise None."""
         own_name = getattr(self.function, "__name__", "")
         part = self.qualname.rpartition(".")[2]
         return self.qualname if own_name in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
@@ -321,7 +321,7 @@ def _find_functions_in_value(
 
 
 class DecoratedPart(NamedTuple):
-    """A function inside a decorator's object. `put` replaces the function, and `suffix` ends its label, such as
+    """A function inside a decorator's object. `put` replaces it there. `suffix` is the end of its label, such as
     `.setter`."""
 
     suffix: str

@@ -1,11 +1,12 @@
 """Record training loops with torch: their phases, and the communication between their processes.
 
-Each phase is a span of kind `phase`. Forward is the outermost call of a module on a thread, backward a run of the
-autograd engine, and optimizer the `step` of any optimizer. A module that is called inside backward recomputes
-activations, which is a part of backward.
+Each phase is a span of kind `phase`:
+- `forward`: the outermost call of a module on a thread
+- `backward`: a run of the autograd engine
+- `optimizer`: the `step` of an optimizer
 
 Each call of torch.distributed is a span of kind `comm`. An asynchronous collective has a second span for the wait, such
-as `all_reduce.wait`. Its attribute `in_flight_ns` is the time from the call to the end of the wait.
+as `all_reduce.wait`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, OPTIMIZER}),
 }
-"""The phases that suppress a call's span while they are open on its thread, by the call's phase."""
+"""The phases that, while open on a thread, suppress the span of a further call. The key is the further call's phase."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -51,7 +52,7 @@ _WRAPPED_IN: Mapping[str, str] = {
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""The attribute with the wrapped model, by the name of the wrapper's class."""
+"""The attribute with the wrapped model for each wrapper class."""
 
 UNSEEN_PHASES = (
     "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
@@ -65,7 +66,7 @@ class _Inside(threading.local):
 
 
 class Phases(Switch):
-    """The instrumentor of `phases: auto`. `hits` maps each recorded phase to the names of its classes."""
+    """The instrumentor of `phases: auto`: forward, backward, optimizer. `hits` has the recorded classes by phase."""
 
     key = "phases"
     module = "torch"
@@ -114,9 +115,9 @@ class Phases(Switch):
     # ---------------------------------------------------------------- wrappers
 
     def _wrap_call(self, method: Callable[..., Any]) -> Any:
-        """Return the wrapper of `Module.__call__`. It must not wrap another function.
+        """Return the wrapper of `Module.__call__`, which must not be used for other functions.
 
-        torch.profiler (`with_stack`) recognises the wrapper's code, and reads the module from its local variable
+        torch.profiler (`with_stack`) recognises the wrapper by its code, and reads the module from its local variable
         `self`. Without a module in `self`, the process would crash.
         """
         recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[FORWARD]
@@ -246,7 +247,7 @@ _METHODS: Mapping[str, Sequence[str]] = {
     "coalesced": ("_end_coalescing",),
 }
 OPERATIONS: Mapping[str, str] = {method: name for name, methods in _METHODS.items() for method in methods}
-"""The operation of `torch.distributed` that a method of process groups performs. All versions of torch are included."""
+"""The operation of `torch.distributed` that each method of process groups performs, over all versions of torch."""
 
 PEERS = frozenset({"send", "recv"})
 
@@ -258,7 +259,7 @@ UNSEEN_COMM = (
 
 @dataclass(slots=True)
 class _Issued:
-    """A communication that has begun. `waits` is True for a synchronous call, whose one span includes the wait."""
+    """A communication that has begun. `waits` is True for a synchronous call, which is recorded as a single span."""
 
     site: Site
     wait_site: Site
@@ -274,7 +275,7 @@ class _Issued:
 
 
 class Comm(Switch):
-    """The instrumentor of `comm: auto`. `hits` counts calls by operation."""
+    """The instrumentor of `comm: auto`, for torch.distributed. `hits` counts calls by operation."""
 
     key = "comm"
     module = DISTRIBUTED
@@ -365,7 +366,7 @@ class Comm(Switch):
         return issued
 
     def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
-        """Record a wait that has ended. A synchronous call and its wait are one span, otherwise they are two."""
+        """Record a wait that has ended. A synchronous call and its wait are one span, an asynchronous call has two."""
         if issued is None:
             return
         if issued.waits:

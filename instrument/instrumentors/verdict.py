@@ -1,5 +1,4 @@
-"""The verdicts on a profile's rules, which `instrument check` prints. A verdict states whether a rule records its
-targets, and if not, why."""
+"""The verdicts that `instrument check` prints: whether a rule of the profile records its targets, and if not, why."""
 
 from __future__ import annotations
 
@@ -32,12 +31,12 @@ RECORDING = ("attached", "partly", "uncalled")
 """The states of a target whose calls are recorded."""
 
 _BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""The states in order of precedence. When verdicts of several processes are merged, the first state wins."""
+"""The precedence of states. Of several processes' verdicts on a rule, the first state in this order wins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a rule of the profile, or on one target of the rule. `state` is a key of `STATES`.
+    """The state of a rule of the profile, or of one target of the rule. `state` is a key of `STATES`.
 
     `why` explains the state. `target` is "" for the whole rule. `calls` counts recorded calls, None before they are
     counted.
@@ -98,8 +97,8 @@ def make_rule_marks(verdicts: Iterable[Verdict]) -> set[str]:
 
 
 def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Drop the verdicts on rules that record nothing in this process, but record something in another process of the
-    run. `marks` are the marks of the run."""
+    """Drop the verdicts on rules that only another process of the run records. `marks` are the marks of all
+    processes."""
     own_marks = make_rule_marks(verdicts)
 
     def is_recorded_elsewhere(verdict: Verdict) -> bool:
@@ -110,8 +109,8 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
 
 
 def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
-    """Write the verdicts of this process for the `instrument check` that started it. A verdict on a missing module
-    suggests a module with a similar name."""
+    """Write this process's verdicts for the command `instrument check`. A missing module gets a suggestion, the most
+    similar name."""
 
     def add_nearest_module(verdict: Verdict) -> Verdict:
         texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]

@@ -1,10 +1,10 @@
 """Find the CUDA devices on which a call works, so that its device time is measured there.
 
-A layer works on the devices of its parameters. Any other call works on the devices of a torch model. The model is
-searched for in the method's object, the arguments, and the names in the function's code. Without a model, the devices
-of tensor arguments count. Without these, the current device counts.
+A layer works on the devices of its parameters. Any other call works on the devices of a torch model: in the method's
+object, in the arguments, or under a name that the function's code uses. Without a model, the devices of tensor
+arguments count, and without tensors the current device.
 
-Calls are examined only while device time is recorded, and if torch uses CUDA and has several devices.
+Calls are examined only while device time is recorded, and if torch has several CUDA devices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ KEPT = 1024
 """The maximum number of objects whose devices are cached. At the limit the cache is emptied."""
 
 SELDOM = 1024
-"""The number of calls between two searches of an object without a model doubles from 1 up to this maximum."""
+"""The maximum number of calls between two searches for a model in an object without a model. The number doubles from
+1."""
 
 ITEMS = 64
 """The maximum number of items to examine in a container among a call's arguments."""
@@ -49,7 +50,7 @@ _attribute_of: Callable[[tuple[int, ...]], dict[Any, Any]] = lru_cache(maxsize=6
 
 
 class ModuleWork:
-    """The CUDA devices of a module, which may move to other devices. Only weak references to the tensors are kept."""
+    """The current CUDA devices of a torch module. Only weak references to its tensors are kept."""
 
     __slots__ = ("_devices", "_tensors")
 
@@ -222,7 +223,7 @@ class _DeviceCache:
 def find_models(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
     """Search objects and their attributes for torch modules, without running code of the service.
 
-    Return all modules of the first level at which a module has a tensor on a device.
+    Search level by level. Return the modules of the first level that has a module on a device.
     """
     visited: set[int] = set()
     level = list(things)

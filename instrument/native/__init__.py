@@ -1,4 +1,4 @@
-"""Imports the recorder, which is written in C. `WHY_MISSING` has the reason if this Python cannot use it.
+"""Imports the recorder, which is written in C. If this Python cannot use it, `WHY_MISSING` is the reason.
 
 The recorder relies on the GIL, so it is not imported in a free-threaded Python.
 """
@@ -24,7 +24,7 @@ def _load_extension() -> tuple[Any, str]:
 
 
 MODULE, reason = _load_extension()
-"""The extension module `_recorder`, None if it is missing, and the reason why it is missing."""
+"""The extension module `_recorder`, or None and the reason why it is missing."""
 
 WHY_MISSING = f"the recorder in C is missing: {reason}" if reason else ""
 """The reason why nothing can be recorded, and the remedy, "" if the recorder works."""

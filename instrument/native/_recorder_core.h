@@ -187,15 +187,15 @@ static PyObject *Core_annotate_request(Core *self, PyObject *const *args, Py_ssi
 PyDoc_STRVAR(annotate_doc,
              "annotate_innermost($self, attributes=None, /, **more)\n--\n\n"
              "Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({\"usage.tokens\": 3})``.\n\n"
-             "The span may be of a function, a layer, a scope or a request, opened here or where this task or thread was started.\n"
-             "Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one type; a span has at most 128.\n"
-             "Any other value is left out and counted. A name that is set again has the new value. Does nothing without an open\n"
-             "span or a recording. Never raises.");
+             "The span may be a function's, a layer's, a scope's or a request's. The code that started this task or thread may\n"
+             "have opened it. Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one type. A span has\n"
+             "at most 128 values. Any other value is left out and counted. A name that is set again has the new value. Does\n"
+             "nothing without an open span or a recording. Never raises.");
 
 PyDoc_STRVAR(annotate_request_doc,
              "annotate_request($self, attributes=None, /, **more)\n--\n\n"
              "Add facts to the request that is open around the innermost span: ``annotate_request(tier=\"gold\")``.\n\n"
-             "Otherwise as `annotate`.");
+             "Values, limits and errors are as in `annotate`.");
 
 PyDoc_STRVAR(bind_doc,
              "bind($self, key, /)\n--\n\n"

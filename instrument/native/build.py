@@ -1,5 +1,4 @@
-"""Builds the recorder, which is written in C, at installation. Without a compiler, the build fails and reports what to
-do."""
+"""Builds the C recorder at installation. Without a compiler, the build fails, and a message says what to install."""
 
 from __future__ import annotations
 

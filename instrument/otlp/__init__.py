@@ -1,6 +1,6 @@
 """Sends spans and metrics to an OpenTelemetry collector from a background thread, and counts every loss.
 
-`packed_spans` packs rows by the rules of `packing`. `span_queue` keeps the packed export requests and counts spans. The
-thread of `exporter` sends these through `senders`, by HTTP or gRPC. `service_sdk` reads the resource and the current
-span of the service's own OpenTelemetry SDK.
+`packed_spans` encodes spans. `span_queue` queues the encoded export requests, and the thread of `exporter` sends them
+by HTTP or gRPC (`senders`). `service_sdk` reads the resource and the current span of the service's own OpenTelemetry
+SDK.
 """

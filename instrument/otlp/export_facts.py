@@ -1,7 +1,7 @@
-"""Passes the facts of a process to the exporter, such as ids, the resource, capture rules and settings of metrics.
+"""Passes facts about a process to the exporter: ids, resource attributes, capture rules and settings of metrics.
 
-A process writes its facts as JSON into its recording. The collector's settings may contain secrets, so a process sends
-these settings through the run's socket.
+A process writes these facts as JSON into its recording. The collector's settings may contain secrets, so the process
+sends them through the run's socket instead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MASK = (1 << 64) - 1
 class Ids:
     """Converts the recorder's numbers to random-looking span and trace ids, unique in the process and never zero.
 
-    The finaliser of splitmix64 maps 64 bits one to one, so distinct numbers give distinct ids. No span has the number
-    0, so the id of this number replaces an id of zero. Numbers from 2**63 up belong to device intervals.
+    The finaliser of splitmix64 maps 64 bits one to one, so different numbers have different ids. An id of zero is
+    invalid, and becomes the id of the number 0, which no span has. Device intervals have numbers from 2**63 up.
 
     `instance` is the process's service.instance.id. `run` names the run, "" for none.
     """
@@ -70,8 +70,7 @@ class Ids:
         return trace_id
 
     def make_ids(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
-        """Return span ids for the recorder's numbers. With part 1 or 2, return the upper or lower halves of trace
-        ids."""
+        """Return the span ids of numbers, or with `part` 1 or 2 the upper or lower halves of their trace ids."""
         return mix_span_ids(self.seeds[part], numbers)
 
 
@@ -103,13 +102,13 @@ def mix_span_ids(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class MeteredFacts:
-    """The metrics that a process requests from `start_ns` on, and the facts for them that only the process knows.
+    """The metrics that a process wants from `start_ns` on, and values for them that only the process knows.
 
-    - `asks` is True if the process has metrics other than gauges, `requests` if requests are recorded.
+    - `asks` is True if metrics other than gauges are wanted, `requests` if requests are recorded.
     - `routes` are the routes for which a model generates answers.
-    - `by` names the attribute that groups requests, in at most `at_most` groups.
-    - `watches` is True if the meter also reads the spans of generators and batches.
-    - `calls` has the marks (`site_mark`) of functions with metrics, `streams` those of functions that generate items.
+    - `by` is the attribute that groups requests, in at most `at_most` groups.
+    - `watches` is True if spans of generators and batches are needed.
+    - `calls` has the ids (`site_mark`) of functions with metrics, `streams` those of generators.
     - `environ` has the environment variables that shape the metrics.
     - `losses` and `queued` are counts, and `costs_ns` times, by name.
     """

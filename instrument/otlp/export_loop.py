@@ -1,7 +1,7 @@
-"""Reads recordings together, settles their requests, and has the settled rows sent and written.
+"""Reads recordings, decides which ended requests are kept (settles them), and has their rows sent and written.
 
-The exporter process of an agent has the recordings of its run. A service without an agent has its own recording alone,
-and reads it on a thread.
+The agent's exporter process reads the recordings of all processes of a run. A service without an agent reads only its
+own recording, on a thread.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from instrument.profile.model import Parquet
 
 SETTLE_EACH_NS = 25 * 10**7
-"""Nanoseconds between two rounds of settling."""
+"""Nanoseconds between two rounds that decide about due requests and send their spans."""
 
 BEHIND_NS = 5 * 10**9
-"""The maximum nanoseconds for which settling pauses while the collector has not accepted earlier spans."""
+"""The maximum nanoseconds without a round of decisions if the collector has not accepted earlier spans."""
 
 MOST_LOOKS = 20
 """The maximum number of times that all recordings are read before a scrape is answered, or spans are flushed."""
 
 UNREAD_LIMIT_S = 1.0
-"""Seconds for which the export of a window waits until all its rows are read. Then the export fails."""
+"""Seconds to wait for space for earlier spans before the export of a window fails."""
 
 FULL_RETRY_S = 0.02
 """Seconds between two attempts to read more rows while the exporter has no space for more spans."""
 
 
 class EndedExport(NamedTuple):
-    """The end of a recording's export, with the unreported counts of spans and the problem that ended it. `metered` has
-    the last metrics, None if no scrape reads them."""
+    """The result of a recording's export: the counts of spans not reported so far, and the error that ended it.
+    `metered` has the last metrics if a scrape will read them."""
 
     fates: Mapping[str, int]
     problem: Exception | None
@@ -56,9 +56,9 @@ class ExportLoop:
     """Reads the recordings of one exporter, and settles their requests. One thread uses an instance, except for
     `note_sent`.
 
-    `recordings` has the recordings by number. `report_end` is called at the end of an export. `report_unstored` gets
-    the number of lost dataset rows whose processes have ended. `has_looked` is called after each look at all
-    recordings, `has_room` when spans were sent while reading pauses.
+    - `report_end` is called when the export of a recording has ended.
+    - `report_unstored` gets the number of lost dataset rows of ended processes.
+    - `has_looked` is called after each pass over all recordings, `has_room` when spans were sent while reading pauses.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ExportLoop:
             export.after_fork_in_child()
 
     def note_sent(self, source: Source) -> None:
-        """Store the outcome of sent spans in the recording of a source. The sending thread calls this."""
+        """Write the outcome of sent spans into the recording of their process. The sending thread calls this."""
         for export in list(self.recordings.values()):
             if export.owns_source(source):
                 export.note_sent()
@@ -180,7 +180,7 @@ class ExportLoop:
 
     @property
     def is_behind(self) -> bool:
-        """True if the reading of a recording has stopped because the exporter has no space for more spans."""
+        """True if a recording is not read further because the exporter has no space for more spans."""
         return any(export.is_behind for export in list(self.recordings.values()))
 
     def read_new_rows(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
@@ -228,8 +228,7 @@ class ExportLoop:
     ) -> bool:
         """Read all recordings, and settle the requests that are due. Return True if a recording has more rows.
 
-        With `at_once`, settle all requests that have ended. With `is_last`, settle all requests. Send the metrics of
-        the recording `metered`.
+        With `at_once`, settle all ended requests; with `is_last`, all requests. Send the metrics of `metered`.
         """
         if not self.recordings:
             return False

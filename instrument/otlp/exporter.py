@@ -1,4 +1,4 @@
-"""Sends kept span trees and metrics to a collector, on a background thread."""
+"""A background thread that sends metrics, and the span trees that tail sampling keeps, to a collector."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 LEAST_REQUEST_BYTES = 64 << 10
-"""The minimum in bytes to which refusals of a collector may reduce the limit of a request. The queue is sent at once
-when it has this size."""
+"""The smallest limit in bytes that a collector's refusals of large requests can lead to. A queue of this size is sent
+at once."""
 HALVINGS = 12
-"""The maximum number of requests in a row that are split in half because the collector refuses their size. 12 halvings
-lead from 4,000 spans to one span."""
+"""The maximum number of consecutive splits of requests that a collector refuses as too large. 12 splits lead from 4,000
+spans to one span."""
 
 LONGEST_RETRY_PAUSE_S = 300.0
 """The maximum seconds for which an answer of a collector can pause sending. Spans wait in the queue meanwhile."""
@@ -51,8 +51,8 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The numbers of spans that were offered to an exporter since its start, sent, lost, and not sent yet. `settled` is
-    True if all spans that were offered before a flush were sent or lost in time. `reason` explains the last loss."""
+    """The numbers of spans by outcome since an exporter's start. `settled` is True if all spans before a flush were
+    sent or lost in time. `reason` explains the last loss."""
 
     offered: int
     exported: int
@@ -74,13 +74,14 @@ SILENCE_NS = 1_500_000_000
 
 
 class Exporter:
-    """Sends kept trees to a collector on one daemon thread, and counts what becomes of every span. Every method but
+    """Sends spans to a collector on one daemon thread, and counts them by outcome. Every method except
     `after_fork_in_child` may be called from any thread, also from a signal handler.
 
-    A `Source` is a process whose spans are sent; `own` is this process. `threads` returns the names of threads by
-    native id. Only an exporter for its own process `detects` that process's attributes. An exporter that never `sends`
-    has no metrics. The sending thread calls `settled(source)` before it sends spans of a source, and after spans or
-    metrics of the source were sent or lost.
+    - `threads` returns the names of threads by native id.
+    - `settled` gets a process (`Source`). The sending thread calls it before sending spans of the process, and after
+      spans or metrics were sent or lost.
+    - `detects` is True for an exporter in the service, which detects resource attributes.
+    - Without `sends`, there are no metrics.
 
     Raises `ExportError` for settings that cannot work, such as grpc without its extra.
     """
@@ -277,8 +278,8 @@ class Exporter:
     def stop(self, timeout_ns: int) -> Delivery:
         """Flush within `timeout_ns` and end the thread, even if the collector never answers. `start` begins again.
 
-        Returns at most 0.2 s after `timeout_ns`. Spans that still wait then are counted as dropped, the spans of the
-        running request as failed.
+        Returns at most 0.2 s after `timeout_ns`. Spans in the queue then count as dropped, spans of the running request
+        as failed.
         """
         self._stop_at_ns = time.monotonic_ns() + timeout_ns
         self._halt.put(None)
@@ -346,8 +347,8 @@ class Exporter:
             self._deliver_request(sender, request)
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
-        """Send the metrics of each process that are due. After a failure, begin with the other processes at the next
-        attempt. The collector may refuse only one process."""
+        """Send the due metrics of each process. After a failure, the next attempt begins with the other processes,
+        because the collector may refuse only this process."""
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
             deferred_ns = max(self._deferred_until_ns, self._metrics_deferred_until_ns)
@@ -367,7 +368,7 @@ class Exporter:
                     self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
     def _send_process_metrics(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics. Return False if the collector does not accept them. Other metrics must then wait.
+        """Send a process's metrics. Return False after a failure, after which other metrics must wait.
 
         A pause that the collector asks for delays later metrics, not spans.
         """
@@ -390,8 +391,8 @@ class Exporter:
         return True
 
     def _deliver_request(self, sender: Sender, request: QueuedRequest) -> None:
-        """Send one request, in halves if the collector finds it too large. All spans wait for a pause that the
-        collector asks for."""
+        """Send one request, in halves if the collector finds it too large. If the collector asks for a pause, all spans
+        wait."""
         timeout_ns = self._settings.timeout_ns
         last_ns = time.monotonic_ns() + timeout_ns
         suppress_instrumentation()

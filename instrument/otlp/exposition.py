@@ -1,10 +1,8 @@
-"""Writes metrics for Prometheus under OpenTelemetry's names: as text with its client library, or as protobuf.
+"""Writes metrics for Prometheus, as text by Prometheus's client library, or as protobuf.
 
-In names, dots become underscores, the unit is a suffix, and counters end in `_total`. The text formats have no
-exponential histograms, so their bucket bounds are fixed.
-
-Only protobuf has Prometheus' native histograms. A native histogram has the buckets of OTLP's exponential histogram. In
-protobuf, each histogram also has the fixed buckets of the text formats.
+The names are OpenTelemetry's, with underscores for dots, the unit as a suffix, and `_total` at the end of counters.
+Histograms have fixed buckets. In protobuf, they are also native histograms with the buckets of OTLP's exponential
+histogram.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def require_client() -> None:
 
 
 def make_registry(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegistry:
-    """Return a registry for the writers of `prometheus_client`. Each output calls `make` for its metrics."""
+    """Return a registry for `prometheus_client`. It calls `make` for the current metrics at each output."""
     from prometheus_client import CollectorRegistry
 
     class Collected:
@@ -140,8 +138,8 @@ def _make_totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndO
 def _make_gauges(
     parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None
 ) -> Iterator[MetricAndOrigin]:
-    """Yield the newest sample of each gauge. `of_processes` selects the gauges of processes or of machines, None
-    both."""
+    """Yield the newest sample of each gauge. `of_processes` is True for gauges of processes, False for gauges of
+    machines, None for both."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
         newest = {
@@ -283,7 +281,7 @@ def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Or
 
 
 def _pack_native(of: Exponential) -> bytes:
-    """Return the native buckets. Prometheus numbers a bucket by its upper bound, OTLP by its lower bound."""
+    """Pack the buckets for Prometheus, which numbers a bucket by its upper bound. OTLP uses the lower bound."""
     spans: list[list[int]] = []
     deltas, end, before = b"", 0, 0
     for number, count in enumerate(of.counts, of.offset + 1):

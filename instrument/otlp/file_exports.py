@@ -1,8 +1,8 @@
-"""Writes requests of running processes into files: all settled requests into Parquet files, and the kept requests into
-recordings.
+"""Writes the ended requests of running processes into files: all requests into Parquet files, and those that tail
+sampling keeps into recordings.
 
-Parquet files are written on this machine and closed after a while. For an object store, a thread uploads the closed
-files. If this exporter is killed, the next exporter counts the rows in unfinished files as lost.
+A Parquet file is written on this machine and closed after a while. For an object store, a thread then uploads it. If
+this exporter is killed, the next exporter counts the rows in unfinished files as lost.
 """
 
 from __future__ import annotations
@@ -342,9 +342,8 @@ REMOVED = "files of kept requests that were removed to keep within limits.disk"
 
 
 class KeptFiles:
-    """Writes the kept spans of one process into files of a folder, named `SERVICE-RUN-PID-NUMBER-kept.npz`. All files
-    with such names take at most `disk_bytes`. Above that, the oldest are removed, and the next file has their
-    number."""
+    """Writes the spans that tail sampling keeps into files of a folder, named `SERVICE-RUN-PID-NUMBER-kept.npz`. All
+    such files take at most `disk_bytes`: the oldest are removed, and the next file reports how many."""
 
     def __init__(self, folder: Path, run: str, disk_bytes: int) -> None:
         self._folder = folder

@@ -1,7 +1,7 @@
-"""Prepares metrics for a collector from samples of gauges and from snapshots of totals, and counts lost metrics.
+"""Prepares metrics for a collector, from samples of gauges and snapshots of totals, and counts lost metrics.
 
-`metrics` declares the metrics. A failed delivery of a snapshot loses nothing: the next snapshot repeats the
-totals, or has all changes since the last delivery.
+A snapshot that cannot be delivered is no loss: the next snapshot repeats the totals, or has all changes since the last
+delivery.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ DELAY_NS = 10 * 10**9
 """The time in ns for which samples are gathered before they are sent together in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The maximum number of samples or series per request, and the minimum to which refusals of a collector may reduce it.
-A sample takes some 200 bytes, a histogram 400."""
+"""The maximum number of samples or series per request, and the lower limit if collectors refuse larger requests. A
+sample takes some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
 """The maximum time in ns for which a request of metrics may delay the spans that wait behind it."""
@@ -45,7 +45,7 @@ TimedValue = tuple[float | Distribution, int]
 
 @dataclass(slots=True)
 class MetricsRequest:
-    """The metrics of one OTLP request: `count` samples, or `count` series of a snapshot with their `values`."""
+    """The metrics of one OTLP request: `count` samples of gauges, or `count` series of a snapshot."""
 
     series: list[Series] = field(default_factory=list)
     count: int = 0
@@ -70,11 +70,10 @@ class _State:
 
 
 class Metrics:
-    """The samples and the newest snapshot for a collector, and the counts of lost samples and series.
+    """A queue of metrics for a collector: samples of gauges, and the newest snapshot of totals. It counts losses.
 
-    All methods may be called from any thread, but only one thread takes `requests` and settles them. If a collector
-    refuses all metrics, no more are sent; spans are still sent. `environ` is the measured process's environment. A
-    variable there names the preferred temporality.
+    Any thread may call any method, but only one thread makes and settles requests. If a collector refuses all metrics,
+    only spans are sent from then on. `environ`, the measured process's environment, names the preferred temporality.
     """
 
     def __init__(self, endpoint: str | None, environ: Mapping[str, str] = os.environ) -> None:
@@ -107,7 +106,7 @@ class Metrics:
         self._request_samples = REQUEST_SAMPLES
 
     def save_state(self) -> dict[str, Any]:
-        """Return, as values for JSON, the losses and the values that the collector has, for `restore_state`."""
+        """Return the losses and the delivered values as values for JSON, for `restore_state`."""
         with self._lock:
             state = _State(
                 self._start_ns, self._start_realtime_ns, self._delivered_ns, [*self._delivered_values.items()],
@@ -117,7 +116,8 @@ class Metrics:
             return cast("dict[str, Any]", msgspec.to_builtins(state, enc_hook=int))
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of another exporter. Raises one of `export_checkpoint.DAMAGED` if it is malformed."""
+        """Continue from the state of another exporter. A malformed state raises an error of
+        `export_checkpoint.DAMAGED`."""
         before = msgspec.convert(state, _State, strict=False)
         with self._lock:
             self._start_ns, self._start_realtime_ns = before.start_ns, before.start_realtime_ns

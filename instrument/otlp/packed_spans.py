@@ -1,14 +1,8 @@
-"""Encodes many spans at once from columns, in one of the forms of `span_forms`. Each span gets the ids that a collector
-sees.
+"""Encodes many spans at once, from columns, as OTLP protobuf or JSON (see `span_forms`).
 
-An encoded span (an entry) has four pieces. The head has the ids, the times and the measured numbers. The other pieces
-(the span's attributes, the site's attributes, rare members) are encoded once per distinct value. A device interval is
-an entry of its own.
-
-    ids = SpanIds(trace, Ids())
-    packer = SpanPacker(PROTOBUF, trace, ids, origin, threads)
-    for body, count in split_into_requests(packer.pack(rows), pack_resource(attributes)):
-        send(body)  # an ExportTraceServiceRequest of `count` spans
+An encoded span has four pieces. The head has the ids, the times and the measured numbers. The other pieces (the span's
+attributes, the site's attributes, rare members) are encoded once per distinct value. A device interval is encoded as a
+span of its own.
 """
 
 from __future__ import annotations
@@ -50,10 +44,10 @@ ROWS_AT_ONCE = 16_384
 
 
 class RowIds(NamedTuple):
-    """The ids of rows as columns. A trace id has two halves, `high` and `low`. `parent` is 0 for none.
+    """The trace and span ids of rows, as columns. A trace id has two halves, `high` and `low`. `parent` is 0 for none.
 
-    `is_server` is True for rows whose span is sent as a server span if it is a request. `remote` is the number of the
-    remote parent of the row's tree, `NONE` for none.
+    `is_server` is True if a request in this row is a server span. `remote` is the number of the tree's remote parent,
+    or `NONE`.
     """
 
     high: UInt64s
@@ -66,10 +60,10 @@ class RowIds(NamedTuple):
 
 
 class SpanPacker:
-    """Packs the rows of one process in a trace.
+    """Encodes the rows of one process in a trace as spans.
 
-    `threads` has the names of threads by native id. In a merged trace, `part` is this process, with its native ids.
-    `links` and `interruptions` are by row.
+    `threads` has the names of threads by native id. If several processes are in the trace, `part` is this process.
+    `links` and `interruptions` have row numbers as keys.
     """
 
     def __init__(
@@ -273,8 +267,8 @@ class SpanPacker:
 
 
 def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
-    """Return the heads of spans with the same layout. A head has bytes that all spans share, and the fields of its
-    span."""
+    """Return the head of each span: its encoded fields of fixed width, such as ids and times. All spans have the same
+    `layout`."""
     parts = form.list_head_parts(layout)
     widths = [part if isinstance(part, int) else len(part) for _, part in parts]
     shared = b"".join(bytes(part) for _, part in parts)
@@ -308,17 +302,17 @@ def _make_pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> t
 
 
 Number = tuple[Int64s, Bools | None]
-"""A measured number: its value in each row, and a mask of the rows that have the number, None for all rows."""
+"""A measured number: its values by row, and a mask of the rows with a value (None for all rows)."""
 
 
 # ---------------------------------------------------------------- ids
 
 
 class SpanIds:
-    """The ids that a collector gets for the rows of a trace. `ids` has one entry per process, and `process` the index
-    of each row's process if there are several.
+    """The ids that a collector gets for the rows of a trace. `ids` has one entry per process. If there are several,
+    `process` has the index of each row's process.
 
-    `trace.own_id` has each span's number in its process. `absent` has the numbers of parents and roots without a row.
+    `trace.own_id` has each span's number in its process, `absent` those of parents and roots without a row.
     """
 
     def __init__(

@@ -1,10 +1,8 @@
 """Packs spans and metrics as OTLP's protobuf messages, with attributes under OpenTelemetry's names.
 
-The fields that all spans of a site share are packed once. A device interval is sent as a child span of the span that
-enqueued the work.
-
-A distribution is sent as an exponential histogram, from which a collector computes any percentile. At scale `s`, each
-bucket ends at a power of 2 ** (2 ** -s). Adjacent buckets are merged in pairs until at most `MOST_BUCKETS` remain.
+A device interval is sent as a child of the span that enqueued the work. A distribution is sent as an exponential
+histogram. At scale `s`, each bucket ends at a power of 2 ** (2 ** -s). Adjacent buckets are merged in pairs until at
+most `MOST_BUCKETS` remain.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ IS_REMOTE = 0x200
 """The bit of a span's OTLP flags that marks a parent in another process (opentelemetry-proto, SpanFlags)."""
 
 HAS_IS_REMOTE = 0x100
-"""The bit of a span's OTLP flags that marks `IS_REMOTE` as known."""
+"""The bit of a span's OTLP flags that makes the bit `IS_REMOTE` valid."""
 INTERNAL_KIND, SERVER_KIND = b"\x30\x01", b"\x30\x02"
 _MASK = (1 << 64) - 1
 _pack_double = struct.Struct("<Bd").pack
@@ -167,7 +165,7 @@ def pack_resource(attributes: Mapping[str, object]) -> bytes:
 
 
 def pack_request(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
-    """Pack a request of spans or metrics under a packed resource. Entries in `foreign` get no schema URL."""
+    """Pack an OTLP request: a packed resource with spans or metrics. Entries in `foreign` get no schema URL."""
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", find_version()))
     of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
     without_schema = pack_field(b"\x12", b"".join((scope, *foreign))) if foreign else b""
@@ -237,7 +235,7 @@ def _pack_key(key: str) -> bytes:
 
 @lru_cache(maxsize=1024)
 def pack_int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
-    """Return the bytes of a KeyValue in front of its integer value, which is a varint of `varint_bytes`."""
+    """Return the bytes of a KeyValue before its integer value. The value is a varint of `varint_bytes` bytes."""
     head = _pack_key(key) + b"\x12" + encode_varint(varint_bytes + 1) + b"\x18"
     return tag + encode_varint(len(head) + varint_bytes) + head
 
@@ -341,7 +339,7 @@ class Point:
 
 @dataclass(slots=True)
 class Series:
-    """A metric with its points. The points of a delta count from the last delivery."""
+    """A metric with its points. With `is_delta`, the points count from the last delivery."""
 
     name: str
     unit: str

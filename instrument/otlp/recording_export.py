@@ -1,7 +1,7 @@
-"""Exports one recording: reads its new rows, and passes the spans of settled requests to an exporter.
+"""Exports one recording: reads its new rows, and passes the spans of decided requests to an exporter.
 
-The exporter writes into the recording how many rows were read, sent, dropped or lost, so a later exporter can continue.
-A request is marked as settled before its first span is sent, so no span is sent twice.
+The progress is stored in the recording, so that a later exporter can continue. It is stored before the first span of a
+request is sent, so that no span is sent twice.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class RecordingExport:
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
     def send_spans(self, spans: Sequence[Span]) -> None:
-        """Send the spans that tail sampling has dropped from a window."""
+        """Send spans of a window, although tail sampling has dropped them."""
         reading = self._reading
         if reading is None or not spans:
             return
@@ -360,7 +360,7 @@ class RecordingExport:
         return reading.metering.has_settled_metrics or time.monotonic() - self._superseded_at > LAST_METRICS_S
 
     def finish_export(self) -> Mapping[str, int]:
-        """End the export. Return the unreported counts of spans by fate; requests that never ended are abandoned.
+        """End the export. Return the unreported counts of spans by fate. Requests that never ended count as abandoned.
 
         The session must have ended, and no span may be waiting.
         """

@@ -1,4 +1,4 @@
-"""Counts the metrics of one recording, from the rows that its exporter reads.
+"""Counts the metrics of one recording, from the spans that the recording's exporter reads.
 
 The counts are written into the recording before and after they are sent. Another agent's exporter, or the process
 itself, can then continue from these counts.
@@ -45,13 +45,13 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""The time in ns until the next snapshot if the last one lacks spans that had ended when it was requested."""
+"""The time in ns until a further snapshot if the last snapshot lacked spans that had ended before it was requested."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """The age in ns above which a gauge's sample is left out of a scrape."""
 
 RELEASE_S = 0.5
-"""The maximum number of seconds to wait for the answer to sent metrics before another exporter may continue."""
+"""The maximum seconds to wait for the collector's answer at the end, before another exporter takes over."""
 
 
 GROUPS: dict[tuple[str, str], set[str]] = {}
@@ -150,7 +150,7 @@ class Metering:
         self._meter.add_exemplar(request, *self._facts.ids.ids_of_root(request))
 
     def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
-        """Store which requests have ended. The recording is read afterwards, so that the read finds all of them."""
+        """Count the ended requests before the recording is read, so that the read includes all their rows."""
         if meters:
             self._asked_ns, self._due_ns = time.monotonic_ns(), 0
         if (self._is_snapshot_due or scrapes) and self._facts.metered.asks and self._ended is None:

@@ -1,4 +1,4 @@
-"""Reads the new rows of one recording as columns, with their device times, and the recording's totals."""
+"""Reads the new spans of a recording as columns, with device times, and the recording's running totals."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ ROWS_AT_ONCE = 10_000
 """The maximum number of rows of one read, to bound the reader's memory."""
 
 AHEAD_ROWS = 30_000
-"""The maximum number of rows that are read between two rounds of settling. Further rows wait in the recording."""
+"""The maximum number of rows to read before the next decision about due requests. Further rows wait in the
+recording."""
 
 DEVICE_WAIT_NS = 2 * 10**9
 """The maximum time in ns for which spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The maximum number of past reads that are remembered, each with its time and its count of device intervals."""
+"""The maximum number of past reads whose time and count of device intervals are stored."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 
@@ -41,7 +42,7 @@ class RecordingReader:
     """Reads one recording, from the rows after the last read.
 
     One thread uses an instance. `rows` has the waiting rows. `seen` counts the rows that were read, `missed` the rows
-    that were overwritten before they could be read. `places` has the next row of each ring, by the ring's number.
+    that were overwritten earlier. `places` has the next row of each ring, by the ring's number.
     """
 
     def __init__(self, mapped: Mapped, progress: Progress, facts: ExportFacts) -> None:
@@ -89,7 +90,7 @@ class RecordingReader:
     def read_totals(
         self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None
     ) -> Tally:
-        """Return the current totals of the sites that `is_counted` selects in a call tree, by default of requests."""
+        """Return the current totals of requests, or of the sites that `is_counted` selects in a call tree."""
         tally = self._mapped.tally(is_counted or (lambda tree: tree.map_sites(is_request)))
         return tally.merge_threads() if merged else tally
 
@@ -174,7 +175,7 @@ class RecordingReader:
     # ---------------------------------------------------------------- device times
 
     def note_interval_count(self) -> None:
-        """Store the current number of device intervals, before the settled time is read."""
+        """Store the current number of device intervals. The caller reads the settled time afterwards."""
         count = self._mapped.interval_count()
         if not self._interval_counts or self._interval_counts[-1][1] != count:
             self._interval_counts.append((time.monotonic_ns(), count))

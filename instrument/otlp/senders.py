@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @cache
 def import_once(name: str) -> Any:
-    """Return a module by its name. An agent's exporter has imported `http.client` earlier, without TLS."""
+    """Import a module, or return it from the cache. An agent's exporter has cached `http.client` without TLS."""
     return import_module(name)
 
 
@@ -307,7 +307,8 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""The gRPC statuses after which an OTLP client retries, after RESOURCE_EXHAUSTED only if the answer has a RetryInfo."""
+"""The gRPC statuses after which an OTLP client retries. RESOURCE_EXHAUSTED counts only with a RetryInfo in the
+answer."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
 """The texts with which gRPC in C, Go, Rust and Java refuses a request that is too large."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")

@@ -1,6 +1,7 @@
-"""Reads the current span and the resource of the service's own OpenTelemetry SDK, and makes our resource from it.
+"""Reads the current span and the resource of the service's own OpenTelemetry SDK.
 
-It also turns OpenTelemetry's instrumentation of libraries off on our threads.
+The resource that we send includes the attributes of that resource. On our own threads, OpenTelemetry's instrumentation
+of libraries is turned off.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.d
 def merge_resource_attributes(
     origin: Origin, instance: str, detected: Mapping[str, object], provider: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the resource of this process. The provider's attributes have priority, then the profile's, then detected
-    ones."""
+    """Return the resource of this process. Attributes of the service's tracer provider have priority, then the
+    profile's, then detected attributes."""
     own_attributes = make_resource(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
     merged = {**own_attributes, **detected}
     for attributes in ({"service.name": origin.service}, provider):

@@ -42,7 +42,7 @@ Objects = NDArray[np.object_]
 
 
 class RareMembers(NamedTuple):
-    """The members that few spans have: an outcome, links, events and a count of dropped events."""
+    """The parts that few spans have: an outcome, links, events and a count of dropped events."""
 
     status: tuple[bool, str] | None
     links: Sequence[LinkedSpan]
@@ -51,13 +51,12 @@ class RareMembers(NamedTuple):
 
 
 Part = tuple[str, bytes | int]
-"""A part of a head, as a pair. It has "" and the bytes that all spans of a layout share, or a field's name and its
-width in bytes."""
+"""A part of a span's head: ("", constant bytes), or (name of a field, its width in bytes)."""
 
 
 class PackedRows(NamedTuple):
-    """Entries in the order of their rows, each followed by its device intervals. `pieces` has four columns, `sizes` the
-    bytes of each entry, `ends` the number of entries up to the end of each row."""
+    """Encoded spans by row, each followed by its device intervals. A span or interval has four `pieces` and a size in
+    bytes (`sizes`). `ends` has the number of entries up to the end of each row."""
 
     pieces: Objects
     sizes: Int64s
@@ -90,20 +89,20 @@ class ProtobufForm:
     """The protobuf encoding of spans in `ScopeSpans.spans`."""
 
     end = b""
-    """The bytes that end a span without rare members."""
+    """The bytes that end a span without rare fields."""
     around = 1
     """The number of bytes of an entry that its length field does not count: the tag in front of the length."""
     types: Mapping[str, str] = _TYPES
     """The numpy types of fields with a fixed size. All other fields of a head are texts or varints."""
 
     length_widths = staticmethod(count_varint_bytes)
-    """Return the encoded size of the length of each entry, in bytes."""
+    """Return the number of bytes of each entry's length field."""
 
     def measure_values(self, name: str, values: NDArray[Any]) -> Int64s:
         return np.zeros(len(values), dtype=np.int64) if name in _TYPES else count_varint_bytes(values)
 
     def list_head_parts(self, widths: Mapping[str, int]) -> Sequence[Part]:
-        """Return the parts of a head, for the widths of its fields in bytes. A width of 0 leaves a field out."""
+        """Return the fixed bytes and the fields of a span's head. `widths` are in bytes; width 0 leaves a field out."""
         parts: list[Part] = [("", b"\x12"), ("length", widths["length"]), ("", b"\x0a\x10"), ("high", 8), ("low", 8)]
         parts += [("", b"\x12\x08"), ("own", 8)]
         parts += [("", b"\x22\x08"), ("parent", 8)] if widths["parent"] else []
@@ -114,7 +113,6 @@ class ProtobufForm:
         return [part for part in parts if part[1]]
 
     def encode_values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        """Return the encoded values of a field, or unencoded ones for a field in `types`."""
         return values if name in _TYPES else encode_varints(values, width)
 
     def encode_shared_facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
@@ -134,7 +132,6 @@ class ProtobufForm:
         return b"".join([*packed, *map(pack_link, members.links)])
 
     def encode_tracestate(self, state: str) -> bytes:
-        """Encode a `tracestate`, which precedes the other members."""
         return pack_text(b"\x1a", state)
 
 
@@ -165,7 +162,7 @@ def split_into_requests(
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 SPANS_IN_A_LINE = 1_000
-"""The number of spans after which a line ends. The line still completes the current span tree."""
+"""The number of spans after which a line ends, once the current span tree is complete."""
 
 
 def make_json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
@@ -251,7 +248,7 @@ def encode_decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
 
 
 class JsonForm:
-    """The JSON encoding of spans in `ScopeSpans.spans`, with a comma before each."""
+    """The JSON encoding of spans in `ScopeSpans.spans`, with a comma before each span."""
 
     end = b"}"
     around = 0

@@ -28,8 +28,8 @@ CLOCK_DRIFT_NS = 10**6
 """The minimum drift of the wall clock in ns that is corrected, and the minimum time in ns between two corrections."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The least change of the wall clock in ns that shows that it was set, or that the machine was suspended. A smaller
-change is drift."""
+"""The change of the wall clock, in ns, from which the clock counts as set or the machine as suspended. A smaller change
+is drift."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 SENDING = "sending"
@@ -96,7 +96,7 @@ class RequestQueue:
     """A bounded queue of requests to send, and the requests in flight: the request that is being sent, or its parts.
 
     The queue counts spans by fate. `reason` is the cause of the latest loss. Any thread may call any method. The lock
-    lets a signal handler interrupt its owner.
+    is reentrant, because a signal handler may interrupt its owner.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class RequestQueue:
         self._counts = dict.fromkeys((*FATES, "requests"), 0)
 
     def offer_request(self, body: Body, source: Source) -> None:
-        """Queue one request. Drop the oldest ones above `QUEUE_BYTES`."""
+        """Queue one request. Drop the oldest requests above `QUEUE_BYTES`."""
         with self.lock:
             self._count_offered(source, body.spans)
             self._waiting.append(QueuedRequest(*body, source))
@@ -138,13 +138,12 @@ class RequestQueue:
             return self._in_flight[-1]
 
     def replace_request(self, request: QueuedRequest, parts: Sequence[QueuedRequest]) -> None:
-        """Replace a request in flight by its parts."""
         with self.lock:
             if request in self._in_flight:
                 self._in_flight[:] = [*(peer for peer in self._in_flight if peer is not request), *parts]
 
     def settle_request(self, request: QueuedRequest, verdict: Response) -> None:
-        """Count the spans of a request in flight by fate. A request that was given up has its fate already."""
+        """Count the spans of a request in flight by fate. Spans of a request that was given up are counted already."""
         with self.lock:
             request.source.counts[SENDING] = 0
             if request in self._in_flight:
@@ -187,7 +186,6 @@ class RequestQueue:
             counts["pending"] += spans
 
     def _count_fate(self, source: Source, fate: str, spans: int) -> None:
-        """Move a number of a source's spans from pending to a fate."""
         if spans:
             for counts in (self._counts, source.counts):
                 counts[fate] += spans

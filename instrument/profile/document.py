@@ -33,7 +33,7 @@ DEPTH = 32
 
 
 class _Refused(Exception):  # noqa: N818 - no error of the caller: the problems are noted, the reading continues
-    """An exception that ends the reading of a node. Its problems have been noted."""
+    """An exception that ends the reading of a node whose problems have been noted."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -98,7 +98,7 @@ class Document:
 
     @contextmanager
     def refuse_incomplete_node(self) -> Iterator[None]:
-        """Refuse the current node after the `with` block if a part of it was refused in the block."""
+        """A context manager that refuses the current node at the end if a part of the node was refused inside."""
         faults = self.faults
         yield
         if self.faults > faults:
@@ -109,10 +109,11 @@ class Document:
 class YamlNode:
     """A value of a document, with its path, line and column (from 1). The `kind` `broken` marks a value with problems.
 
-    A scalar's `text` has its references replaced, and `written` has the references if a variable may be secret. `plain`
-    is True for text without quotes. `variable` names the variable that gives the whole text. `unset` is the node
-    without this variable, if the variable is one of `STANDARD`. A list has `items`, a mapping has `pairs` of keys and
-    values by name.
+    - `text`: a scalar's text, with references replaced by values; `written` keeps references that may be secret
+    - `plain`: True for text without quotes
+    - `variable`: the variable that gives the whole text
+    - `unset`: the value without that variable, for a variable of `STANDARD`
+    - `items`, `pairs`: the items of a list, the keys and values of a mapping
     """
 
     document: Document = field(repr=False)
@@ -154,8 +155,8 @@ class YamlNode:
         return f"{self.key_path}.{name}" if self.key_path else name
 
     def note_problem(self, allowed: str, *, actual: str = "", near: str = "") -> None:
-        """Note a problem. `allowed` and `actual` describe the allowed and the actual value. `near` is the value that
-        was probably meant."""
+        """Note a problem, with descriptions of the allowed and the actual value. `near` is the value that was probably
+        meant."""
         document, path = self.document, self.key_path
         path = clip_text(path or "profile") if path.isprintable() else ascii(clip_text(path))
         suggestion = f"; did you mean '{clip_text(near)}'?" if near and not self.written else ""
@@ -168,7 +169,7 @@ class YamlNode:
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
-        """Return True if `read` accepts the node. Otherwise note its problems as remarks that end with `instead`."""
+        """Return True if `read` accepts the node. Otherwise turn its problems into remarks that end with `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt_read(read)
         if document.faults == faults:
@@ -198,7 +199,7 @@ _UNSTORABLE = late_pattern("[\0\ud800-\udfff]")
 
 
 def without_secrets(text: str) -> str:
-    """Remove credentials and query from a text that is a URL."""
+    """Remove credentials and query if a text is a URL."""
     before, at, after = text.rpartition("@")
     if at and "//" in before:
         text = f"{before.partition('//')[0]}//***@{after}"
@@ -461,8 +462,8 @@ def make_whole_number_reader(least: int) -> Read:
 
 
 SMALL = 1024
-"""The least number without a unit for which an error message about a size suggests bytes. For a smaller number, the
-message suggests the unit of the example in the message."""
+"""The number from which an error message suggests bytes for a size without a unit. Below it, the message suggests the
+example's unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")

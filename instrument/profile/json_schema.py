@@ -52,7 +52,7 @@ _MATCH: Shape = {"anyOf": [SELECTS, {"type": "array", "contains": SELECTS}]}
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {"anyOf": [_BY_TYPE, {"required": ["match"], "properties": {"match": _MATCH}}]}
 }
-"""The schemas for conditions on several keys of a section."""
+"""The schemas of sections that require a combination of keys."""
 
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 

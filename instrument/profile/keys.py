@@ -1,10 +1,8 @@
 """The reader of `profile.yaml`, driven by `KEYS`, a table of every key with the reader of its value.
 
-`load` and `loads` return a frozen `Profile`, or raise one `ProfileError` with every mistake of the file.
-`configs/everything.yaml` explains every key.
-
-A key whose value is null counts as omitted. Only in `export`, a null value switches the export on with its defaults. An
-omitted setting may come from an environment variable (`values.VARIABLES`).
+`load` and `loads` return a frozen `Profile`, or raise one `ProfileError` with every mistake. An omitted setting may
+come from an environment variable (`values.VARIABLES`). A null value counts as omitted, but under `export` it switches
+the export on with its defaults. `configs/everything.yaml` explains every key.
 """
 
 from __future__ import annotations
@@ -99,7 +97,7 @@ REMOVED: Mapping[tuple[str, str], str] = {("frameworks", "nodes"): _NODES, ("con
 
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
-    """Return a profile with an engine's preset: function rules after its own, and merged request rules."""
+    """Return a profile with an engine's preset: its function rules come last, its request rules are merged."""
     preset = load(preset_path(ENGINES[package]))
     requests = profile.requests
     for more in preset.requests:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from instrument.runtime.cheap_start import dataclass, field, fields_of
 
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
-"""The kinds of spans."""
 
 PREPARING: tuple[str, ...] = ("load", "compile")
 """The phases before a service's first request: a model is loaded and compiled."""
@@ -163,7 +162,7 @@ class FunctionRule:
     - With `first_request`, the first call is the first request of the view `startup`.
     - `key` reads the key of the request that a call serves, `batch` the keys of several requests.
     - `facts` are facts of requests, and `gauges` numbers of the service.
-    - `counted` marks the rule for `schedule.step`. It changes the kind `op` of another rule to `step`.
+    - `counted` marks the rule of `schedule.step`. Its functions are of kind `step`, not `op`, also under other rules.
     - `engine` is the package of the engine whose preset has the rule.
     - `text` is the rule's name in messages, and `line` and `place` are its place in the file.
 
@@ -213,8 +212,8 @@ class LayerRule:
 class CopyRule:
     """A rule that selects memory copies to record, by framework, direction and size (at least `min_bytes`).
 
-    A framework has the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) must be named by a
-    rule.
+    A framework has the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) are recorded only
+    if a rule names them.
     """
 
     directions: tuple[str, ...] = DEVICE_DIRECTIONS
@@ -228,7 +227,7 @@ class CopyRule:
 class FrameworkRule:
     """A rule for a framework, whose functions are instrumented after its import.
 
-    With `auto`, the profile asks for all frameworks, and no report mentions that this framework is missing.
+    With `auto`, the profile asks for all frameworks, and no report mentions a missing framework.
     """
 
     name: str
@@ -309,7 +308,7 @@ Comparison = tuple[str, str | bool | int | float]
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A condition on an attribute: any of the comparisons is true."""
+    """A condition on an attribute. It is true if any of the comparisons is true."""
 
     attribute: str
     any_of: tuple[Comparison, ...]
@@ -449,7 +448,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The exports of a profile. One that is None is off."""
+    """The exports of a profile, each None if it is off."""
 
     recording: Recordings | None = None
     chrome: Chrome | None = None

@@ -25,11 +25,12 @@ _CLASS = ""
 """The key for the class name in a saved dataclass. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of the variables that the reader of profiles iterates over. All of them count as used by the profile."""
+"""The prefix of environment variables that all count as inputs of the profile, because its reader iterates over
+them."""
 
 
 class Consulted(Mapping[str, str]):
-    """The environment as a mapping that collects the names of the variables that are read."""
+    """A mapping of the environment that notes the names of the variables that are read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = user_settings(environ)

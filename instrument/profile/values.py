@@ -201,8 +201,7 @@ _timing_header = text_reader(
 
 @with_schema({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, make_text_schema(rf"header {HEADER_NAME_SYNTAX}")]})
 def read_server_timing(node: YamlNode) -> str:
-    """Read the choice of answers with timings. "true" is for all, "header NAME" for requests with this header, "" for
-    none."""
+    """Read which answers have timings: "true" for all, "header NAME" for requests with this header, "" for none."""
     if node.is_off:
         return ""
     return "true" if node.kind == "bool" else str(_timing_header(node))
@@ -433,8 +432,7 @@ FOLLOWED: Mapping[str, tuple[str, str]] = {
 }
 """Further OpenTelemetry variables that the export honours, each with its setting and the honoured values.
 
-An exporter `none` turns off its signal. The propagators read a caller's trace. OpenTelemetry variables that are in
-neither `FOLLOWED` nor `VARIABLES` are ignored.
+Variables in neither `FOLLOWED` nor `VARIABLES` are ignored.
 """
 
 _OF_ITS_SDK = "OTEL_PYTHON_"

@@ -33,25 +33,26 @@ from instrument.proposal.function_choice import (
 from instrument.proposal.observation import Observation, ObservedNode
 
 KEYS, BATCHES = 3, 3
-"""The maximum number of rules with a key outside of requests, and of rules with a batch."""
+"""The maximum numbers of rules outside of requests: with a key, and with a batch."""
 
 LOOKS = 3
-"""The minimum number of observed values of an argument that may be a key. Another function must share as many."""
+"""The minimum number of observed values of a possible request key. A second function with as many shared values
+confirms it."""
 
 DISTINCT = 0.8
-"""The minimum share of distinct values with which an argument may be a key of requests."""
+"""The minimum share of distinct values for a possible request key."""
 
 SHARED = 0.5
-"""An argument outside of requests gets a rule only if at least this share of its values are keys of requests."""
+"""The minimum share of an argument's values that must be keys of requests for a rule outside of requests."""
 
 LEAST_BATCH = 0.05
-"""A function with batches gets a rule only with at least this share of the work outside of requests."""
+"""The minimum share of the work outside of requests for a rule on a function with batches."""
 
 PASSED = 0.95
-"""A function may name the requests only if it has at least this share of the most called candidate's calls."""
+"""The minimum calls of the function that names the requests, as a share of the most called candidate's calls."""
 
 COVERED = 0.8
-"""A function with batches gets no rule if its callees with batches take at least this share of its time."""
+"""The share of a batch function's time from which its callees with batches replace it in the proposal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class _Path:
 
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
-    """Add keys and batches to the rules of a choice. A function without a rule gets one."""
+    """Add keys and batches to the proposed rules. A function without a rule gets a rule."""
     inside = _group_calls_below(choice.requests)
     key_path = _choose_key_path(observation, choice, inside)
     if key_path is None:
@@ -128,7 +129,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 
 
 def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallGroup]) -> _Path | None:
-    """Choose the argument whose values occur in the most other functions. It is the best name for requests."""
+    """Choose the argument that identifies requests best: its values occur in the most other functions."""
     count = CallGroup(choice.requests).calls
     values_elsewhere = [
         set().union(*(ids.digests for ids in paths.values()))
@@ -163,7 +164,7 @@ def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: M
 def _choose_batch_functions(
     paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, CallGroup]
 ) -> dict[str, _Path]:
-    """Return the functions whose calls serve batches. A function's callees replace it if they take most of its time."""
+    """Return the functions whose calls serve batches, or their callees if these take most of the time."""
     best = _pick_best_paths(paths)
     chosen: dict[str, _Path] = {}
     for label in sorted(best, key=lambda label: (_min_depth(outside[label]), -outside[label].total_ns, label)):
@@ -350,7 +351,7 @@ def _comment_lines(paragraphs: Iterable[str]) -> list[str]:
 
 
 def _find_ignored_paths(observation: Observation, preset: str) -> list[str]:
-    """Return the paths of the preset and of observed probes, [] if the preset ignores all probes."""
+    """Return the paths of the preset and of observed health checks. Return [] if the preset has all health checks."""
     ignored = [path for rule in load(preset_path(preset)).requests for path in rule.ignore]
     probes = {path for node in observation.nodes() if is_health_check_path(path := _request_path(node))}
     return [*ignored, *sorted(probes - set(ignored))] if preset == "serving" and probes - set(ignored) else []
@@ -464,7 +465,7 @@ def _count_layers(layers: CallGroup) -> int:
 
 
 def _choose_patterns(by_pattern: Mapping[str, CallGroup], whole_ns: int) -> list[str]:
-    """Choose patterns for repeated blocks, for the layers directly inside them, and for large layers elsewhere."""
+    """Choose patterns for a model's layers: repeated blocks, the layers directly in them, and other large layers."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(
         (

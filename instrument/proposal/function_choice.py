@@ -1,8 +1,9 @@
-"""Choose the functions that the profile of `instrument init` records, from the call trees that it has observed.
+"""Choose the functions that the profile of `instrument init` records, from the observed call trees.
 
 A function gets a rule if its self time is large, or if it calls two or more functions with a rule. Layers, copies, and
-functions with too short or too frequent calls get no rule. A service without requests has units of work: functions that
-`main` or a thread's body calls repeatedly.
+functions with too short or too frequent calls get no rule.
+
+In a service without requests, the functions that `main` or a thread's body calls repeatedly are the units of work.
 """
 
 from __future__ import annotations
@@ -43,15 +44,14 @@ def share_text(share: float) -> str:
 
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The minimum self time for a rule, as a share of the time of all requests, of all units of work, or of the run. It
-doubles for a function with a leading underscore."""
+"""The minimum self time for a rule, as a share of the time of requests, of units of work, or of the run. It doubles for
+names with a leading underscore."""
 
 LEAST_SPLIT = 0.1
-"""A function whose callees divide its time gets a rule only with at least this share of the time of requests or units
-of work."""
+"""The minimum share of the time, of requests or units of work, for a rule on a function with several large callees."""
 
 LEAST_PART = 0.02
-"""The minimum share of a callee in its caller's time to count as dividing that time."""
+"""The minimum share of a function's time from which a callee counts as large."""
 
 SHORT_NS = 5_000
 """The minimum mean time of a call in ns. A faster function gets no rule, because recording would distort its time."""
@@ -66,8 +66,8 @@ LOADING_NS = 50_000_000
 """The minimum total time in ns per process with which a loading function gets a rule."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""A function with at least the first share of its request's time, and less self time than the second, gets no rule. Its
-span would repeat the request's span."""
+"""The minimum total time and the maximum self time of a function that only repeats its request's span. It gets no rule.
+Both are shares of the request's time."""
 
 RULES = 12
 """The maximum number of rules for functions, except those for loading, requests, steps, keys and batches."""
@@ -174,7 +174,7 @@ def group_nodes_by_label(nodes: Iterable[ObservedNode]) -> dict[str, CallGroup]:
 
 
 def function_name(label: str) -> str:
-    """Return the function's name from its label in snake case: `handle_request` for `app:Server.handleRequest`."""
+    """Return a function's name in snake case: `handle_request` for the label `app:Server.handleRequest`."""
     name = label.rpartition(":")[2].rpartition(".")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -298,8 +298,8 @@ class _Chooser:
             )
 
     def _propose_functions_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[RuleProposal]:
-        """Propose rules for the functions that the call paths `tops` call. A function needs the share `least` of their
-        time as self time. A function also gets a rule if it calls several such functions."""
+        """Propose rules for functions below the call paths `tops`. A function needs a self time of at least the share
+        `least` of the paths' total. A function also gets a rule if it calls several such functions."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return

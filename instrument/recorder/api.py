@@ -1,7 +1,7 @@
 """The functions of `import instrument` that a service's own code calls.
 
 They open, annotate, rename and end spans, and set gauges, counters and histograms. The recording has the current value
-of each of these metrics. Once per interval the value is also added to a ring, for timelines.
+of each metric and, for timelines, one value per interval.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def scope_end(opened: Scope | str | None = None, *, error: BaseException | None 
 def annotate(attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
     """Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({"usage.tokens": 3})``.
 
-    The span may be of a function, a layer, a scope or a request, opened here or where this task or thread was started.
-    Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one type; a span has at most 128.
-    Any other value is left out and counted. A name that is set again has the new value. Does nothing without an open
-    span or a recording. Never raises.
+    The span may be a function's, a layer's, a scope's or a request's. The code that started this task or thread may
+    have opened it. Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one type. A span has
+    at most 128 values. Any other value is left out and counted. A name that is set again has the new value. Does
+    nothing without an open span or a recording. Never raises.
     """
     RECORDER.annotate_innermost(attributes, **more)
 
@@ -64,7 +64,7 @@ def annotate(attributes: Mapping[str, object] | None = None, /, **more: object) 
 def annotate_request(attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
     """Add facts to the request that is open around the innermost span: ``annotate_request(tier="gold")``.
 
-    Otherwise as `annotate`.
+    Values, limits and errors are as in `annotate`.
     """
     RECORDER.annotate_request(attributes, **more)
 
@@ -134,7 +134,7 @@ class Number(core.Number):
         return _find_or_make_metric, (self._kind, *self._settings)
 
     def refuse(self, value: object) -> None:
-        """Count a refused value, and log the first of its kind."""
+        """Count a value that the metric refuses. The first refusal of each kind is logged."""
         takes = {GAUGE: "`set` takes finite numbers", COUNTER: "`add` takes finite numbers from 0 on"}.get(
             self._kind, "`record` takes finite numbers"
         )
@@ -148,7 +148,7 @@ _numbers: dict[tuple[str, str], Number] = {}
 
 
 def _find_or_make_metric(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number:
-    """Return the metric with a name. All names beyond `MOST_GAUGES` share a metric without a value."""
+    """Return the metric with a name. Beyond `MOST_GAUGES` names, all further names share a metric without a value."""
     number = _numbers.get((kind, name))
     if number is None and len(_numbers) >= MOST_GAUGES:
         kind, name = "", ""

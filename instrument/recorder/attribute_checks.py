@@ -222,7 +222,7 @@ def read_first_items(values: Any, most: int) -> list[Any]:
 
 
 class UnreadError(TypeError):
-    """A batch of keys is a tensor that cannot be read."""
+    """The keys of a batch cannot be read, for example from a tensor on a device."""
 
 
 _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozenset, numbers.Number)

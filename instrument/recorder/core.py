@@ -1,6 +1,6 @@
 """The core of the recorder: the C module or, if that is missing, a substitute that records nothing.
 
-Functions off the hot path, which mute sites or read rows and totals, are in Python.
+Functions off the hot path are in Python, such as the functions that read recorded spans and totals.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ else:
 
 
 MOST_SITE_SHAPES = 65_536
-"""The maximum number of sites whose kind of probe is stored. It limits the memory of a service that decorates a
-function per request."""
+"""The maximum number of sites with a stored kind of probe, to bound the memory if a service decorates functions per
+request."""
 
 
 class Readback(Core):
-    """A core that mutes sites, annotates open spans, and reads its own recording."""
+    """A recorder's core with methods that mute sites, annotate open spans, and read its own recording."""
 
     scope_name_limit: int
     irregular: Counter[str]
@@ -110,7 +110,7 @@ class Readback(Core):
         return True
 
     def allow_muting(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Allow a site to be muted. `function` is its probe, made by `wrap`, or None if the probe reads `passes`
+        """Allow a site to be muted. `function` is a wrapper made by `wrap`, or None for a probe that reads `passes`
         itself."""
         if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return
@@ -142,7 +142,7 @@ class Readback(Core):
         self._set_passing(site, None)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Make a site's functions count their calls by `passing` without a span, or record again if it is None."""
+        """Let a site's functions only count their calls, in `passing`. With None, they record again."""
         for function in list(self._mutable.get(site) or ()):
             wrapping.set_call_switch(function, passing or self)
 
@@ -204,7 +204,7 @@ class Readback(Core):
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
-        """Return the number of spans that have lost their rows, by reason. The tally still counts them."""
+        """Return the number of spans that have lost their rows, by reason. The totals still count them."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
         too_short = sum(ring.too_short for ring in self.rings()) + sum(self._read_header_field("ended_too_short"))
         losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": too_short}

@@ -111,7 +111,7 @@ MANUAL = 2
 """The core's flag for a span that only `end_manual` may close."""
 
 STEP = "step"
-"""The kind of probe for a generator's later steps."""
+"""The kind of probe for the steps of a generator after the first."""
 
 REQUEST = "request"
 """The kind of probe for an ASGI request."""
@@ -316,7 +316,7 @@ class Recorder(Readback):
         self.write_facts(facts)
 
     def _take_memory(self, room_bytes: int, directory: str, disk_bytes: int) -> None:
-        """Record into a new memory from the next reset on."""
+        """Allocate a new memory. The recorder writes into it from the next reset on."""
         try:
             new_memory = memory.make_memory(room_bytes, directory, disk_bytes)
             try:
@@ -344,7 +344,7 @@ class Recorder(Readback):
             HEADER.write(self.memory, state=RUNNING if on else OFF)
 
     def find_part_memory(self, name: str) -> memory.SlotRoom | None:
-        """Return the memory of a part that Python code writes. Return None if the recording is private."""
+        """Return a part of the recording's memory, into which Python code writes. Return None without memory."""
         return None if self.memory is None else memory.SlotRoom.from_part(self.memory, name)
 
     def write_goodbye(self) -> None:
@@ -446,7 +446,7 @@ MOST_DEVIATION_NS = 50_000
 
 
 class Ticks:
-    """The choice of a recorder's clock: the time stamp counter of the processor while it is exact, else the monotonic
+    """The choice of a recorder's clock: the processor's time stamp counter while it is exact, else the monotonic
     clock."""
 
     def __init__(self, recorder: Recorder) -> None:

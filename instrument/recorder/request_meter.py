@@ -1,7 +1,7 @@
 """The meter, which counts the metrics of a process from its recording, for OTLP and Prometheus.
 
-Requests are counted by endpoint, status and error from the rows of the rings, so the service's threads do nothing for
-metrics. Requests whose rows were overwritten are counted from the tally, without a status.
+Requests are counted by endpoint, status and error from their recorded spans, so the service's threads do nothing for
+metrics. Requests with overwritten spans are counted from the recording's running totals, without a status.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
 
 @dataclass(slots=True)
 class _Counts:
-    """The counts of a meter, as they are stored for the next one."""
+    """The saved counts of a meter, from which the next meter continues."""
 
     start_ns: int
     histograms: Mapping[str, list[tuple[Labels, Distribution]]]
@@ -79,7 +79,7 @@ class _Counts:
 
 
 class MeteredRows(Protocol):
-    """The methods that a `Meter` needs of a reader of a recording."""
+    """The methods of a recording's reader that a `Meter` calls."""
 
     def open_rows(self) -> Iterable[tuple[int, Row]]: ...
 
@@ -91,8 +91,7 @@ class MeteredRows(Protocol):
 
 
 class Meter:
-    """A counter for all metrics of one process, from `start_ns` on. Only the thread that reads the rings may call
-    `count` and `snapshot`.
+    """A counter for all metrics of one process, from `start_ns` on. Only the thread that reads the rings may use it.
 
     - `generations`: the HTTP routes whose answers a model generates
     - `watches`: True if batches and generating functions also have metrics
@@ -200,7 +199,7 @@ class Meter:
                 self._histograms.add(BATCH_SIZE.name, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
 
     def count_ended(self) -> Ended:
-        """Return the ended requests of the tally. The meter may not have read their rows yet."""
+        """Return the ended requests from the running totals. The meter may not have read their rows yet."""
         totals = self._read_metered_totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
         endpoints = totals.tree.map_sites(
@@ -251,8 +250,8 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Count the calls of functions from the tally. Functions with marks from earlier calls are also counted. After
-        a reload, a function's new site continues the series of its old site."""
+        """Count calls from the running totals, of the functions with these or earlier `marks`. After a reload, a
+        function's new site continues the series of its old site."""
         self._asked_for.update(marks)
         if not marks:
             return
@@ -364,7 +363,7 @@ def count_queued_tasks() -> Mapping[str, int]:
 
 
 _POOL_NUMBER = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""A pattern of the number that follows the pool's name in a pool thread's name."""
+"""A pattern of the number after the pool's name in the name of a pool's thread."""
 
 
 def _request_labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:

@@ -1,10 +1,10 @@
-"""Wrappers with a span around functions, coroutines and generators. They are in C, so they add no Python frame.
+"""Wrappers that record a span per call of a function, coroutine or generator. They are in C and add no Python frame.
 
 A coroutine's span stays current while the coroutine is suspended. A generator's span is current only while its body
 runs.
 
-A web handler that raises `HTTPException(404)` has served its request: statuses below 500 are no errors of the server. A
-span that a cancellation ends has an attribute with its outcome, and no error.
+A web handler that raises `HTTPException(404)` has served its request, so statuses below 500 are no errors. A cancelled
+call has an attribute with its outcome, and no error.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "tornado.web": {"HTTPError": "status_code"},
     "werkzeug.exceptions": {"HTTPException": "code"},
 }
-"""The HTTP status of each class of exceptions, or the name of the attribute with it, by module and class.
-
-The attribute is a number, or text that begins with three digits. Reading it runs no code of the service.
-"""
+"""The HTTP status of an exception, or the name of the exception's attribute for it, by module and class. The attribute
+is a number, or text that begins with three digits. Reading it runs no code of the service."""
 
 
 CANCELLED = "cancelled"
-"""The outcome of a span whose task was cancelled."""
 
 
 def outcome_of(error: BaseException) -> str | None:

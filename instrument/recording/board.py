@@ -1,7 +1,7 @@
-"""The board of a run: shared memory in which each process marks the profile's rules that it uses.
+"""The board of a run: a file in shared memory, in which each process marks the profile's rules that it uses.
 
-Each process of a service runs only some of the targets. Before a process reports a rule without a target, it checks on
-the board if another process uses the rule. Processes find the board by a path in the environment.
+A rule may match functions in only some processes of a service. A process reports a rule without a match only if no
+other process has marked it. Processes find the board by a path in the environment.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ VARIABLE = "INSTRUMENT_RUN_BOARD"
 _NAME = "instrument-run"
 
 _BYTES = 1 << 20
-"""The maximum size of a board in bytes. Further marks, of some 20 bytes each, are not written."""
+"""The maximum size in bytes of a run's shared memory for marks, which are lines of some 20 bytes."""
 
 RECORDED = "recorded"
-"""The mark on the board if a process of the run has recorded calls. That process reports the calls itself."""
+"""The mark that a process of the run has recorded calls, and reports them itself."""
 
 
 def make_board() -> Callable[[], None]:
-    """Make the board of a run, unless the run has a board. Return a function that removes the board."""
+    """Make a run's shared memory for marks of rules, unless it exists. Return a function that removes it."""
     if os.environ.get(VARIABLE):
         return lambda: None
     try:
@@ -47,12 +47,12 @@ def make_board() -> Callable[[], None]:
 
 
 def attached_mark(rule: str) -> str:
-    """Return the mark of a rule that a process of the run has attached."""
+    """Return the mark that reports a rule as attached in a process of the run."""
     return f"a {_hash_rule(rule)}"
 
 
 def called_mark(rule: str) -> str:
-    """Return the mark of a rule whose target a process of the run has called."""
+    """Return the mark that reports that a process of the run has called a rule's target."""
     return f"c {_hash_rule(rule)}"
 
 
@@ -76,8 +76,7 @@ def add_marks(rule_marks: Iterable[str]) -> None:
 
 
 def _find_board() -> Path:
-    """Return the path of the board. Raises `OSError` without one, or if its owner has ended and the path names another
-    file."""
+    """Return the path of the board. Raises `OSError` if there is no board or its owner has ended."""
     path = os.environ.get(VARIABLE, "")
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # noqa: PTH115 - not a path
         raise FileNotFoundError(path)

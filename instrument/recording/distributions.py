@@ -76,13 +76,13 @@ SERIES_LIMIT = 2_000
 """The maximum number of series per metric, as in OpenTelemetry's SDKs. Further label sets share one series."""
 
 OVERFLOW: Labels = (("otel.metric.overflow", True),)
-"""The labels, as OpenTelemetry names them, of the series that all label sets beyond `SERIES_LIMIT` share."""
+"""The labels of the series that all label sets beyond `SERIES_LIMIT` share, by OpenTelemetry's convention."""
 
 OTHER = "other"
-"""The group of all requests whose attribute value came after the maximum number of groups was reached."""
+"""The group of requests whose attribute value would exceed the maximum number of groups."""
 
 ONE = 10**9
-"""The value 1 in a distribution of counts, whose unit is 1e-9."""
+"""The number 1 in a distribution of counts, in its unit of 1e-9."""
 
 LARGEST_SUM = 10**200
 """The largest sum in a distribution, in units of 1e-9. Sums of bytes in this unit soon exceed 64 bits."""
@@ -108,13 +108,13 @@ class Distribution:
         self.buckets[index] = self.buckets.get(index, 0) + 1
 
     def add_buckets(self, more: Mapping[int, int]) -> None:
-        """Count durations of which only the buckets are known. Each counts as the lowest value of its bucket."""
+        """Count durations from buckets alone. Each duration counts as the lowest value of its bucket."""
         for index, count in more.items():
             start_ns = bucket_start(index)
             self.join(Distribution(count, count * start_ns, start_ns, start_ns, {index: count}))
 
     def add_later_calls(self, now: Distribution) -> None:
-        """Add the calls since this state of the distribution. `now` is its later state. A call remains in its bucket,
+        """Add the further calls in `now`, a later state of this distribution. A counted call remains in its bucket,
         even if its device time has moved it to another bucket in `now`."""
         calls_left = now.count - self.count
         for index, count in now.buckets.items():
@@ -160,8 +160,8 @@ MOST_EXEMPLARS = 8
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """A call in a histogram whose trace was sampled. `at_ns` is the call's end, `kept_ns` the time of the sampling
-    decision."""
+    """A call whose trace was sampled, as an example in a histogram. `at_ns` is the call's end, `kept_ns` the time of
+    the sampling decision."""
 
     value_ns: int
     at_ns: int

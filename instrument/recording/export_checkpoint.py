@@ -51,8 +51,8 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests, each with a counter of losses. If the exporter is killed, undecided
-ones count as these losses."""
+"""The counters of undecided spans and requests, each with the counter of losses that it becomes if the exporter is
+killed."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric data points that a collector did not accept."""
@@ -66,11 +66,11 @@ LARGEST_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class Progress:
-    """The checkpoint for the spans of one session.
+    """The state of the export of one session's spans.
 
     - `generation`: the number of the session
     - `places`: the next row to read of each ring, by the ring's number
-    - `settled_ns`: the monotonic time up to which ended requests are settled
+    - `settled_ns`: the monotonic time up to which ended requests were kept or dropped
     - `fates`: the counts of this session's spans, by `EXPORT_COUNTERS`
     - `before`: the unreported counts of earlier sessions
     - `is_reported`: True once the losses of this session are reported
@@ -91,7 +91,7 @@ class Progress:
 
     @property
     def unanswered_spans(self) -> int:
-        """The number of spans in the last request of an exporter that ended before the answer."""
+        """The number of spans in the last request to the collector, if it has not been answered."""
         return min(self.fates["sending"], self.unsettled_spans)
 
     def unreported_counts(self) -> dict[str, int]:
@@ -114,12 +114,12 @@ def count_undecided_as_lost(fates: MutableMapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeterState:
-    """The checkpoint for the metrics of one session.
+    """The state of the export of one session's metrics.
 
-    - `generation`: the number of the session
     - `settled_ns`: the monotonic time up to which metrics have been sent or dropped
+    - `places`: the next row to read of each ring, by the ring's number
     - `meter`: the counts from the rows before `places`
-    - `delivered`: the counts that a collector has
+    - `delivered`: the losses, and the values that the collector has accepted
     """
 
     generation: int
@@ -130,7 +130,8 @@ class MeterState:
 
 
 class _TwoCopies:
-    """A text that is written to two places of a file in turn. If a writer is killed, the earlier copy remains valid."""
+    """A text with two copies in a file. Each write replaces the older copy. If a writer is killed, the other copy is
+    valid."""
 
     _HEAD = Struct("<QII")
 

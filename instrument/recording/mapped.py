@@ -1,7 +1,7 @@
-"""The reader of a recording in memory, while the recorded process writes it or after the end of that process.
+"""The reader of a recording in memory that another process writes, or has written before its end.
 
-Another process writes the bytes, so they may be half-written, stale or invalid. The reader copies bytes before it
-checks them, and leaves out invalid values. The writer never waits for readers.
+The bytes may be half-written, stale or invalid. So the reader copies bytes before it checks them, and leaves out
+invalid values. The writer never waits for readers.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ ROWS = _numpy_type(layout.ROW)
 """The numpy type of a row (a finished span), with the layout of `memory_layout.PACKED_ROW`."""
 _NODE, _FRAME, _TOTALS = _numpy_type(layout.NODE), _numpy_type(layout.FRAME), _numpy_type(layout.TOTALS)
 INTERVALS = _numpy_type(layout.INTERVAL)
-"""The numpy type of a device interval in `memory`."""
 _SAMPLE, _NUMBER = _numpy_type(layout.SAMPLE), _numpy_type(layout.NUMBER)
 _CHUNK, _HIGH = _numpy_type(layout.CHUNK), _numpy_type(layout.HIGH)
 _FACT, _DETAIL = layout.FACT.make_struct(), layout.DETAIL.make_struct()
@@ -97,7 +96,8 @@ _FACT, _DETAIL = layout.FACT.make_struct(), layout.DETAIL.make_struct()
 
 @cache
 def _ring_type(object_bytes: int) -> np.dtype[np.void]:
-    """Return the numpy type of a ring. The first `object_bytes` bytes belong to the recorder's own object."""
+    """Return the numpy type of a slot with a ring. Its first `object_bytes` bytes are a private object of the
+    recorder."""
     return _numpy_type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
@@ -204,7 +204,8 @@ class Mapped:
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slots_at_addresses(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-        """Return the slot number of each address in the recorded process. An address outside of the part has -1."""
+        """Return the number of the slot at each address of the recorded process, -1 for an address outside of the part
+        `name`."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
@@ -316,7 +317,8 @@ class Mapped:
         }
 
     def _find_first_row_after(self, ring: _Ring, after_ns: int) -> int:
-        """Return the number of the first row in a ring that ended after a time. Rows are in the order of their ends."""
+        """Return the number of a ring's first row that ended after `after_ns`. A ring's rows are in the order of their
+        ends."""
         part, mask, at = self._parts["rows"], ring.capacity - 1, layout.ROW.fields["end_ns"][0]
 
         def has_ended_after(number: int) -> bool:
@@ -327,8 +329,8 @@ class Mapped:
         return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
 
     def find_threads_with_losses(self, since_ns: int) -> tuple[set[int], set[int]]:
-        """Return the threads that may have lost rows which ended after `since_ns`. The first set has threads whose
-        rings have overwritten rows. The second set has threads that have ended."""
+        """Return two sets of threads that may have lost rows which ended after `since_ns`: threads whose rings have
+        overwritten rows, and threads that have ended."""
         rings = [ring for ring in self._read_rings() if ring.thread_id]
 
         def reaches_back(ring: _Ring) -> bool:
@@ -340,11 +342,10 @@ class Mapped:
         return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
 
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
-        """Return the rows of all rings, at most `most` rows. The oldest rows of a full ring are left out (see
-        `in_doubt`).
+        """Return the rows of all rings, at most `most` rows. `since` has the number of the first row to read of each
+        ring. For the next call, this is the `head` of each result.
 
-        `since` has the number of the first row to read of each ring. The next call continues from the `head` of each
-        result.
+        The oldest row of a full ring is left out, because it may be half-written.
         """
         copied, requests = [], []
         for place, ring in enumerate(ring for ring in self._read_rings() if ring.thread_id):
@@ -376,8 +377,8 @@ class Mapped:
         return np.frombuffer(data.ljust((end - first) * part.stride, b"\0"), ROWS)
 
     def _read_ring_slots(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
-        """Return slots of a ring as bytes, from the number `first` to before the number `end`. All slots ever written
-        are counted."""
+        """Return the bytes of a ring's slots from `first` to before `end`. These numbers count all slots ever
+        written."""
         at, count = first % capacity, end - first
         before = min(count, capacity - at)
         pieces = ((at, before), (0, count - before))
@@ -445,13 +446,13 @@ class Mapped:
         return self._parts["details"].slots
 
     def read_details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """Return the details of rows that were written from an offset on, by span id. Also return the offset after
-        them. A detail is the active time in ns, and a JSON text."""
+        """Return the details that were written from an offset on, by span id, and the offset after them. A detail is a
+        row's active time in ns, and a JSON text."""
         pieces, used = self.copy_details(begin)
         return parse_details(pieces), used
 
     def copy_details(self, begin: int = 0) -> tuple[list[bytes], int]:
-        """Return the details from an offset on as bytes for `parse_details`. Also return the offset after them."""
+        """Return the bytes of details from an offset on, for `parse_details`, and the offset after them."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
@@ -468,8 +469,8 @@ class Mapped:
         return [data for at, data in pieces if at >= oldest], used
 
     def intervals(self, since: int = 0) -> Records:
-        """Return the valid device intervals, the oldest first. Skip the first `since` intervals that were ever
-        written."""
+        """Return the valid device intervals, the oldest first. The first `since` intervals of the recording are left
+        out."""
         table = self._read_newest_slots("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
         sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
@@ -483,11 +484,11 @@ class Mapped:
         return self._parts["intervals"].used
 
     def settled_ns(self) -> int:
-        """Return the time up to which ended spans have all their device intervals, 0 if no device is timed."""
+        """Return the time up to which all ended spans have their device times, 0 if no device is timed."""
         return int(self._read_head()["settled_ns"])
 
     def samples(self, since_ns: int = 0) -> list[Sample]:
-        """Return the readings of gauges and of the service's own metrics from a time on, ordered by time, device and
+        """Return the readings of gauges and of the service's own metrics since `since_ns`, ordered by time, device and
         name."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.MOST_SAMPLES), self._parts["samples"].used
@@ -505,8 +506,8 @@ class Mapped:
         return sorted([*samples, *values], key=attrgetter("at_ns", "device", "name"))
 
     def _read_newest_slots(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
-        """Return the slots of a ring in order. The slot to be written next is left out, because it may be
-        half-written."""
+        """Return the slots of a ring, the oldest first. The slot that is overwritten next is left out, because it may
+        be half-written."""
         self._read_head()
         part = self._parts[name]
         slots, used = min(slots, part.slots), part.used
@@ -570,11 +571,11 @@ class Mapped:
         return tree, threads, totals[is_counted], chunks, highs
 
     def _copy_slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return the slots of several parts. The recorded process may write while they are read."""
+        """Return the slots of several parts. The recorded process may change them between two reads."""
         return [self._read_slots(name, kind) for name, kind in parts]
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
-        """Return the histograms of totals as records of buckets. A bucket may occur more than once."""
+        """Return the buckets of the totals' histograms. A bucket may occur more than once."""
         row, place = np.nonzero(totals["chunks"])
         slots = self._slots_at_addresses(totals["chunks"][row, place], "chunks")
         sound = (slots >= 0) & (slots < len(chunks))

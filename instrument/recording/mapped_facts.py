@@ -1,4 +1,4 @@
-"""The JSON values of a recording, parsed and checked: the process, sites, open spans, and details of rows.
+"""Parses and checks the JSON values of a recording: the process, sites, open spans, and details of ended spans.
 
 Another process wrote the values, so they may be invalid. A value of the wrong type counts as missing.
 """
@@ -22,7 +22,7 @@ Fact = TypeVar("Fact", dict[str, Any], list[Any])
 FARTHEST_NS = 1 << 62
 """The largest valid time in a recording, in ns."""
 MOST_DEVICES = 1 << 16
-"""The lowest device index that is invalid in a recording, as are all higher ones."""
+"""The limit of device indexes in a recording. Indexes from this limit on are invalid."""
 UNKNOWN = "(unknown)"
 
 
@@ -42,12 +42,12 @@ class Header(NamedTuple):
 
     @property
     def begun_ns(self) -> int:
-        """The monotonic time at which the session began. If this is unknown, the time of the last update."""
+        """The monotonic time at which the session began, or of the last update if the former is unknown."""
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
     def read_fact(self, name: str, kind: type[Fact]) -> Fact:
-        """Return the fact with a name. If it is missing or not of the type `kind`, return an empty value."""
+        """Return the fact `name`, or an empty value if it is missing or not of the type `kind`."""
         value = self.facts.get(name)
         return value if isinstance(value, kind) else kind()
 
@@ -107,8 +107,8 @@ class RingRows(NamedTuple):
 
 
 def iterate_records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
-    """Yield the records in bytes and the text of each, up to the first invalid record. The last two fields of a record
-    are its size and the size of its text."""
+    """Yield each record with the text after it, up to the first invalid record. The last two fields of a record are its
+    size and the size of its text."""
     at, least = 0, packer.size
     while at + least <= len(data):
         record = packer.unpack_from(data, at)
@@ -120,7 +120,7 @@ def iterate_records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ..
 
 
 def parse_facts(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Return an empty one for any other text."""
+    """Parse a JSON object. Return an empty dictionary for any other text."""
     try:
         facts = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -152,14 +152,14 @@ def drop_invalid_attributes(attributes: Any) -> dict[str, Any]:
 
 
 def parse_detail(active_ns: int, facts: Mapping[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
-    """Return the active time of a row (-1 if it is the total time), the error, and the attributes."""
+    """Return a row's active time, error and attributes. An active time of -1 means that it is the total time."""
     error = facts.get("error")
     active_ns = active_ns if -1 <= active_ns < FARTHEST_NS else -1
     return active_ns, error if isinstance(error, str) else None, drop_invalid_attributes(facts.get("attributes"))
 
 
 def parse_thread_name(label: bytes) -> str:
-    """Return the name of a thread from JSON. The JSON of a long name lacks the closing quote."""
+    """Parse the JSON of a thread's name. In a long name, the closing quote is missing."""
     for text in (label, label + b'"'):
         try:
             name = json.loads(text)

@@ -1,8 +1,7 @@
-"""Creates the memory into which a process records, and writes its header and the rings of device intervals and gauges.
-Other processes read this memory.
+"""Creates the memory into which a process records, and writes its header, device intervals and gauges.
 
-The memory is a file without a name (`memfd_create`), or a file in the profile's `limits.ring_dir`. Only a file in that
-folder outlives the process.
+Other processes read this memory. It is a file without a name (`memfd_create`), or a file in the profile's
+`limits.ring_dir`. Only a file in that folder outlives the process.
 """
 
 from __future__ import annotations
@@ -105,8 +104,8 @@ def find_abandoned_recordings(directory: Path) -> list[Path]:
 
 
 def has_live_writer(path: Path) -> bool:
-    """Return True if the process that writes a recording is alive. The process has a lock on the file. Without a lock,
-    the process id and the start time in the file's name decide."""
+    """Return True if the process that writes a recording is alive. Such a process has a lock on the file. Without a
+    lock, the process id and start time in the file's name decide."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,8 +151,8 @@ def _describe_process() -> dict[str, int]:
 
 
 def write_process(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
-    """Write the recorded process, the state of its session, and `facts` about both into the header of a recording.
-    Facts are left out if their JSON is too long. The header's time is written last: with it readers see new facts."""
+    """Write the process, the state of its session, and `facts` about both into the header of a recording. Facts are
+    left out if their JSON is too long. Readers see new facts by the header's time, which is written after them."""
     if facts is not None:
         room, text = SlotRoom.from_part(view, "text"), json.dumps(facts, default=str).encode()
         if len(text) + 4 <= room.slots:
@@ -196,7 +195,7 @@ class SlotRoom(NamedTuple):
         return layout.part_header_offset(self.name) + layout.PART.fields["used"][0]
 
     def add_all(self, cells: struct.Struct, records: Iterable[Sequence[Any]], slots: int) -> None:
-        """Add records to a ring of `slots`, which loses its oldest records."""
+        """Add records to a ring of `slots` slots. The oldest records are overwritten."""
         used, used_at = self.count_used_slots(), self.used_slots_offset()
         for values in records:
             cells.pack_into(self.part, used % slots * cells.size, *values)
@@ -205,7 +204,7 @@ class SlotRoom(NamedTuple):
 
 
 FindRoom = Callable[[], "SlotRoom | None"]
-"""A function that returns the memory of a part in the current recording, None before the first recording."""
+"""A function that returns a part's memory in the current recording, or None before the first recording."""
 
 
 # Device intervals
@@ -215,10 +214,10 @@ LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropp
 """The labels of a device interval, which say how far its time can be trusted.
 
 - `exclusive`: no other timed interval ran on the device meanwhile.
-- `overlapped`: another stream had one, and each may have slowed the other.
-- `launch-bound`: the stream was idle when the span ended, or the events took much of the interval. Its length is the
-  time of the launch.
-- `stale`: its length is exact, its position is not.
+- `overlapped`: another stream had a timed interval meanwhile, and each may have slowed the other.
+- `launch-bound`: the stream was idle at the span's end, or the events took much of the interval. Its length is the
+  launch's time.
+- `stale`: the length is exact, the position is not.
 - `captured`: without a length, because the stream was being captured into a graph.
 - `dropped`: without a length, because no event was available.
 """
@@ -228,11 +227,11 @@ _NUMBERS = {label: number for number, label in enumerate(LABELS)}
 _CELLS = layout.INTERVAL.make_struct()
 
 NOTHING_TO_COME = 1 << 62
-"""The value of `settled_ns` in a recording's header once the recording gets no more device intervals."""
+"""The value of `settled_ns` in a recording's header after the last device interval."""
 
 
 class IntervalRing:
-    """A ring of the device intervals of spans, in a recording. One thread at a time writes it. `find_room` returns its
+    """The ring of device intervals in a recording. One thread at a time may write it. `find_room` returns its
     memory."""
 
     def __init__(self, memory_bytes: int, find_room: FindRoom) -> None:
@@ -248,7 +247,7 @@ class IntervalRing:
             room.add_all(_CELLS, cells, slots)
 
     def publish_settled_ns(self, until_ns: int) -> None:
-        """Publish the time up to which ended spans have all their device intervals."""
+        """Publish the time up to which all ended spans have their device times."""
         if (room := self._find_room()) is not None:
             layout.HEADER.write(room.head, settled_ns=until_ns)
 
@@ -275,8 +274,8 @@ def add_samples(room: SlotRoom | None, samples: Iterable[Sample]) -> None:
 
 
 class GaugePlace(Claim):
-    """A writer of gauge readings into the recording of another process, for its current session. Raises `OSError`. Only
-    the process that has the claim may read the gauges."""
+    """A writer of gauge readings into the current session of another process's recording. Only the process that has
+    this claim may read the gauges. Raises `OSError`."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, CLAIMED)

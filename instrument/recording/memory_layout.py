@@ -19,7 +19,8 @@ from typing import Any, Final
 from instrument.runtime.cheap_start import NamedTuple
 
 EXPORT, GAUGES = 0, 1
-"""The two claims on a recording, each of one process at a time: to export it, and to write gauges into it."""
+"""The two claims on a recording: to export it, and to write gauges into it. At most one process at a time has each
+claim."""
 
 FIRST_FD = 256
 """The lowest number of our own file descriptors. So the service's files get the same numbers as without us."""
@@ -47,8 +48,8 @@ def identify_file(fd: int) -> tuple[int, int]:
 
 
 class OwnDescriptor:
-    """A file descriptor of this package, -1 for none. A daemon may close it and open another file with the same
-    number."""
+    """A file descriptor of this package, -1 for none. A service that becomes a daemon may close it, and reuse its
+    number for another file."""
 
     def __init__(self, fd: int = -1) -> None:
         self._fd, self._identity = fd, identify_file(fd)
@@ -80,7 +81,6 @@ class Claim(OwnDescriptor):
         self._lock_at = _LOCK_AT + kind
 
     def acquire(self) -> bool:
-        """Acquire the lock. Return False if another process has it."""
         try:
             fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
         except OSError:
@@ -97,8 +97,8 @@ MOST_SLOTS = 1 << 15
 
 
 class RingHead(NamedTuple):
-    """A ring of the current session. `head` counts all rows that were ever written to it. `address` and `rows` are
-    addresses in the recorded process: of the recorder's object for the ring, and of the rows."""
+    """A ring of the current session. `head` counts all rows that were ever written to it. `address` and `rows` are the
+    addresses of the ring and of its rows in the recorded process."""
 
     number: int
     thread_id: int
@@ -197,9 +197,12 @@ PARTS = (
     "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",
     "samples", "numbers", "rows",
 )  # fmt: skip
-"""The names of a recording's parts, in order. Slots of `text`, `facts` and `details` are bytes. Each slot of `frames`
-(open spans) has a slot of `attributes`. `details`, `intervals`, `samples` and `numbers` are rings: their `used` counts
-all slots that were ever written."""
+"""The names of a recording's parts, in order.
+
+- `text`, `facts`, `details`: a slot is a byte.
+- `frames` are open spans, each with a slot in `attributes`.
+- `details`, `intervals`, `samples`, `numbers`: rings whose `used` counts all slots ever written.
+"""
 
 OVERWRITTEN = "spans overwritten by newer ones"
 
@@ -229,7 +232,6 @@ class Record(NamedTuple):
     fields: Mapping[str, tuple[int, str]]
 
     def read(self, memory: bytes | memoryview, name: str) -> tuple[Any, ...]:
-        """Return the values of a field of a structure in memory."""
         offset, code = self.fields[name]
         return struct.unpack_from(f"<{code}", memory, offset)
 
@@ -313,7 +315,7 @@ STRIDES: Mapping[str, int] = {
 
 
 class Part(NamedTuple):
-    """The place of a part in a recording: `slots` slots of `stride` bytes from `offset` on."""
+    """The place of a part in a recording: `slots` slots of `stride` bytes, which begin at `offset`."""
 
     offset: int
     stride: int
@@ -382,11 +384,11 @@ def plan_parts(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], in
 
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
-"""A row (a finished span) as a tuple. Its items are: node, span id, parent id, root id, task, begin, end, time of the
-children, active time, error and attributes.
+"""A row (a finished span) as a tuple: node, span id, parent id, root id, task, begin, end, time of the children, active
+time, error and attributes.
 
-The children's time is reduced by the span's own waits, so that the active time minus this time is the self time. The
-active time is -1 if it is the total time.
+The self time is the active time minus the children's time, from which the span's own waits are subtracted. An active
+time of -1 means the total time.
 """
 
 ROW_NODE: Final = 0
@@ -401,7 +403,7 @@ ROW_ATTRIBUTES: Final = 10
 """The index of the attributes, which are None if the span has none."""
 
 REQUEST_BIT = 1
-"""The bit of a span id that only root requests have. So a root's id shows if the root is a request."""
+"""The bit of a span id that shows that the span is the root of a request."""
 
 PACKED_ROW = ROW.make_struct()
 """The 64-byte form of a row. Its field `rare` is 0, 8 if the row has details, or 1 plus twice the active time."""
@@ -411,7 +413,7 @@ STREAM = object()
 
 
 def unpack_rows(data: bytes) -> Iterator[Row]:
-    """Yield the rows in bytes of a recording. Details of rows are left out."""
+    """Yield the rows in bytes of a recording, without their errors and attributes."""
     for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in PACKED_ROW.iter_unpack(data):
         active_ns = rare >> 1 if rare & 1 else -1
         yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None

@@ -1,13 +1,9 @@
-"""Declares each of our metrics once, and reads the metrics that a service defines itself.
-
-The OTLP export, the two formats for Prometheus and the documentation use the declarations.
+"""Declares each of our metrics once, for OTLP, Prometheus and the documentation, and reads metrics that a service
+defines itself.
 
 A total is a metric that a process counts, such as a request's duration. A gauge, such as a GPU's power, is read at
-intervals. Names, units and kinds follow OpenTelemetry's conventions (version 1.44). A metric without a convention has a
-name that begins with `instrument.`.
-
-A recording has the service's own metrics as cells. A gauge or counter has one cell with its value. A histogram has one
-cell for its sum, and one for the count of each used bucket.
+intervals. Names, units and kinds follow OpenTelemetry's conventions (version 1.44). The name of a metric without a
+convention begins with `instrument.`.
 """
 
 from __future__ import annotations
@@ -34,8 +30,8 @@ class MetricDefinition(NamedTuple):
 
     - `needs`: the key of the profile that turns on the metric, "" for none
     - `bounds`: the bucket bounds of a histogram in Prometheus's text format, in the metric's unit
-    - `scale`: the factor between a gauge's value and the metric
-    - `per`: a gauge by whose newest value the metric is divided
+    - `scale`: the factor that converts a gauge's value into the metric
+    - `per`: the gauge whose newest value divides the metric, "" for none
     - `attributes`: attributes of all series
     """
 
@@ -58,7 +54,7 @@ class MetricDefinition(NamedTuple):
 
 
 DEFINITIONS: dict[str, MetricDefinition] = {}
-"""The totals by name, in the order in which they are reported."""
+"""The definitions of all totals by name, in the order of reports."""
 
 
 def _define_metric(*facts: Any) -> MetricDefinition:
@@ -169,7 +165,6 @@ def _make_gauge_metric(name: str, unit: str, kind: str = GAUGE, **facts: Any) ->
 
 
 def _make_percent_metric(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
-    """Return the metric of a gauge in percent. The unit of the metric is 1."""
     return _make_gauge_metric(name, "1", scale=0.01, **facts)
 
 
@@ -263,7 +258,8 @@ def matches_route(route: str, patterns: Sequence[str]) -> bool:
 
 
 def has_generation_names(names: Iterable[object]) -> bool:
-    """Return True if an attribute name begins with `gen_ai.`. Such a span is a generation by a model."""
+    """Return True if an attribute name begins with `gen_ai.`. A span with such an attribute is a call of a generative
+    model."""
     return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 
@@ -289,7 +285,7 @@ MOST_GAUGES = 2_000
 """The maximum number of names in `GAUGES`. Further metrics of the service are not reported."""
 
 LARGEST_MIDDLE = 9e9
-"""The largest middle of a bucket. In units of 1e-9, a larger one would not fit into 64 bits."""
+"""The largest middle of a bucket that fits into 64 bits in units of 1e-9."""
 
 
 class Cell(NamedTuple):
@@ -304,7 +300,6 @@ class Cell(NamedTuple):
 
 
 def encode_cell_name(name: str, unit: str, kind: str) -> bytes:
-    """Return the key of a cell: the metric's name, unit and kind, each on a line."""
     return f"{name}\n{unit}\n{kind}".encode()
 
 
@@ -325,7 +320,7 @@ def parse_cell(name: bytes, at_ns: int, value: float) -> Cell | None:
 
 
 def make_samples(former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0) -> list[Sample]:
-    """Return the readings of gauges, counters and sums from a time on. Their names are added to `GAUGES`."""
+    """Return the readings of gauges, counters and sums since `since_ns`. Their names are added to `GAUGES`."""
     samples = []
     for cell in (*former, *newest):
         if cell.kind not in (GAUGE, COUNTER, SUM) or cell.at_ns < since_ns:
@@ -349,7 +344,8 @@ ABOUT, GROWS = "a number of the service's own", "a number of the service's own, 
 
 
 def add_gauges_of_file(gauges: Mapping[object, object]) -> None:
-    """Add the metrics that a file describes to `GAUGES`. The text of a metric has its unit and its description."""
+    """Add the metrics that a file describes to `GAUGES`. `gauges` has a text for each name: a unit, a space and a
+    description."""
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):

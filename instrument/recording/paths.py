@@ -20,14 +20,15 @@ Result = TypeVar("Result")
 CallPath = tuple[Site, ...]
 
 NOT_BELOW = -1
-"""The value of a topmost node's parent number, because the node has no parent."""
+"""The parent number of a topmost node."""
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 """The site of all calls on new call paths once the tally is full."""
 
 
 NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
-"""Functions of a site. `CallTree.map_sites` and `CallTree.number_sites` cache their results by such a function."""
+"""Functions that return a property of a site. `CallTree.map_sites` and `CallTree.number_sites` cache results per
+function."""
 
 
 class CallTree:
@@ -59,7 +60,6 @@ class CallTree:
         return self.sites[self._nodes[2 * node]]
 
     def parent(self, node: int) -> int:
-        """Return the parent of a node, or `NOT_BELOW`."""
         return self._nodes[2 * node + 1]
 
     def nodes_of(self, sites: Collection[Site]) -> set[int]:
@@ -88,7 +88,8 @@ class CallTree:
         return results
 
     def number_sites(self, say: Callable[[Site], Hashable]) -> array[int]:
-        """Return a number for each site. Sites with equal results of `say` have the number of the first such site."""
+        """Return a number for each site. Sites for which `say` returns equal results have the number of the first such
+        site."""
         number_by_result: dict[Hashable, int] = {}
         return array("i", map(number_by_result.setdefault, self.map_sites(say), itertools.count()))
 

@@ -60,7 +60,7 @@ class Site:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A value that is the same in all processes for the sites of one place in code."""
+        """A value that identifies the site's place in code in all processes."""
         facts = [fact for fact in self.attributes if fact[0] in KEY_ATTRIBUTES and isinstance(fact[1], (str, bool))]
         return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance, *facts)
 
@@ -82,8 +82,8 @@ NO_DEVICE_TIME = "no device time: "
 
 @dataclass(frozen=True, slots=True)
 class DeviceInterval:
-    """The time of a span's work on a device stream, on the host's clock, with its label (`memory.LABELS`) and the
-    uncertainty of its position."""
+    """The time of a span's work on a device stream, on the host's clock. `label` is one of `memory.LABELS`.
+    `uncertainty_ns` is the uncertainty of the position."""
 
     device: int
     stream: int
@@ -124,9 +124,11 @@ BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.
 """The attributes of a batch, a span that serves several requests: the requests' keys, and the weight of each."""
 
 FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
-"""The attribute that lists which of a span's other attributes are facts of requests, such as token counts. Each fact is
-listed as a word of `profile.model.KEEPS`, a space and a name. A fact that is a list has one item per request. The
-requests' keys are in the attribute with the fact's name and `FACT_KEYS`."""
+"""The attribute that lists which other attributes are facts of requests, such as token counts.
+
+- An entry is a word of `profile.model.KEEPS`, a space and a name.
+- A fact that is a list has one item per request. Their keys are in the attribute named after the fact and `FACT_KEYS`.
+"""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
 """The maximum number of characters in a key, and of keys in a batch. A longer key is cut and ends in a checksum."""
@@ -171,7 +173,7 @@ class Span:
 
     @property
     def device_ns(self) -> int:
-        """The time on devices. Device intervals at the same time count once."""
+        """The time on devices. Overlapping device intervals count once."""
         return covered_ns((d.start_ns, d.end_ns) for d in self.device) if self.device else 0
 
 
@@ -183,7 +185,7 @@ class Origin:
     - `generation`: the number of the profile in the process, from 1 (0: unknown)
     - `boot`: the id of the machine's boot; processes of one boot share the monotonic clock
     - `wall_error_ns`: the largest error of `realtime_ns`, 0 if unknown
-    - `run`: the run in which keys are unique, which may have several hosts, "" for none
+    - `run`: the name of the run, which may have several hosts, "" for none; request keys are unique in a run
     - `start_ticks`: the start of the process in ticks since boot (0: unknown), because containers may share process ids
     - `version`: the version of the service, "" for none
     - `caller`: `traceparent`, a space and `tracestate` from the process's environment, "" for none
@@ -219,8 +221,8 @@ class Cost:
     """The cost of the instrumentation in `window_ns` of wall time.
 
     - `calls`: the number of recorded calls
-    - `per_call_ns`: the cost of a call if its memory is in the processor's caches
-    - `cold_call_ns`: the largest cost of a call otherwise, 0 if unknown
+    - `per_call_ns`: the cost of a call if the probe's memory is in the processor's caches
+    - `cold_call_ns`: the largest cost of a call if that memory is not in the caches, 0 if unknown
     - `thread_ns`: the processor time of the threads that read and send spans
     """
 
@@ -273,8 +275,8 @@ class Gpu:
 
 
 class Kernel(NamedTuple):
-    """A kernel, copy or fill on a stream of a device, as torch.profiler recorded it. `thread_id` and `launched_ns` are
-    the thread and the begin of the host's call that launched it, 0 if unknown."""
+    """A kernel, copy or fill on a stream of a device, as torch.profiler recorded it. `launched_ns` is the start of the
+    host's call that launched it, and `thread_id` is the thread of that call. Both are 0 if unknown."""
 
     name: str
     kind: str
@@ -330,7 +332,7 @@ LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qual
 
 
 def _make_site_check(model: Site) -> Callable[[Site], bool]:
-    """Return a function that compares the name and module of a site with those of `model`. Sites from a file are other
+    """Return a function that compares sites with `model` by name and module, because sites from a file are other
     objects."""
     return lambda site: site.module == model.module and site.name == model.name
 
@@ -373,7 +375,7 @@ class ImportTime:
 
 @dataclass(frozen=True, slots=True)
 class FirstCall:
-    """The first completed call of a site: its begin and its time on the host."""
+    """The first completed call of a site, with its start and its time on the host."""
 
     site: Site
     start_ns: int
@@ -386,7 +388,7 @@ FIRSTS: Mapping[str, str] = {
     "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
     "count: a rule with `first_request: true` can name the right one.",
 }
-"""The sentences of reports that say why a request counts as the first one, by `Startup.why`."""
+"""The sentences with which reports explain their choice of the first request, by `Startup.why`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +398,7 @@ class Startup:
     - `process_ns`: the start of the process, None if unknown
     - `imports`: None if imports were not timed
     - `firsts`: the first call of each site, in no order
-    - `request`: the request that counts as the first, None for the request that began first; its length is 0 if unknown
+    - `request`: the request that counts as the first, None for the earliest; its length is 0 if unknown
     - `why`: a key of `FIRSTS`
     """
 
@@ -420,8 +422,8 @@ class Startup:
 class OwnNotes:
     """The rules and targets of a profile that one process did not use. Other processes of the run may have used them.
 
-    - `at_work`: the marks of the rules that the process used
-    - `waiting`: the notes on unused rules, by the marks of the rules
+    - `at_work`: the ids (see `board`) of the rules that the process used
+    - `waiting`: the notes on unused rules, by the ids of the rules
     - `uncalled`: the names of the targets that the process did not call
     """
 

@@ -33,8 +33,7 @@ LARGEST_COPY_BYTES = 1 << 50
 """The maximum number of bytes of one memory copy. A larger number is from a damaged file, and is ignored."""
 
 LARGEST = 1 << 62
-"""The maximum sum over all lines, so that sums fit into 64 bits. Numbers with larger sums come from damaged files, and
-are cut."""
+"""The maximum sum over all lines, so that it fits into 64 bits. Numbers from damaged files with larger sums are cut."""
 
 ALL_THREADS = "(all threads)"
 
@@ -46,7 +45,7 @@ class Totals(NamedTuple):
     - `elapsed_ns`: the sum of each call's time on the host or on a device; time on both counts once
     - `cancelled`: the number of requests that were cancelled without an error
     - `first_ns`: the monotonic time at which the first call began, 0 without a call
-    - `probe_ns`: the part of the probes' cost in the self time of the callers, 0 if unknown
+    - `probe_ns`: the cost of the calls' probes in the self time of their callers, 0 if unknown
     """
 
     node: int = NOT_BELOW
@@ -67,17 +66,17 @@ class Totals(NamedTuple):
 
 
 CORE_WIDTH = Totals._fields.index("first_ns") + 1
-"""The number of a line's first fields, which the recorder in C fills."""
+"""The number of fields at the start of a line that the recorder in C fills."""
 
 TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
 WIDTH = len(Totals._fields)
 
 LEAST, MOST = ("min_ns", "first_ns"), ("max_ns",)
 SUMS = tuple(name for name in Totals._fields if name not in ("node", "thread_id", *LEAST, *MOST))
-"""The fields that are added up when lines are merged. For each other field, the minimum or the maximum is taken."""
+"""The fields of totals to add up in a merge. Of each other field, the minimum or the maximum is taken."""
 
 BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64)])
-"""The numpy type of a bucket of a histogram: the index of the histogram's line, the bucket's number, and its calls."""
+"""The numpy type of a histogram bucket: the index of its line, its number, and the number of calls."""
 
 _ADDED = [Totals._fields.index(name) for name in SUMS]
 _EXTREMES = {
@@ -157,8 +156,8 @@ class Tally:
 
     @classmethod
     def sum_tallies(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
-        """Return the sum of several tallies, such as those of processes. A thread gets its name from the first tally
-        that has one."""
+        """Return the sum of several tallies, such as those of processes. A thread's name is the first name in any
+        tally."""
         paths, names, count = list[CallPath](), dict(threads or {}), 0
         lines, buckets = [np.zeros(0, TOTALS)], [np.zeros(0, BUCKETS)]
         for tally in tallies:
@@ -208,7 +207,7 @@ class Tally:
         return paths
 
     def rows(self) -> Iterator[Row]:
-        """Yield each line with its call path. This is slow for many lines; `lines` is an array."""
+        """Yield each line with its call path. For many lines, the array `lines` is faster."""
         paths = self.paths
         return (Row(paths[line[0]], Totals._make(line)) for line in self.lines.tolist())
 
@@ -233,8 +232,8 @@ class Tally:
         return bool(self.lines[field].any())
 
     def sum_by_group(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
-        """Return the sum of the lines in each group. `thread` is None for all threads. `groups` has the group of each
-        node, which is below `count`. Nodes with a negative group are left out."""
+        """Return the sum of the lines in each of `count` groups. `groups` has the group of each node. Nodes with a
+        negative group are left out. `thread` is None for all threads."""
         lines = self.lines_of_thread(thread)
         return sum_lines(lines, np.asarray(groups)[lines["node"]], count)
 
@@ -242,7 +241,8 @@ class Tally:
         return self.sum_by_group(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by_key(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
-        """Return the indices of lines by the key of the line's site. Lines with an empty key are left out."""
+        """Return the indices of lines, grouped by `keys`, which has a key for each site. Lines with an empty key are
+        left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
             if keys[site]:
@@ -270,14 +270,14 @@ class Tally:
 
     @cached_property
     def _buckets_by_node(self) -> tuple[Int64s, list[int]]:
-        """The indices of the buckets sorted by node. Also the position at which the buckets of each node begin."""
+        """The indices of the buckets sorted by node, and the position of each node's first bucket in this order."""
         nodes = self.lines["node"][self.buckets["line"]]
         order = np.argsort(nodes, kind="stable")
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def device_times_below(self, thread: int | None) -> Mapping[int, int]:
-        """Return the device time below each node that is not in the node's own device time. The own device time of a
-        node includes nodes below it on the same stream. `thread` is None for all threads."""
+        """Return, by node, the device time of the calls below it that its own device time lacks. A node's own device
+        time includes calls below it on the same stream. `thread` is None for all threads."""
         if thread in self._device_below or not self.has_values("device_ns"):
             return self._device_below.get(thread, {})
         sums = self.sum_by_group(np.arange(len(self.parents)), len(self.parents), thread)
@@ -327,7 +327,7 @@ class Tally:
         return now
 
     def set_probe_costs(self, outside_ns: Callable[[Site], float]) -> None:
-        """Set `probe_ns` of all lines. `outside_ns` returns the cost of a site's probe per call, outside of the
+        """Set `probe_ns` of all lines. `outside_ns` returns the cost per call that a site's probe adds outside of the
         span."""
         each_ns = np.array([*map(outside_ns, self.tree.sites), 0.0])
         self.lines["probe_ns"] = np.rint(self.lines["calls"] * each_ns[self.site_of[self.lines["node"]]])
@@ -416,8 +416,8 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
 
 
 def _number_node_thread_pairs(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """Return a number for each pair of a node and a thread, first for `nodes`, then for `other_nodes`. Equal pairs have
-    equal numbers."""
+    """Return numbers for the pairs of `nodes` and `threads`, and for the pairs of `other_nodes` and `threads`. Equal
+    pairs have equal numbers."""
     _, numbers = np.unique(threads, return_inverse=True)
     width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1

@@ -1,7 +1,4 @@
-"""References from our spans to spans of other tracers, which called our spans or are linked to them.
-
-A recording has each reference as text.
-"""
+"""References to spans of other tracers, such as a request's caller or a linked span, and their form as text."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ OWN_TRACE_FLAGS = 3
 """The W3C trace flags of our own traces: sampled, and with a random id (Trace Context, level 2)."""
 
 REMOTE = "instrument.remote"
-"""The attribute of a request's row with its caller's span, for `parse_remote`. It is text, because an object in each
-row would give the garbage collector more work."""
+"""The attribute for a request's caller, as text for `parse_remote`. Objects in rows would cost the garbage collector
+more work."""
 
 _TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -59,8 +56,8 @@ def sanitise_tracestate(header: bytes | str) -> str:
 
 
 def parse_remote(context: object) -> RemoteParent | None:
-    """Parse the span of another tracer. Return None if there is none. `context` is the `traceparent`, alone or with the
-    `tracestate`, or the text from `encode_remote`. An invalid `traceparent` counts as missing."""
+    """Return the span of another tracer, None if it is missing or invalid. `context` is a `traceparent`, alone or with
+    a `tracestate`, or the result of `encode_remote`."""
     parent, state, *marks = context if isinstance(context, tuple) and len(context) > 1 else (context, b"")
     if isinstance(parent, str):
         parent = parent.encode("latin-1", "replace")
@@ -92,7 +89,7 @@ def find_trace_headers(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark of a trace that began in this request and was passed on to other services, as `encode_remote` writes it."""
+"""The mark, by `encode_remote`, of a trace that began in this request and was passed on to other services."""
 
 
 def encode_remote(remote: RemoteParent | None) -> tuple[str, ...] | None:
@@ -115,11 +112,11 @@ LINK_TRACE_ID = "instrument.link.trace_id"
 
 
 LINK_REMOTE = "instrument.link.remote"
-"""The attribute of a request that is linked to its caller's span, but not below it. It has the trace id and the span id
-of the caller's span, in hexadecimal digits with a hyphen between them."""
+"""The attribute of a request that is linked to its caller's span instead of being its child. The value is the
+hexadecimal trace id and span id of the caller's span with a hyphen between them."""
 
 LINK_STATE = "instrument.link.tracestate"
-"""The attribute with the `tracestate` of the span in `LINK_REMOTE`, if it has one."""
+"""The attribute for the `tracestate` of the span in `LINK_REMOTE`."""
 
 
 def make_link_attributes(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
@@ -144,7 +141,7 @@ RANDOM_BITS = 56
 
 @lru_cache(maxsize=64)
 def sampling_threshold(sample: float) -> int:
-    """Return the smallest random part of a trace id with which a trace is sampled. It is rounded as in OpenTelemetry's
+    """Return the smallest random part of a trace id that is sampled. It is rounded as in OpenTelemetry's
     `tracestate`."""
     if sample <= 0:
         return 1 << RANDOM_BITS
@@ -155,7 +152,7 @@ def sampling_threshold(sample: float) -> int:
 
 
 def is_sampled(trace_id: int, sample: float) -> bool:
-    """Return True if a trace is in the sampled share of traces. The answer is the same for all its spans."""
+    """Return True if a trace is in the share `sample` of traces. The answer is the same for all spans of a trace."""
     return trace_id & (1 << RANDOM_BITS) - 1 >= sampling_threshold(sample)
 
 

@@ -1,11 +1,10 @@
 """The `batches` view: the sizes of batches, their times, and how unevenly the work is spread over their requests.
 
-A batch is a span that names the requests that it serves (`batch:` in a rule, or `scope(name, batch=...)`). A request's
-weight is its amount of work in the batch, such as its tokens. Uneven weights waste time only if the engine pads all
-items to the heaviest weight.
+A batch is a span that names the requests that it serves. A request's weight is its amount of work in the batch, such as
+its tokens.
 
-The `neighbours` view shows how long requests of one group (such as a tenant) waited because of requests of another
-group, by the rules of `instrument.trace.bill`.
+The `neighbours` view, also in this module, shows how long requests of one group (such as a tenant) waited because of
+another group. `instrument.trace.bill` has its rules.
 """
 
 from __future__ import annotations
@@ -128,7 +127,8 @@ class BatchTimes(View):
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
-    """Return the view of the batches in the kept spans, the longest first."""
+    """Return the `batches` view of the kept spans. Batches are grouped by name, and the name with the most time comes
+    first."""
     trace = recording.columns
     rows, (names, of_site) = trace.attributes.rows_with_attribute(BATCH_KEYS), trace.describe_sites(attrgetter("name"))
     members = Members(of_site[trace.site[rows]], len(names), rows)
@@ -191,8 +191,8 @@ REPLAYED = 3
 
 @dataclass(frozen=True, slots=True)
 class GroupWaits:
-    """The waits of a group's requests, by cause. `inflicted_ns` is the time for which all requests waited because of
-    this group."""
+    """The waits of one group's requests, by the group that caused them. `inflicted_ns` is the time for which requests
+    of all groups waited because of this group."""
 
     name: str
     requests: int
@@ -227,7 +227,7 @@ class Delay:
 
 GROUP_SUMS = ("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns")
 DELAY_SUMS = ("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns")
-"""The fields of groups and of delays that a row of omitted ones adds up."""
+"""The fields to add up in the row that sums up omitted groups or delays."""
 
 
 @dataclass(frozen=True, slots=True)

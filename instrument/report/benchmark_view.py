@@ -1,12 +1,9 @@
 """The `benchmark` view: the durations of a loop's steps, their waits for input, and their rate.
 
-A step is a span of kind `step` with the loop's wait for input right before it, or the time between two calls of
-`Profiler.step`. The batch cost is the step's host time. The reader cost is the part of that time that loaders took. The
-first `skip` steps are left out.
+A step is a span of kind `step`, or the time between two calls of `Profiler.step`. The wait for input right before a
+step belongs to the step. The first `skip` steps are left out.
 
-`find_units` returns the units that the `phases` view averages over: the steps of each track. Without steps the units
-are the requests, and without requests the whole window. A track (`line` in the code) is one thread, or one task on a
-thread.
+`find_units` returns the units for the `phases` view: the steps or, without steps, the requests or the whole window.
 """
 
 from __future__ import annotations
@@ -47,7 +44,6 @@ PROFILERS = "instrument.Profiler.step"
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase that a site declares. Return None if the site is no phase."""
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
@@ -65,8 +61,8 @@ def merge_loader_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
 
 
 def find_step_starts(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
-    """Return the start time of each step. A wait for input right before a step belongs to the step. Waits count on the
-    step's track only. `steps` must be sorted by track and start time."""
+    """Return the start time of each step. A wait for input right before a step, on the same track, belongs to the step.
+    `steps` must be sorted by track and start time."""
     lines, starts, ends = steps
     filled = np.flatnonzero(starts < ends)
     filled = filled[np.lexsort((ends[filled], lines[filled]))]
@@ -85,7 +81,7 @@ def find_step_starts(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64
 class Units:
     """The steps, requests or window of a trace, within the interval in which no span is missing.
 
-    - `line_of`: the track whose units contain each row, or `NONE`
+    - `line_of`: for each row of the trace, the track of its unit, or `NONE`
     - `is_aside`: True for rows on a track without steps
     - `before`: the number of the first step that was not skipped
     """
@@ -101,8 +97,7 @@ class Units:
 
 
 def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
-    """Return the steps of a trace. Without steps, return the requests. Without requests, return the window as the only
-    unit."""
+    """Return the units of a trace: its steps, without steps its requests, and without requests the window."""
     reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.are_of_sites([kind == "step" for kind in kinds]) & reaches_into)
@@ -394,7 +389,7 @@ class SpreadRow(NamedTuple):
 
 
 def running_steps(recording: Recording) -> Benchmark | None:
-    """Return None. The steps that a running loop has counted replace this result."""
+    """Return None. For a running loop, `Profiler` stores its own steps as the result of this function."""
     return None
 
 
@@ -408,8 +403,6 @@ def benchmark(recording: Recording, options: Options) -> Loops:
 
 
 class _Steps(NamedTuple):
-    """The steps of a trace as columns. `reader_ns` is the wait for input."""
-
     row: Int64s
     start_ns: Int64s
     end_ns: Int64s

@@ -1,7 +1,6 @@
 """The `brief` view: one screen on requests, the largest parts of their time, devices, the cost and the losses.
 
-The numbers come from the views `requests`, `ops` and `device`. For a job with steps but no requests, the numbers come
-from `benchmark` and `phases`.
+Jobs that have steps instead of requests get the numbers of the views `benchmark` and `phases`.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ class Brief(View):
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The largest possible cost as a share of the window: the probes' data is never in the processor's caches."""
+        """The cost as a share of the window, if the probes' data were never in the processor's caches."""
         return None if self.cost is None else compute_share(self.cost.most_ns, self.window_ns)
 
 

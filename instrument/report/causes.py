@@ -1,6 +1,6 @@
 """The causes that delay requests: how long each cause took in a request, and the spans that prove it.
 
-`CAUSES` lists all causes. Each moment of a request counts for one cause, for expected work, or as unknown.
+`CAUSES` lists all causes. Each moment of a request belongs to one cause, to expected work, or to the unknown rest.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ SPREAD = "all call paths alike"
 """The text in place of a call path if a cause slowed all call paths alike."""
 
 Key = tuple[str, str]
-"""A cause (or `LOAD`, `UNKNOWN_REST`), and the call path or part of the request in which it took time."""
+"""A cause (or `LOAD`, `UNKNOWN_REST`), and the place where it took time: a call path or a part of the request."""
 
 STEP_CAUSES = (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY, LOCK)
-"""The causes that engine steps prove."""
+"""The causes whose evidence is in the steps of the engine."""
 
 MOST_PROOFS = 3
 
@@ -77,7 +77,7 @@ PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
 
 
 class Proof(NamedTuple):
-    """A span that proves a cause. `begin_ns` is the time since the start of the trace, `time_ns` the time within the
+    """A span that proves a cause. `begin_ns` counts from the start of the trace. `time_ns` is the time within the
     request."""
 
     name: str
@@ -135,7 +135,8 @@ class CauseTimes:
         return np.array([self._process_of.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
 
     def _fill_gaps(self, all_turns: Sequence[Int64s], place: int) -> Turns:
-        """Return the turns of a request (see `Turns`). Each gap between turns becomes a turn of unknown time."""
+        """Return the turns of a request: intervals, each in one part. Each gap between turns becomes a turn of unknown
+        time."""
         first, last = np.searchsorted(all_turns[0], [place, place + 1])
         columns, root = np.array([column[first:last] for column in all_turns]), self.joined.rows[place]
         since = np.append(self.trace.start_ns[root], columns[4] + columns[5])
@@ -157,8 +158,8 @@ class CauseTimes:
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
     def _subtract_separate_causes(self) -> None:
-        """Subtract garbage collections, first calls, and device work for other spans from the excess of engine
-        steps."""
+        """Subtract the times of separate causes from the excess of engine steps. These causes are garbage collections,
+        first calls, and device work for other spans."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
         processes = self._number_processes(trace.thread_id[costs.rows])
@@ -266,8 +267,8 @@ class CauseTimes:
         return times
 
     def _add_step_times(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
-        """Add a request's time in engine steps, or its waits for them, to the causes in `times`. Return the sum in
-        ns."""
+        """Divide a request's time in engine steps, or its waits for them, among the causes in `times`. Return the
+        divided ns."""
         if not len(steps):
             return 0.0
         costs = self.costs
@@ -403,8 +404,8 @@ class CauseTimes:
 
 
 def _subtract_from_largest_excess(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
-    """Subtract an amount from the largest excess of each step, down to 0. Return the remaining excesses and the
-    subtracted amounts."""
+    """Subtract an amount from the largest excess in each row, down to 0. Return the remaining excesses and the
+    subtracted amounts. `excess_ns` has a row for each engine step."""
     if not len(excess_ns):
         return excess_ns, amounts_ns
     largest = np.argmax(excess_ns, axis=1)
@@ -416,8 +417,8 @@ def _subtract_from_largest_excess(excess_ns: Floats, amounts_ns: Floats) -> tupl
 
 
 def find_member_weights(recording: Recording) -> Int64s:
-    """Return the weight of each request in each batch. If no weights are recorded, batches of one request have the size
-    of its input as weight."""
+    """Return the weight of each request in each batch. If no weights are recorded, the weight of a request that is
+    alone in its batch is the size of its input."""
     trace, joined = recording.columns, recording.joined
     served = joined.served
     names = sorted(filter(INPUT.search, find_size_attributes(trace)))
@@ -432,8 +433,8 @@ def find_member_weights(recording: Recording) -> Int64s:
 
 
 def read_host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
-    """Return the gauge readings of the host and of processes, on the clock of the trace. `threads` selects the
-    processes."""
+    """Return the gauge readings of the host and of each process, on the clock of the trace. `threads` limits the result
+    to processes with these threads."""
     of_processes = [
         [replace(sample, at_ns=sample.at_ns + process.moved_ns) for sample in process.facts.samples]
         for process in facts.processes
@@ -446,8 +447,8 @@ def read_host_gauges(facts: Trace, threads: Collection[int] | None = None) -> li
 def measure_pressure(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the time in ns for which threads waited in an interval, and their usual share of waiting. Return None
-    without readings of the gauge. The process with the longest wait counts."""
+    """Return the time in ns for which threads waited in an interval, and the usual share of such waits. The process
+    with the longest wait counts. Return None without readings of the gauge for `cause`."""
     results = []
     for samples in gauges:
         readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]

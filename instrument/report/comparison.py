@@ -1,14 +1,10 @@
 """The comparison of recordings before and after a change: the effect of the code, separated from that of the load.
 
-For each call path, the comparison covers the self time without waits, and the device time of work that the calls
-launch. Only calls with similar work and similar load are compared. Work is measured by the size of the batch around a
-call and by attributes that give a size (see `SIZE`). Load is the number of requests in flight when the call begins. The
-difference that remains is the effect of the code (see `instrument.report.effects`). If nothing has changed, the
-probability of any wrong verdict is at most `FAMILY`.
+Each call path is compared by its self time without waits, and by its device time. Only calls with similar work and load
+are compared (see `effects`): work is the size of the batch and of the input, load the number of requests in flight.
+Queue times, waits and stalls get no verdict, because they depend on the load.
 
-Queue times, waits and stalls are printed without a verdict.
-
-The HTML page has the tables and an icicle chart.
+If nothing has changed, the probability of any wrong verdict is at most `FAMILY`.
 """
 
 from __future__ import annotations
@@ -59,10 +55,10 @@ NOTEWORTHY = 0.05
 """The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The least share of the time in similar calls with which the report states whether the load caused a change."""
+"""The minimum share of the time in similar calls for a statement on whether the load caused a change."""
 
 CLEAR = 1.0
-"""The largest `detectable_ratio` with which a call path may count as unchanged."""
+"""The limit of `detectable_ratio` for the verdict that a call path is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +93,6 @@ class Change:
         return " in ".join(reversed(self.path[-2:]))
 
     def summed_ns(self) -> float:
-        """Return the total time of all calls. Only one side has calls if the path is new or gone."""
         return self.calls_before * (self.mean_before_ns or 0) + self.calls_after * (self.mean_after_ns or 0)
 
     def change_text(self) -> str:
@@ -111,8 +106,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class LoadChange:
-    """The times of an endpoint's requests before and after the change, or of one part of their time. Percentiles are
-    None if several runs were recorded."""
+    """The rate, mean and p99 of an endpoint's requests, or of one part of their time, before and after the change.
+    Percentiles are None if several runs were recorded."""
 
     name: str
     requests_before: int
@@ -167,7 +162,8 @@ class Comparison(View):
 
     @property
     def detectable_ratio(self) -> float | None:
-        """The smallest detectable change: a mean over call paths, weighted by their time. None without call paths."""
+        """The mean of the smallest detectable changes, weighted by the time of the call paths. None without call
+        paths."""
         weighed = [(change.detectable_ratio, change.share_ratio) for change in self.changes if change.detectable_ratio]
         whole = sum(share for _, share in weighed)
         return sum(ratio * share for ratio, share in weighed) / whole if whole else None
@@ -176,7 +172,7 @@ class Comparison(View):
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def find_unclear_changes(self, limit: float) -> list[Change]:
-        """Return the call paths that may be slower by more than `limit`. Each has at least `MAJOR_SHARE` of the
+        """Return the call paths that may be slower by more than `limit`, and that have at least `MAJOR_SHARE` of the
         time."""
         return [
             change
@@ -313,8 +309,8 @@ class _Side(NamedTuple):
 
 
 def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
-    """Return the comparison of recordings before and after a change. Raises `InstrumentError` without scipy. If each
-    side has three or more runs, runs are compared. Otherwise blocks of calls are compared."""
+    """Return the comparison of recordings before and after a change. With three or more runs on each side, runs are
+    compared, otherwise blocks of calls. Raises `InstrumentError` without scipy."""
     names = sorted({name for recording in (*before, *after) for name in find_size_attributes(recording.columns)})
     sides = _make_side(before, names), _make_side(after, names)
     paths = [
@@ -401,8 +397,7 @@ def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
 
 
 def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the amounts of work and load by which calls are compared. There is a row per amount, and a column per
-    span."""
+    """Return the amounts of work and load by which calls are matched, with a row per amount and a column per span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))

@@ -1,7 +1,7 @@
 """The `copies` view: copies between host and devices by direction and by call, their rates, and avoidable waits.
 
-A rate is in 10^9 bytes per second: the number of copied bytes divided by the device time of the copies. Without device
-time, the host times of calls that wait for their copy are used.
+A rate is the copied bytes divided by the device time of the copies, in 10^9 bytes per second. Without device time, the
+host times of calls that wait for their copy are used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NO_COPY = (
 
 @dataclass(frozen=True, slots=True)
 class CopyUse:
-    """The copies of one call in one direction, or all copies in that direction.
+    """The copies by one API call in one direction, or all copies in a direction.
 
     - `sync`, `pinned`: None if unknown or mixed
     - `device_ns`, `timed_bytes`: sums over the `timed` calls
@@ -68,7 +68,7 @@ class CopyUse:
 
     @property
     def base(self) -> str:
-        """The time by which the rate is computed: `device`, `host`, or "" without a rate."""
+        """The kind of time that the rate is based on: `device`, `host`, or "" without a rate."""
         return "device" if self.device_ns else "host" if self.waited_ns else ""
 
     @property

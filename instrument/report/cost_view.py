@@ -1,7 +1,6 @@
-"""The `cost` view: the cost of each probe and of each thread of the SDK, the number of kept spans, and notes on what
-was not recorded.
+"""The `cost` view: the cost of recording, by recorded function and by thread of the SDK, and notes on losses.
 
-The cost of a probe is its number of calls times the time that it adds to a call, as measured on this machine.
+The cost of a recorded function is its number of calls times the measured time that recording adds to a call.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CostPart:
-    """A part of the instrumentation's cost, in ns and as a share of the window."""
-
     name: str
     time_ns: int
     ratio: float | None
@@ -113,7 +110,7 @@ class InstrumentationCost(View):
 
     @property
     def most_ratio(self) -> float | None:
-        """The largest possible cost as a share of the window: the probes' data is never in the processor's caches."""
+        """The cost as a share of the window, if the probes' data were never in the processor's caches."""
         return None if self.cost is None else compute_share(self.cost.most_ns, self.window_ns)
 
     def header_lines(self) -> list[str]:

@@ -1,8 +1,6 @@
 """The `device` view: how each GPU was used in the window, by stream, by name and within requests; and all gauges.
 
 In shares of time, parallel work counts once. In times by name, parallel work of several calls counts for each call.
-
-The Device Summary has the minimum, mean and maximum of each gauge.
 """
 
 from __future__ import annotations
@@ -165,8 +163,8 @@ COLUMN_WIDTH = 10
 
 @dataclass(frozen=True, slots=True)
 class DeviceView(View):
-    """The `device` view: the gauges, and the use of each device. `reasons` has the number of spans without device time
-    by reason. `is_ours` is False for a trace of another profiler."""
+    """The `device` view: the gauges, and the use of each device. `reasons` counts the spans without device time, by
+    reason. `is_ours` is False for a trace of another profiler."""
 
     coverage: Coverage
     gauges: DeviceSummary | None
@@ -270,8 +268,7 @@ DEVICE_PARTS = (
     ("Busy by launch-bound stretches alone", "launch_bound", "busy"),
     ("Copies during compute", "hidden_copy", "copies"),
 )  # fmt: skip
-"""The rows of a device's time: a label, the beginning of the names of fields in `DeviceUse`, and the base of the
-ratio."""
+"""The rows of a device's time: a label, the prefix of fields in `DeviceUse`, and the base of the ratio."""
 
 
 def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:

@@ -1,12 +1,11 @@
-"""The effect of a change on work that is alike: the difference of two samples of calls, with its error limits.
+"""The effect of a change on similar work: the difference between two samples of calls, with its error limits.
 
-Calls are grouped into strata by their covariates, such as sizes and load. Within a stratum a covariate varies by at
-most a factor of 1.4. Linear regression removes the differences that the covariates still explain. Effects are
-differences of logarithms of times, so a slowdown by 10 % counts the same for short and long calls.
+Calls are grouped into strata, in which a covariate, such as the size or load, varies by at most a factor of 1.4. Linear
+regression removes the differences that remain. Effects are differences of logarithms, so 10 % counts the same for short
+and long calls.
 
-Successive calls are not independent. The test therefore compares runs if each sample has three or more runs, and
-otherwise up to 16 blocks of successive calls per sample. Correlated blocks are joined in pairs. If blocks are still
-correlated, the error limits are widened.
+Successive calls are not independent. So not calls are tested, but runs or, with fewer than three runs, up to 16 blocks
+of successive calls. Blocks that are still correlated are joined, which widens the error limits.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ POWER = 0.9
 
 
 class CallSample(NamedTuple):
-    """The calls before or after a change, sorted by start time. `covariates` has a row for each covariate. Its values
-    are `log1p` of numbers that are not negative."""
+    """The calls before or after a change, sorted by start time. `covariates` has a row for each covariate, with `log1p`
+    of numbers from 0."""
 
     values_ns: Floats
     covariates: Floats
@@ -62,8 +61,8 @@ class CallSample(NamedTuple):
 class Effect:
     """The change for similar work: a difference of mean logarithms, with its standard error and its degrees of freedom.
 
-    `calls` are the numbers of matched calls before and after. `matched_ratio` is the share of matched calls in the time
-    after.
+    `calls` are the numbers of matched calls before and after. `matched_ratio` is the share of the time after the change
+    that matched calls take.
     """
 
     difference: float
@@ -89,7 +88,6 @@ class Effect:
 
 
 def import_scipy_special() -> Any:
-    """Import `scipy.special`. Raises `InstrumentError` if scipy is not installed."""
     try:
         from scipy import special as functions  # type: ignore[import-untyped]
     except ImportError as problem:
@@ -98,7 +96,6 @@ def import_scipy_special() -> Any:
 
 
 def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
-    """Return the `ratio` quantile of the number of successes in `count` trials."""
     functions = import_scipy_special()
     number: int = math.ceil(functions.bdtrik(ratio, count, chance))
     return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
@@ -115,8 +112,8 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 
 
 class _LikeCalls:
-    """The calls in strata with calls both before and after a change. `cells` has the stratum of each call. For calls
-    after the change, the number of strata is added."""
+    """The calls in strata that have calls both before and after a change. `cells` has the stratum of each call. For
+    calls after the change, the number of strata is added to it."""
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
         covariates = np.concatenate([before.covariates, after.covariates], axis=1)
@@ -194,7 +191,7 @@ def _variance_of_sum(sums: Floats) -> tuple[float, float]:
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the variance of a sum over correlated calls, and its degrees of freedom. It is estimated from blocks of
+    """Return the variance of a sum over correlated calls, and its degrees of freedom, estimated from blocks of
     calls."""
     blocks = MOST_BLOCKS
     while True:

@@ -1,8 +1,7 @@
-"""The requests of each endpoint: their wall times, errors, phases and answers.
+"""The requests of each endpoint: their wall times, errors, phases, streamed answers and blocked event loops.
 
-The data on an answer are attributes of the request's span. A stream is an answer in several items: server-sent events,
-messages, or chunks. The time per item is the time from the first to the last item, divided by the number of later
-items. A blocked loop is an event loop that a callback blocked for more than `limits.blocked`.
+A streamed answer has several items: server-sent events, messages, or chunks. The time per item is the time from the
+first to the last item, divided by the number of later items.
 """
 
 from __future__ import annotations
@@ -186,8 +185,7 @@ class PhaseTime:
 class EndpointTimes:
     """The requests of one endpoint. `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
 
-    - `cancelled`: the number of requests that ended early, for example because the client disconnected; they are no
-      `errors`
+    - `cancelled`: the number of requests that ended early, such as by a client's disconnect, and are no `errors`
     - `counted`: the number of all ended requests, including requests whose spans are no longer kept
     """
 
@@ -217,11 +215,11 @@ class EndpointTimes:
 
 @dataclass(frozen=True)
 class CompleteRequests:
-    """The requests of a report as columns. Columns from `request` on have a row for each part of a request's time.
+    """The requests of a report as columns. The last three columns have a row for each part of each request's time.
 
     - `place`: the index of a request among all requests of the trace
     - `endpoint`: an index into `names`
-    - `request`, `part`: an index of a request's row, and an index into `parts`
+    - `request`, `part`: an index into the columns of requests, and an index into `parts`
     """
 
     names: tuple[str, ...]
@@ -413,7 +411,7 @@ def describe_failure(trace: Columns, row: int) -> tuple[str, str]:
 
 
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
-    """Return a row for each phase with times in the order of `IN_ORDER`. The options may limit the rows."""
+    """Return a row for each phase that has times, sorted by `IN_ORDER`. The options may limit the rows."""
     phases = []
     for name, times_ns in times.items():
         if times_ns:

@@ -1,6 +1,6 @@
-"""The tree of names for the `events` view: its entries, the sums of each entry, and the rows to print.
+"""The tree of names that the `events` view prints, with the sums of each entry.
 
-An entry is a list of names. Entries are stored in arrays, and only printed entries become objects.
+An entry is identified by its path of names. Entries are stored in arrays, and only printed entries become objects.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ INSTANTIATED = ("op", "layer")
 """The kinds of span that have a row for each instance with the tracer option `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
-"""The field of the tally that the Total column adds up, for each state."""
+"""The field of the tally in the Total column for each value of the option `state`."""
 
 ROOT = 0
 
 ROW, PHASE, COPY, INSTANCE = (role << 28 for role in range(4))
-"""The roles of entries. An entry's level is its role plus the number of the first site with its name."""
+"""The roles of table entries, in the high bits. The low bits are the number of the first site with the entry's name."""
 ROLES = INSTANCE
 
 
 class NameTree:
     """The tree of names in the `events` view, for one tracer option. Entries are numbers, and parents come before their
-    children. A call path that is not visible counts for the entry of its caller."""
+    children. A call path without a row of its own counts for the entry of its caller."""
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
@@ -80,8 +80,8 @@ class NameTree:
         return len(self.parents)
 
     def sum_with_device_time_below(self, thread: int | None) -> tuple[Records, set[int]]:
-        """Return the sums of a thread by entry, and the entries whose device time includes calls below. `thread` is
-        None for all threads."""
+        """Return a thread's sums for each entry, and the entries whose device time includes the calls below them.
+        `thread` is None for all threads."""
         sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
         if len(self._instances):  # the sums of an instance are also in the row of its type
             entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
@@ -97,7 +97,6 @@ class NameTree:
         return sums, below
 
     def _add_hidden_phases(self, sums: Records, thread: int | None) -> None:
-        """Add the self times of hidden phases to the entries of their callers."""
         lines = self._tally.lines_of_thread(thread)
         lines = lines[~self._visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._entry_of[lines["node"]]
@@ -191,7 +190,7 @@ class NameTree:
 
 
 def make_entry_sorter(tree: NameTree, sums: Records, options: Options) -> Callable[[int], tuple[list[int], list[int]]]:
-    """Return a function that sorts the children of an entry. It returns the children to print, and the children to
+    """Return a function that divides an entry's children into two lists: the children to print, sorted, and those to
     omit."""
     key, part = SortKey.of_options(options), options.sorted_by.rpartition("_")[0]
     of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
@@ -239,8 +238,8 @@ def _mask_kept_entries(
 
 
 def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
-    """Return three levels for each site; `NONE` means no level. A site adds the first two to the tree. A topmost site
-    adds the third instead."""
+    """Return three tree levels for each site. The first is the level of its name, the second of its instance. The third
+    replaces both for a topmost site. `NONE` means no level."""
     tree, hides_phases = tally.tree, tracer_option == "Default"
     instantiated = INSTANTIATED if tracer_option == "AllOpDetail" else ()
     columns = zip(
@@ -261,8 +260,8 @@ def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, i
 
 
 def _fluid_copy_name(site: Site) -> str:
-    """Return the name of a copy in Paddle's fluid, such as `GpuMemcpyAsync:CPU->GPU`. By default, return the site's
-    name."""
+    """Return the name of a copy in Paddle's fluid, such as `GpuMemcpyAsync:CPU->GPU`, or the site's name for other
+    sites."""
     attributes = dict(site.attributes)
     direction, sync = attributes.get("direction"), attributes.get("sync")
     if not isinstance(direction, str) or direction not in ENDPOINTS or not isinstance(sync, bool):
@@ -399,13 +398,13 @@ def _make_event_rows(
 
 
 def mask_topmost_nodes(tally: Tally, say: Callable[[Site], bool]) -> Bools:
-    """Return a mask of the nodes whose site `say` accepts, without nodes below such a node."""
+    """Return a mask of the topmost nodes among those whose site `say` accepts."""
     marked = np.array([*tally.tree.map_sites(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
 
 
 def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
-    """Return the totals by name of the nodes whose site `say` accepts, without nodes below such a node."""
+    """Return the totals, by name, of the topmost nodes among those whose site `say` accepts."""
     numbers = np.array([*tally.tree.number_sites(NAME), NONE], dtype=np.int32)
     sums = tally.sum_by_group(np.where(mask_topmost_nodes(tally, say), numbers[tally.site_of], NONE), len(numbers))
     called = np.flatnonzero(sums["calls"]).tolist()

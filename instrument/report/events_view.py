@@ -1,19 +1,11 @@
 """The `events` view: all calls as a tree of names, in the layout of Paddle's fluid profiler.
 
-The options `tracer_option` and `state`, and the names of rows, are the same as in fluid. The numbers follow these
-rules:
-
-- Total is a sum over calls: of `elapsed` times in state All, of host times in state CPU, of device times in state GPU.
-  In `elapsed`, parallel work of host and device counts once.
+The options `tracer_option` and `state`, and the names of rows, are the same as in fluid.
+- Total is a sum over calls. In state All, a moment in which host and device both work counts once.
 - A row's device time is the time of its own events, but at least the sum of the rows below it.
-- Ave. is the Total divided by the calls. Min., Max., p50 and p99 come from the tally's `elapsed` times.
 - Ratio. is a row's Total as a share of the sum of the topmost rows of its block.
-- Rows are sums of work. So the Total time of all threads may exceed the elapsed time.
-- The Total time is split into computation and framework. For a service there is a third part, waiting, such as the time
-  in which coroutines are suspended.
-- A row is identified by a list of names, so names may contain any character.
-
-Lines have 100 columns. A second table lists CPU Time and GPU Time of the rows with device time.
+- Rows are sums, so the Total time of all threads may exceed the elapsed time.
+- The Total time has the parts computation and framework, and for a service also waiting.
 """
 
 from __future__ import annotations
@@ -69,8 +61,8 @@ CALLS_WIDTH = 10
 """The maximum number of digits of a count of calls. Larger counts are rounded."""
 RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
-"""Pairs of numbers of significant digits: for totals, and for other exact times. The first pair that leaves room for
-names is used."""
+"""The numbers of significant digits for totals and for other exact times. The first pair that leaves room for names is
+used."""
 EXPONENT = 3
 SAMPLE = 100
 """The number of rows, from the first, that are examined to choose the number of digits."""
@@ -81,7 +73,7 @@ DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})
-"""The phases that count as waiting, and the names of spans that count as waiting if they declare no phase."""
+"""The phases that count as waiting. A span without a phase counts if its name is in the set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +167,8 @@ def _is_waiting(site: Site) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The sum of copies to, from or within devices: of all copies, of the asynchronous or of the synchronous ones.
-    `ratio` is the share of the Total time of all threads."""
+    """The sum of the copies that involve a device: of all, of the asynchronous, or of the synchronous copies. `ratio`
+    is the share of the Total time of all threads."""
 
     label: str
     calls: int
@@ -186,8 +178,8 @@ class CopySum:
 
 @dataclass(frozen=True, slots=True)
 class Events(View):
-    """The `events` view: a block of rows for each thread, the newest first, after a block for all threads merged.
-    `probes_ns` is the cost of probes that corrected self times leave out. It is None if times are not corrected."""
+    """The `events` view: a block of rows for all threads merged, then a block for each thread, the newest first.
+    `probes_ns` is the cost of probes that is subtracted from self times, None without this correction."""
 
     window_ns: int | None
     blocks: tuple[EventsBlock, ...]
@@ -284,7 +276,7 @@ def events(recording: Recording, options: Options) -> Events:
 
 
 def sum_copies_by_synchronicity(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
-    """Return the sums of all copies, of the asynchronous, and of the synchronous ones. Copies within the host are left
+    """Return the sums of all, of the asynchronous, and of the synchronous copies. Copies within the host are left
     out."""
     by_site = tally.sum_by_site()
     columns = (by_site[name].tolist() for name in ("calls", TIMES[state]))

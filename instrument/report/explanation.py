@@ -1,13 +1,11 @@
-"""The explanation of a slow request or window: the causes of its excess (the time that similar requests do not need).
+"""The explanation of a slow request: the causes of its excess, which is its time beyond that of similar requests.
 
-Requests are similar if they have the same endpoint and similar work: engine steps, weight in batches, and sizes among
-their attributes. The typical time is the mean over the middle half of up to `NEAREST` similar requests, sorted by wall
-time. A cause accounts for the time that it took beyond its typical time. Any excess beyond all causes is unexplained.
+Similar requests have the same endpoint and similar work. Their typical time is the mean of the middle half. A cause
+accounts for its time in the request beyond its typical time. For a window of time, the mean of its requests is
+explained.
 
-For a window, the mean of its requests is explained.
-
-The verdict is `typical` if the time is within the usual spread. The verdict is `explained` if the evidence shows one
-cause that accounts for at least `MOSTLY` of the excess. Otherwise the verdict is `inconclusive`.
+The verdict is `explained` if the evidence shows one cause that accounts for at least `MOSTLY` of the excess. It is
+`typical` for an excess within the usual spread, and otherwise `inconclusive`.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The minimum number of blocks of requests from which the usual spread is estimated, and the number of standard
-deviations in that spread."""
+"""The minimum number of blocks of requests to estimate the usual spread, and the number of standard deviations that
+count as usual."""
 
 MOSTLY = 0.5
 """The minimum share of the excess that a cause must account for to explain it."""
@@ -123,8 +121,6 @@ class CauseShare:
 
 @dataclass(frozen=True, slots=True)
 class PartExcess:
-    """The time of one part of the request, such as `queue`, and its typical time."""
-
     name: str
     time_ns: int
     typical_ns: int
@@ -266,7 +262,6 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
 
 
 def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
-    """Return the explanation of the request with the index `place`."""
     trace, joined = recording.columns, recording.joined
     places, is_like = find_similar_requests(recording, place)
     begin_ns, wall_ns = int(trace.start_ns[joined.rows[place]]), int(trace.total_ns[joined.rows[place]])
@@ -282,7 +277,8 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
-    """Return the explanation of the mean of requests. Only the endpoint with the most time is explained."""
+    """Return the explanation of the mean of requests. Only requests of the endpoint with the most time are
+    explained."""
     trace, joined = recording.columns, recording.joined
     walls = trace.total_ns[joined.rows]
     names, of_site = trace.describe_sites(lambda site: site.name)
@@ -310,8 +306,8 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
 
 
 class _Evidence:
-    """The mean time of each cause, in the explained requests and in typical requests. `arrivals` is the interval whose
-    new requests may have delayed the explained requests."""
+    """The mean time of each cause, in the explained requests and in typical requests. Requests that arrived in the
+    interval `arrivals` may have delayed the explained requests."""
 
     def __init__(
         self, recording: Recording, places: Int64s, typical: Int64s, arrivals: tuple[int, int], options: Options, *,
@@ -340,8 +336,8 @@ class _Evidence:
         self._arrived, self._usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
 
     def add_causes(self, requests: int, alike: int = 0, most_ns: float = 0.0, doubt: str = "") -> Explanation:
-        """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual. With a `doubt`
-        the verdict is inconclusive. Without comparable requests (`alike`) there are no causes."""
+        """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual. A `doubt` makes
+        the verdict inconclusive. If no requests can be compared (`alike` is 0), there are no causes."""
         trace, joined = self._recording.columns, self._recording.joined
         row, walls_ns = int(joined.rows[self._places[0]]), trace.total_ns[joined.rows]
         wall_ns = round(float(walls_ns[self._places].mean()))
@@ -398,7 +394,7 @@ class _Evidence:
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
     def _examine_causes(self) -> tuple[list[CauseShare], float, dict[str, str]]:
-        """Return all causes with their times, the time of additional engine steps, and the doubts about causes."""
+        """Return all causes with their times, the time of additional engine steps, and reasons to doubt some causes."""
         claims = [self._examine_cause(cause) for cause in CAUSES if cause != listed.BURST]
         load = self._times_by_path(listed.LOAD)
         queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
@@ -441,8 +437,8 @@ class _Evidence:
         return _make_claim(cause, path, spent_ns, usual_ns)
 
     def _move_time_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
-        """Move time from slow calls to processor contention or memory pressure, if gauges prove it. Also return the
-        doubts about causes."""
+        """Move time from slow calls to processor contention or memory pressure, if gauges prove it. Also return reasons
+        to doubt some causes."""
         extra_ns = self._pressure_ns
         slowed = [claim for claim in claims if claim.name in SLOWED and _excess_of(claim) > 0]
         slowed_ns = sum(map(_excess_of, slowed))
@@ -500,8 +496,8 @@ def _excess_of(claim: CauseShare) -> float:
 
 
 def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    """Return a cause that does not account for any excess yet. A negative typical time is raised to 0, and the time by
-    the same amount."""
+    """Return a cause that does not account for any excess yet. If the typical time is negative, both times are raised
+    by the same amount, so that it becomes 0."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 
@@ -509,8 +505,7 @@ def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> Caus
 def _divide_excess(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
-    """Return the causes that account for the excess, the largest first. Also return all other causes, and the
-    unexplained ns."""
+    """Return the causes that account for the excess, the largest first, all other causes, and the unexplained ns."""
     shares, rivals, remaining_ns = [], [], excess_ns
     for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
         accounted_ns = min(_excess_of(claim), remaining_ns)

@@ -1,8 +1,7 @@
 """The headlines of a report: up to three sentences on the largest times, the likely reason, and the view to read next.
 
-The first sentence names the largest part of the busiest endpoint's time or, without requests, of the time of steps. The
-second names the part that makes the p99 slow, and the third the largest other cause. A headline needs at least `ENOUGH`
-requests, steps or device intervals.
+They name the largest part of the busiest endpoint's time, the part that makes its p99 slow, and the largest other
+cause. Without requests, the first is about steps.
 """
 
 from __future__ import annotations
@@ -279,8 +278,8 @@ def _describe_devices(view: DeviceView) -> Iterator[Headline]:
 
 
 def describe_requests_in_flight(places: Sequence[tuple[str, int]]) -> str:
-    """Return a sentence on the span in which most requests in flight are, "" if no span has half of them. `places` has
-    the name of each request's current span, and the age of the span in ns."""
+    """Return a sentence that names the span in which at least half of the requests in flight are, "" without such a
+    span. `places` has the name and the age in ns of each request's current span."""
     counts = Counter(name for name, _ in places if name)
     if len(places) < SLOWEST - 2 or not counts:
         return ""

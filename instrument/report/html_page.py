@@ -1,11 +1,9 @@
 """One HTML file with a whole report: the data as packed JSON, and the style, the scripts and d3 from the folder `page`.
 
-The file loads no other files. The page's content security policy allows only the page's own scripts and style. Names
-and values of the service are only in the JSON, which is encoded as base64. The scripts insert names and values as text,
-never as markup.
+Python computes every number, and the scripts show, sort and draw the numbers. The size of a page is bounded.
 
-The JSON has the tables of the views, charts, and notes on omitted data. Python computes every number, and the scripts
-show, sort and draw the numbers. The size of a page is bounded.
+The file loads no other files, and its content security policy allows only its own scripts and style. Names and values
+of the service are only in the JSON. The scripts insert them as text, never as markup.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ DETAIL = "OpDetail"
 """The tracer option of the page's call tree. Phases have rows, and all instances of a layer share one row."""
 
 NEVER = -1
-"""The number for a missing parent or row. Existing ones have numbers from 0."""
+"""The number for a missing parent or row. Existing rows have numbers from 0."""
 
 GREATEST = (1 << 63) - 1
 

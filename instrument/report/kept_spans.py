@@ -1,7 +1,7 @@
-"""The requests that a page lists, and the spans that fit into the page. The most important requests get room first.
+"""The requests that an HTML page lists, and the spans that fit into the page.
 
-A page lists the requests, or without requests the outermost steps, or without steps the topmost spans. The spans of a
-request that the user chose come first, then those of each endpoint's median request, then those of the slowest.
+Without requests, the outermost steps or else the topmost spans are listed. Spans are added in this order: of the
+request that the user chose, of each endpoint's median request, and of the slowest requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOST_SPANS = 200_000
 """The maximum number of spans in a page. They take about 1.5 MB."""
 
 TURNS_OF_A_BATCH = 3
-"""The number of spans that take as much room in the page as one batch of a request."""
+"""The assumed size of a request's batch in the page, as a number of spans."""
 
 TEXT_BYTES = 2_000_000
 """The maximum number of bytes for the attributes of all spans."""
@@ -97,7 +97,7 @@ class KeptSpans:
         """The sites and the errors of the page, in the order of their numbers in the page."""
 
     def _iterate_requests_by_importance(self) -> Iterator[int]:
-        """Yield the indices of requests, the most important first. An index may occur twice."""
+        """Yield the indices of requests, the most important first. Indices may repeat."""
         if self.first != NONE:
             yield self.first
         names: dict[str, list[int]] = {}
@@ -237,8 +237,8 @@ class KeptSpans:
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
     def _name_lanes(self, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Return the names of threads, and the thread and task number of each lane. A task number is 0 without a
-        task."""
+        """Return the names of threads, and the numbers of thread and task for each lane of the page. A task number of 0
+        means no task."""
         names, tasks, threads = self._recording.trace.threads, Counter[int](), dict[int, int]()
         lanes: dict[str, list[int]] = {"thread": [], "task": []}
         for thread, task in pairs:
@@ -286,8 +286,8 @@ class KeptSpans:
         }
 
     def _attribute_texts(self) -> dict[int, dict[str, str]]:
-        """Return the attributes of spans. Requests come first, because all attributes together have at most
-        `TEXT_BYTES`."""
+        """Return the attributes of spans by the span's number in the page. Requests come first, because all attributes
+        together have at most `TEXT_BYTES`."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
         is_listed = mask_of(self.listed.rows, len(trace))
         having = trace.attributes.rows()

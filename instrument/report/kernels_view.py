@@ -1,4 +1,4 @@
-"""The `kernels` view: the work on GPUs by the name of the kernel, and by the span in which the host launched it.
+"""The `kernels` view: GPU work by the name of the kernel, and by the span in which the host launched the work.
 
 Kernels and their times come from torch.profiler's record. Without that record the view lists the device intervals of
 spans.
@@ -114,9 +114,8 @@ NO_HOST_TIME = "total time, for a kernel has no host time"
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """The calls of one kernel. If the view's `source` is `STRETCHES`, `name` is the name of a span. `busy_ns` is the
-    time in which at least one call ran. It is None if the row sums up several kernels. `ratio` is the share of the time
-    of all kernels."""
+    """The calls of one kernel, or of one span if no kernels were recorded. `busy_ns` is the time in which at least one
+    call ran, None in a sum of several kernels. `ratio` is the share of the time of all kernels."""
 
     name: str
     calls: int
@@ -170,7 +169,7 @@ class OtherWork:
 
 @dataclass(frozen=True, slots=True)
 class Kernels(View):
-    """The `kernels` view. `window` is the watched time, and `total_ns` the sum of the times of all kernels. `outside`
+    """The `kernels` view. `window` is the profiled time, and `total_ns` the sum of the times of all kernels. `outside`
     counts the device work outside of the window."""
 
     source: str
@@ -327,8 +326,8 @@ class _Work(NamedTuple):
 
 
 def _sum_calls_by_group(work: _Work, groups: NDArray[Any], count: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Sum up the calls of each group. Calls at the same time on one device count once in the last number, the busy
-    time."""
+    """Yield the count, sum, maximum, minimum and busy time of each group's calls. In the busy time, parallel calls on
+    one device count once."""
     on_device, firsts = number_combinations(groups, number_combinations(work.device)[0])
     unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
     times = NodeTimes.sum_calls(Groups(groups, count), work.took_ns)
@@ -350,7 +349,6 @@ class _DeviceWork(NamedTuple):
 
 
 def _uses_by_place(device_work: _DeviceWork, total_ns: int) -> list[KernelPlace]:
-    """Return the kernels by the span that launched them, the longest first."""
     if device_work.places is None:
         return []
     work, (number, names_of_places) = device_work.by_kind["kernel"], device_work.places
@@ -386,8 +384,8 @@ def _read_torch_work(recording: Recording) -> _DeviceWork:
 
 
 def _read_span_work(recording: Recording) -> _DeviceWork:
-    """Return the device intervals of spans as device work. Only the innermost intervals count, so that no time of a
-    stream counts twice."""
+    """Return the device intervals of spans as device work. Only the innermost intervals count, so no time of a stream
+    counts twice."""
     trace, window = recording.columns, recording.trace.coverage
     timed = trace.device.select(trace.device.is_measured)
     inner = timed.select(

@@ -55,7 +55,7 @@ PEAK_OF: Mapping[str, str] = {
     "torch_allocated": "torch_allocated_peak",
     "torch_reserved": "torch_reserved_peak",
 }
-"""The gauges of memory in use, each with the gauge of its peak between two readings, "" without one."""
+"""The gauge of the peak between two readings for each gauge of used memory, or ""."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -112,8 +112,8 @@ class DeviceMemory:
 
 
 class CountedAllocations(NamedTuple):
-    """The sums of all allocations. `uses` has a row per place and thread, and `devices` a row per device. `outside`
-    counts the allocations outside of the watched time."""
+    """The sums of all allocations: `uses` by place and thread, and `devices` by device. `outside` counts the
+    allocations outside of the watched time."""
 
     uses: list[PlaceMemory]
     peaks: list[Peak]
@@ -123,8 +123,8 @@ class CountedAllocations(NamedTuple):
 
 
 def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Sum up the allocations of the watched time. Places are the spans in the mask `is_wanted`. `state` is `CPU` for
-    the host, `GPU` for devices, or `All`."""
+    """Sum up the allocations of the watched time. Only spans in the mask `is_wanted` count as places. `state` is `CPU`
+    for the host, `GPU` for devices, or `All`."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     allocations = Allocations.from_objects(facts.allocations)
@@ -181,8 +181,8 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
 
 
 def _match_events_by_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Return two masks of events. The first mask has the events after an allocation at the same address. The second
-    mask has the events that are not the last one at their address."""
+    """Return two masks of events. The first has the events whose previous event at the same address is an allocation.
+    The second has all events except the last at each address."""
     order = np.lexsort((address, device))
     address, device = address[order], device[order]
     is_next = np.zeros(len(order) + 1, dtype=np.bool_)
@@ -217,8 +217,8 @@ class GaugedMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryView(View):
-    """The `memory` view. The watched time is from `since_ns` to `until_ns`, counted from the start of the trace. Both
-    are None if nothing watched allocations. Before `places_since_ns`, spans are missing, so that places may be
+    """The `memory` view. `since_ns` and `until_ns` limit the time in which allocations were watched, from the start of
+    the trace. Both are None without such a time. Before `places_since_ns`, spans are missing, so places may be
     unknown."""
 
     since_ns: int | None

@@ -1,7 +1,6 @@
 """The tables of the views `operators` and `user`: a row for each name, with the host and device times of its calls.
 
-A track is one thread, or one task on it. The time of a call on a different track from the caller is not part of the
-caller's time.
+If a call runs on another thread or task than its caller, the caller's time does not include the call.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class CallTimes:
 
 @dataclass(frozen=True)
 class CallTable:
-    """A call tree as columns, with a node for each call path in one thread or task. `name` is an index into `names`.
-    `around` is the caller's node. `inside` is True if a caller has one of the chosen kinds. `again` is True if a caller
-    has the same name and kind."""
+    """A call tree as columns, with a node for each call path in one thread or task. `around` is the caller's node.
+    `inside` is True if any caller has one of the chosen kinds. `again` is True if any caller has the same name and
+    kind."""
 
     paths: CallPaths
     names: Sequence[tuple[str, str]]
@@ -93,7 +92,7 @@ class CallTable:
 
 
 def find_outermost_callers(around: Int32s, name: Int64s) -> Int64s:
-    """Return for each node the outermost caller of the same name. A node without such a caller is its own result."""
+    """Return for each node the outermost caller of the same name, or the node itself if no caller has that name."""
     outermost, up = np.arange(len(name)), around.copy()
     inner = np.flatnonzero(up != NONE)
     while len(inner):
@@ -106,8 +105,6 @@ def find_outermost_callers(around: Int32s, name: Int64s) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """The calls of one name. `gpu` is None if no call had device time."""
-
     name: str
     kind: str
     depth: int
@@ -151,8 +148,8 @@ def make_blocks(
 def call_rows(
     calls: CallTable, nodes: Int64s, depth: int, cpu_base_ns: int, gpu_base_ns: int, options: Options
 ) -> tuple[CallRow, ...]:
-    """Return a row for each name and kind, sorted and limited by the options. At depth 0, calls of one name that are
-    nested count once in the ratio."""
+    """Return a row for each name and kind, sorted and limited by the options. At depth 0, nested calls of one name
+    count once in the ratio."""
     groups = calls.group_nodes_by_name(nodes)
 
     def make_row(name: str, kind: str, nodes: Int64s, once: Int64s) -> CallRow:

@@ -1,16 +1,10 @@
-"""The `operators` view: the operators by name, at any depth, with host and device times; and the `user` view.
+"""The `operators` view: host and device times by operator name, as in the Operator Summary of `paddle.profiler`.
 
-The columns are those of the Operator Summary of `paddle.profiler`. An operator is a span of kind `op`, `layer` or
-`comm`. Ratios are shares of the time in outermost operators.
+An operator is a span of kind `op`, `layer` or `comm`, at any depth. Ratios are shares of the time in outermost
+operators. `tracer_option: OpDetail` adds the parts of each operator. `AllOpDetail` adds the operators of an iteration
+in the order of execution. The attribute `flops` of a span is the number of its own floating-point operations.
 
-`tracer_option: OpDetail` adds the rows directly below each operator: phases, inner operators, copies and streams.
-`AllOpDetail` adds a list of all operators of an iteration in the order of execution.
-
-The attribute `flops` of a span is the number of its own floating-point operations. A row adds up the `flops` of its
-calls and of the spans below them on the same track.
-
-The `user` view has a row for each name of the spans of kind `user`, such as ``with scope("tokenize")``. The view is the
-UserDefined Summary of `paddle.profiler`. Ratios are shares of the window.
+The `user` view, also in this module, has a row for each name of the scopes in the service's code.
 """
 
 from __future__ import annotations
@@ -71,9 +65,9 @@ from instrument.trace.layout import KernelColumns
 
 @dataclass(frozen=True, slots=True)
 class FlopRow:
-    """The floating-point operations in the calls of one operator, with those in inner calls. `calls` counts the
-    outermost calls. `time_ns` is their device time if `on` is `GPU`, and their host time if `on` is `CPU`. It is None
-    if only some calls have device time. `ratio` is the share of all counted operations."""
+    """The floating-point operations in one operator's calls, inner calls included. `calls` counts the outermost calls.
+    `time_ns` is their time on the device or the host (see `on`). It is None if only some calls have device time.
+    `ratio` is the share of all counted operations."""
 
     name: str
     kind: str
@@ -119,9 +113,8 @@ class FlopTable:
 
 
 def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
-    """Return the floating-point operations of operators, and of other spans with operations of their own. Only
-    operators also count the operations of inner calls. Return None if no operation was counted. It takes about 1 us for
-    each span with operations."""
+    """Return the floating-point operations of operators and of other spans, None without any. Only operators also count
+    the operations of inner calls. This takes about 1 us for each span with operations."""
     trace = recording.columns
     first, last = recording.trace.coverage
     having = trace.attributes.rows_with_attribute(FLOPS)
@@ -180,8 +173,8 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
 
 
 def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """Return the device time in ns of each call, by trace row. It is the time of the kernels that the call launched.
-    Without recorded kernels, the device intervals of the call count."""
+    """Return an array by trace row with the device time of each call in ns. It is the time of the kernels that the call
+    launched. For a call without recorded kernels, it is the time of the call's device intervals."""
     trace, columns = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
     rows = find_distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
@@ -207,8 +200,8 @@ def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int
 
 
 def _sum_call_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return where the calls have times, `GPU` or `CPU`, and the sum of the times. Return "" and None if only some
-    calls have device times."""
+    """Return `GPU` and the sum of the calls' device times, or without device times `CPU` and the sum of the host times.
+    Return "" and None if only some calls have device times."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):
@@ -231,8 +224,8 @@ NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step')
 
 @dataclass(frozen=True, slots=True)
 class OrderedOperator:
-    """One operator in the order of execution. `number` counts the operators from 0. `total_ns` is the device time of
-    the calls, or else their host time. `mean_ns` is the time per timed iteration."""
+    """One operator in the order of execution, counted from 0 by `number`. `total_ns` is the device time of the calls,
+    or else their host time. `mean_ns` is the time per timed iteration."""
 
     number: int
     name: str
@@ -248,8 +241,8 @@ class OrderedOperator:
 @dataclass(frozen=True, slots=True)
 class ExecutionOrder:
     """The operators of the iterations in the order of execution. `iteration` is the kind of span, "" without
-    iterations. `timed` counts the iterations in the averages. `skipped` counts the iterations left out by `skip_first`,
-    and `cut` those with missing spans. `remaining_ns` is the mean time of the operators that are not listed."""
+    iterations. `skipped` counts the iterations left out by `skip_first`, and `cut` those with missing spans.
+    `remaining_ns` is the mean time of the operators that are not listed."""
 
     iteration: str
     timed: int
@@ -379,7 +372,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
     below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
-        """Return the nodes of each site. The site with the latest first call comes first, because `pending` is a
+        """Return the nodes of each site, sorted by the first call. The latest comes first, because `pending` is a
         stack."""
         groups = [nodes[places] for places in Groups(number_by_first_occurrence(key[nodes])[0], len(nodes)).members()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))

@@ -1,19 +1,12 @@
 """The `overview` view: the share of the window in which each kind of work ran, on the host and on each device.
 
-The `overview` view is the Overview Summary of `paddle.profiler`. A moment counts once, even if several threads or
-streams work. Rows may overlap, so rows do not add up. Ratios are shares of the first row, the window.
+A moment counts once, even if several threads or streams work. Rows may overlap, so they do not add up. Compute is all
+device work except copies. Communication is the work of spans of kind `comm` and of the spans below them.
 
-Device times are intervals between pairs of events on a stream. Compute is all work except copies. Communication is the
-work of spans of kind `comm` and of the spans below them.
+The `distribution` view, also in this module, shows how much communication runs at the same time as computation. Only
+the time within steps counts, if there are steps. Kernels of NCCL and XCCL are communication.
 
-The `distribution` view shows how much communication runs at the same time as computation. The view is the Distribution
-Summary of `paddle.profiler`. If there are steps, only the time within steps counts, otherwise the whole window. Ratios
-are shares of that time. On the host, communication is the time in spans of kind `comm`. On a device, communication is
-the work of such spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a device is all other
-work except copies. Computation on the host is the time in operators, layers and phases, without communication, copies
-and loading on the same thread.
-
-The row `together` compares all communication with computation on the devices (on the host if no device computed).
+Both are views of `paddle.profiler`: its Overview Summary and its Distribution Summary.
 """
 
 from __future__ import annotations
@@ -236,8 +229,8 @@ NO_COMMUNICATION = (
 
 @dataclass(frozen=True, slots=True)
 class DistributionView(View):
-    """The `distribution` view of communication and computation. All ratios are shares of `base_ns`. It is the time of
-    steps if `of` is `step`, and else the window."""
+    """The `distribution` view of communication and computation. All ratios are shares of `base_ns`, the time of the
+    steps, or without steps of the window."""
 
     coverage: Coverage
     of: str
@@ -369,8 +362,8 @@ def _separate_communication_from_computation(
 
 
 def _computation_of_host(trace: Columns, window: Interval) -> Union:
-    """Return the time in which a thread computes. Time in which the thread communicates, copies or loads does not
-    count."""
+    """Return the time in which at least one thread computes. A thread does not compute while it communicates, copies or
+    loads."""
     inside = are_in_window(trace.start_ns, trace.end_ns, window)
     starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
     computing, pausing = inside & trace.are_of_kind(*COMPUTES), inside & trace.are_of_kind(*PAUSES)
@@ -384,8 +377,8 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
 
 
 def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the start and end times of each communication. An asynchronous one starts with its call, and ends with the
-    wait for it."""
+    """Return the start and end times of each communication. Asynchronous communication lasts from its call to the end
+    of the wait for it."""
     starts, ends = trace.start_ns[calls], trace.end_ns[calls]
     flight_ns = read_numbers(trace.attributes, "in_flight_ns", calls, FARTHEST_NS)
     return np.where(flight_ns == NONE, starts, np.minimum(starts, ends - flight_ns).clip(-FARTHEST_NS)), ends

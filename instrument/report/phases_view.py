@@ -1,13 +1,9 @@
-"""The `phases` view: the time of steps, divided into phases such as loading, forward and backward, and into other time.
+"""The `phases` view: the time of steps, divided into phases such as loading, forward and backward, and other time.
 
-The view is the Model Summary of `paddle.profiler`. Without steps the view divides requests, and without requests the
-window.
+A phase is a loader, a span of kind `phase`, or a span whose rule or scope declares a phase. Each moment of a thread
+belongs to the open phase that began first, so all rows add up to the time of the steps.
 
-A phase is a span declared as one (`phase:` in a rule or scope), a span of kind `phase`, or a loader. Each moment of a
-thread counts for the open phase that began first. The row `others` is the time outside of phases. All rows add up to
-the time of the steps.
-
-Device time is the time of a phase's work on streams, including copies.
+Without steps, the view divides requests or else the window. It is the Model Summary of `paddle.profiler`.
 """
 
 from __future__ import annotations
@@ -37,8 +33,8 @@ OWN, OWN_OPTIMIZER, OTHER = range(3)
 @dataclass(frozen=True, slots=True)
 class Calls:
     """The calls of phases in units. A unit is a step, a request, or the whole window. `phase` is an index into `names`.
-    `whole_ns` is the time of each phase in complete units. `pieces` are the intervals of the calls, and `of_piece` has
-    the index of each interval's call. `outside_ns` are the durations of calls outside of units."""
+    `whole_ns` is the time of each phase in complete units. Each interval in `pieces` belongs to the call whose index is
+    in `of_piece`. `outside_ns` are the durations of calls outside of units."""
 
     names: Sequence[str]
     phase: Int64s
@@ -96,8 +92,8 @@ def find_phase_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
 
 
 def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
-    """Return the track and the end of each call. The track is `NONE` outside of kept steps. A suspended generator ends
-    at the latest with the step in which it began."""
+    """Return the track and the end of each call. The track is `NONE` outside of kept steps. A generator that was
+    suspended ends at the latest with the step in which it began."""
     line, starts, ends = units.line_of[rows], trace.start_ns[rows], trace.end_ns[rows].copy()
     if units.steps is None:
         return line, ends
@@ -115,7 +111,7 @@ def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_sti
 def _divide_unit_time_among_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Divide the time of units among calls. If several calls run at the same time, the first of them gets it."""
+    """Divide the time of units among calls. Simultaneous time belongs to the call that comes first."""
     call, since, until = compute_turns(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
     if len(empty):
@@ -136,8 +132,8 @@ def _divide_unit_time_among_calls(
 
 @dataclass(frozen=True, slots=True)
 class DividedTime:
-    """The host or device time of units and of the calls in them, in ns. `units` and `calls` have the time of each unit
-    and call that has any, `calls` by phase. `base_ns` is the sum of all units, and `covered_ns` the sum of all
+    """The host or device time of units and of the calls in them, in ns. `calls` has the times of calls by phase. Units
+    and calls without device time are missing. `base_ns` is the sum of all units, and `covered_ns` the sum of all
     calls."""
 
     units: Sequence[int]
@@ -156,7 +152,7 @@ class DividedTime:
         return PhaseTimes(rest_ns, None, None, None, compute_share(rest_ns, self.base_ns))
 
     def _measure(self, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes:
-        """Return the times of `count` units or calls. The times that `times_ns` lacks are 0."""
+        """Return the times of `count` units or calls. Times that are missing in `times_ns` are 0."""
         some_ns = times_ns if len(times_ns) == count else [*times_ns, 0]
         return PhaseTimes(
             total_ns, compute_share(total_ns, count), max(some_ns), min(some_ns), compute_share(total_ns, self.base_ns)

@@ -1,7 +1,4 @@
-"""Join the requests of a recording with their batches, group the requests, and find similar requests.
-
-`instrument.trace.ledger` divides the time of a shared batch among its requests by their weights.
-"""
+"""Group the requests of a recording by endpoint or by an attribute, and find similar requests."""
 
 from __future__ import annotations
 
@@ -80,11 +77,12 @@ MOST_NAMES = 20
 """The maximum number of attributes that the message on an unknown attribute lists."""
 
 ROWS_WITH_NAMES = 1_000
-"""The maximum number of requests in which an attribute is searched for by the end of its name."""
+"""The maximum number of requests to search for an attribute whose name has a given end."""
 
 
 def group_attribute_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
-    """Group values. Each frequent value has its own group, and the others share one. The group of None is `NONE`."""
+    """Return the names of groups, and the group of each value. The most frequent values have their own groups, and all
+    other values share a group. The group of None is `NONE`."""
     values = list(values)
     counts = Counter(value for value in values if value is not None)
     largest = [value for value, _ in counts.most_common(at_most)]
@@ -95,7 +93,7 @@ def group_attribute_values(values: Iterable[str | None], at_most: int) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """The requests of one group, and their shares of the time of batches and devices. Tokens are None if they were not
+    """The requests of one group, and their shares of batch time and device time. Tokens are None if they were not
     recorded."""
 
     name: str
@@ -168,10 +166,10 @@ SEARCHED_ROWS = 2_000
 """The number of rows, evenly spread, that are searched for names of sizes."""
 
 NEAREST = 100
-"""The maximum number of requests that a request is compared with. It also limits the compared requests of a window."""
+"""The maximum number of requests with which a request, or a window, is compared."""
 
 TRIALS = 5
-"""The number of similar requests from which the one with the median wall time is chosen."""
+"""The number of most similar requests. Of them, the request with the median wall time is chosen."""
 
 POOL = 5_000
 """The maximum number of requests outside of a window that are searched for similar ones."""
@@ -187,8 +185,8 @@ CHANCE = 0.01
 
 
 def find_similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the indices of requests of the same endpoint with similar work. If these are few, any requests of the
-    endpoint are returned. The second result is False if their work may differ."""
+    """Return the indices of requests of the same endpoint with similar work, and True. If few requests are similar,
+    return any requests of the endpoint, and False."""
     trace, joined = recording.columns, recording.joined
     is_same = (
         mask_requests_by_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
@@ -227,8 +225,8 @@ def choose_places_evenly(places: Int64s, most: int) -> Int64s:
 
 
 def choose_median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
-    """Return a typical request from `outside` for each target. Of the `TRIALS` requests with the most similar work, it
-    is the one with the median wall time."""
+    """Return a typical request from `outside` for each target. It has the median wall time among the `TRIALS` requests
+    with the most similar work."""
     trace, joined = recording.columns, recording.joined
     walls, work = trace.total_ns[joined.rows], recording.compute_once(_measure_work)
     medians = []
@@ -266,7 +264,7 @@ def find_size_attributes(trace: Columns) -> set[str]:
 
 
 def read_numbers(attributes: Attributes, name: str, rows: Int64s, limit: int = 1 << 63) -> Int64s:
-    """Return an attribute of each row, if it is an integer from 0 to below `limit`. Otherwise the number is `NONE`."""
+    """Return an attribute of each row, or `NONE` if it is not an integer from 0 to below `limit`."""
     numbers = np.full(len(rows), NONE, dtype=np.int64)
     places = np.flatnonzero(np.isin(rows, attributes.rows_with_attribute(name)))
     for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):

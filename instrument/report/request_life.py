@@ -1,7 +1,7 @@
-"""The report on one request: the parts of its time, the cause of its slowness, and its waits and batches one by one.
+"""The report on one request: the parts of its time, the cause of its slowness, and its waits and batches in order.
 
-A long list prints successive batches and the short waits between them as one line. Waits and batches much longer than
-usual keep their own lines.
+Successive batches, and the short waits between them, are one line. Waits and batches much longer than usual have their
+own lines.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, list_moments
 
 FEW = 40
-"""The maximum number of a request's waits and batches for which each has its own line."""
+"""The maximum number of a request's waits and batches that are all printed on separate lines."""
 
 SMALL = 200
 """In a long list, a part other than a batch or stall has its own line if it exceeds 1/`SMALL` of the wall time."""
@@ -251,8 +251,8 @@ def _make_turns(
 
 
 def _divide_batch_shares_among_turns(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Divide the request's share of each batch among its moments in the batch, in proportion to their lengths. All
-    times are in ns."""
+    """Divide a request's share of each batch among the request's moments in that batch, in proportion to their lengths.
+    All times are in ns."""
     lengths, until = Counter[int](), Counter[int]()
     in_batches, shares = [moment for moment in moments if moment.pair != NONE], dict[Moment, int]()
     for moment in in_batches:

@@ -1,12 +1,10 @@
 """The `requests` view: the times of each endpoint's requests, the parts of their times, and the slowest of them.
 
-All topmost request spans with the same name form an endpoint. Each moment of a request's wall time belongs to one part:
-the running phase that began last, on any thread or task of the request. A moment without a phase is `unknown`. The
-parts add up to the wall time. If the profile's rules read keys of requests, phases in other processes count, too.
-Batches and the times between them are then also parts (see `instrument.trace.ledger`).
+An endpoint is all requests with the same name. Each moment of a request belongs to the open phase that began last, on
+any thread or task. So the parts, with `unknown` for moments without a phase, add up to the wall time.
 
-A span is a phase if its rule or scope declares a phase (`phase:`). Without a declaration, spans of the kinds `phase`,
-`copy`, `layer`, `loader` and `comm`, spans named `queue`, and waits for a lock are phases. All other spans are not.
+A span is a phase if its rule or scope declares a phase (`phase:`). By default, spans of the kinds `phase`, `copy`,
+`layer`, `loader` and `comm`, spans named `queue`, and waits for a lock are phases.
 """
 
 from __future__ import annotations
@@ -97,8 +95,8 @@ DEVICE_SHARES = (
 
 @dataclass(frozen=True, slots=True)
 class EndpointShare:
-    """The device time of one endpoint's requests. `own_ns` is the time of their own work. `shared_ns` is their share of
-    the time of batches."""
+    """The device time of one endpoint's requests. `own_ns` is the time of work outside of batches. `shared_ns` is the
+    requests' share of the time of batches."""
 
     name: str
     requests: int
@@ -139,9 +137,9 @@ class SlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes(View):
-    """The `requests` view: the requests in the window by endpoint, if all their spans are kept. `counted` and `errors`
-    cover all ended requests. `requests_cut` counts the requests that cross an edge of the window. `late_failures`
-    counts the requests that failed after their answer."""
+    """The `requests` view, by endpoint. Tables have the requests in the window whose spans are all kept. `counted` and
+    `errors` cover all ended requests. `requests_cut` counts the requests that cross an edge of the window.
+    `late_failures` counts the requests that failed after their answer."""
 
     coverage: Coverage
     requests: int
@@ -330,7 +328,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 
 def _count_requests(recording: Recording) -> tuple[Counter[str], Counter[str]]:
-    """Return the numbers of calls and of errors of topmost requests by name, from the tally. Names of requests that are
+    """Return the counts of topmost requests and of their errors by name, from the tally. Names of requests that are
     part of another request are left out."""
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.describe_sites(attrgetter("name"))

@@ -1,11 +1,8 @@
-"""The base class of views, the tables of a view, and the printed summary of several views.
+"""The base class of views, their tables, and the printed summary of several views.
 
-Tables are declared once for both text and HTML.
-
-A table's columns are written as `field=Heading`, with `|` between them. A column with a `+` is only on the HTML page. A
-field is an attribute or method of the row, an attribute of an attribute (`part.field`), or an index into a tuple. The
-end of the field's name selects its format: `_ns` is a time, `_bytes` a size, `ratio` a percentage. A row with
-`remaining` above 0 is the sum of that many omitted rows.
+A table is declared once, for text and for HTML. Its columns are `field=Heading`, separated by `|`. A column with `+` is
+only on the HTML page. The end of the field's name selects the format: `_ns` is a time, `_bytes` a size, `ratio` a
+percentage. A row with `remaining` above 0 is the sum of that many omitted rows.
 """
 
 from __future__ import annotations
@@ -183,7 +180,7 @@ class View:
         return []
 
     def reasons_if_empty(self) -> list[str]:
-        """Return lines on the reason why the view is empty. The list is empty if the view has data."""
+        """Return lines that explain an empty view. The list is empty if the view has data."""
         return []
 
     def sections(self) -> Sequence[Section]:
@@ -209,8 +206,8 @@ class View:
 
 
 def placeholder_name(row: Any, name: str) -> str:
-    """Return the printed name of a row without a name of its own, such as `(remaining 3)`. The result is "" for any
-    other row."""
+    """Return the printed name of a row without a name of its own, such as `(remaining 3)`. Return "" for any other
+    row."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
@@ -292,7 +289,7 @@ def list_cost_and_losses(recording: Recording) -> list[str]:
 
 
 def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
-    """Return a text on the cost if the recorder's data is not in the processor's caches. Such calls take longer."""
+    """Return a text on the higher cost of calls if the recorder's data is not in the processor's caches."""
     if cost.most_ns <= cost.total_ns:
         return ""
     return (
@@ -331,7 +328,7 @@ def import_views(views: Sequence[str]) -> None:
 
 
 def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the default views: `events` if an option is set that the one-screen view `brief` does not use."""
+    """Return `brief`, or `events` if the option `tracer_option` or `threads` is set, which `brief` does not use."""
     return ("brief",) if options.get("tracer_option") is None and options.get("threads") is None else ("events",)
 
 

@@ -1,15 +1,13 @@
-"""The `classes`, `ops` and `instances` views: self times, whose rows add up to the whole time.
+"""The `classes`, `ops` and `instances` views: self times of calls, whose rows add up to 100 % of a function's time.
 
-The views are the Class, Ops and Apply sections of Theano's profile. The time of a row is self time: host time without
-the children on the same thread and task. The rows of a function add up to 100 %.
+The views are the Class, Ops and Apply sections of Theano's profile. A self time is host time without the children on
+the same thread and task.
+- `instances`: a row for each call path
+- `ops`: a row for each function, layer or kind of copy
+- `classes`: a row for each type of layer, and for each class with methods
 
-- `instances`: a row for each site on each call path. `number` counts the rows from 0 in the order of their first calls.
-- `ops`: a row for each site, such as a function, a layer by its path in the model, or a kind of copy.
-- `classes`: a row for each type of layer, for each class with methods of kind `op` or `comm`, and for each name of a
-  copy or loader.
-
-A function is the topmost request of a call path or, outside of requests, its topmost span. Each function has a table.
-The numbers are from the tally, so they include all calls of all threads.
+A function is the topmost request of a call path or, outside of requests, its topmost span. All calls of all threads are
+counted.
 """
 
 from __future__ import annotations
@@ -67,9 +65,9 @@ WITH_CLASS = ("op", "layer", "comm")
 
 @dataclass(frozen=True, slots=True)
 class SelfRow:
-    """The self time of a class, op or instance in a function. `running` is the sum of ratios down to this row. The last
-    of `names` is the name of the row. `where` is `device` if all calls have device time, `host` if none has, and else
-    `both`. It is `waiting` for the time of suspended coroutines. Only an instance has a `number`."""
+    """The self time of a class, op or instance in a function. `running` is the sum of ratios down to this row. `names`
+    is a call path that ends with the row's name. `where` is `device`, `host`, `both`, or `waiting` for the time of
+    suspended coroutines. Only an instance has a `number`."""
 
     names: tuple[str, ...]
     time_ns: int
@@ -131,8 +129,8 @@ class FunctionTimes:
 
 @dataclass(frozen=True, slots=True)
 class SelfTimes(View):
-    """The view `classes`, `ops` or `instances`, which `of` names. A sum of several functions comes first. Functions
-    with calls inside follow, the longest first. `remaining` counts the functions without a table."""
+    """The view that `of` names: `classes`, `ops` or `instances`. A sum of several functions comes first. Functions with
+    inner calls follow, the longest first. `remaining` counts the functions without a table."""
 
     of: str
     functions: tuple[FunctionTimes, ...]
@@ -247,9 +245,8 @@ def instances(recording: Recording, options: Options) -> SelfTimes:
 
 
 def class_of_site(site: Site) -> str:
-    """Return the class to which a site's time belongs. This is the type of a layer, the class of a method, or the name
-    of a copy or loader. It is the namespace of a torch operator, such as `aten`. Any other site belongs to its kind in
-    brackets."""
+    """Return the class to which a site's time belongs. It is the type of a layer, the class of a method, the name of a
+    copy or loader, or a torch operator's namespace, such as `aten`. For any other site, return its kind in brackets."""
     if is_operator(site) and "::" in site.name:
         return site.name.partition("::")[0]
     owner = site.qualname.rpartition(".")[0]
@@ -281,7 +278,7 @@ def _site_label(site: Site) -> str:
 
 class Group(NamedTuple):
     """A row of a function's table, which sums up tally lines. `first` is the number of the first line. Waiting time has
-    its own row, in which `waiting` equals `lines`."""
+    a row of its own, in which `waiting` equals `lines`."""
 
     first: int
     lines: int

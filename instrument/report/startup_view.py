@@ -1,7 +1,7 @@
 """The `startup` view: the time of a process until it has served its first request, divided into parts.
 
-The numbers come from the totals of the tally, the first calls and the import times. Loading and compiling are spans of
-the phases `load` and `compile`. Spans that began after the first request are not part of the start-up.
+Imports, loading and compiling are parts. Loading and compiling are spans of the phases `load` and `compile`. Spans that
+began after the first request are not part of the start-up.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ NOT_WATCHED = [
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The calls of one site that load or compile, depending on `phase`. `total_ns` leaves out nested calls of the same
-    site. `in_requests_ns` is the part of it within requests, for which a client waited. Both are None in a sum of
-    several sites."""
+    """The calls of one site that load or compile (see `phase`). `total_ns` leaves out nested calls of the same site.
+    `in_requests_ns` is the part of `total_ns` in which a request waited. Both are None in a sum of several sites."""
 
     phase: str
     name: str
@@ -91,7 +90,7 @@ class WarmUp:
     remaining: int = 0
 
     times = Ratio("first_ns", of="median_ns")
-    """The time of the first call as a multiple of the median of the later ones."""
+    """The first call's time as a multiple of the later calls' median."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +125,9 @@ class FirstRequestTimes:
 class StartupView(View):
     """The `startup` view.
 
-    `before_ns` is the time from the start of the process to that of the session, None if unknown. `way_ns` is the time
-    from the session's start to the first request, None without a request. `way` has the parts of that time, and `late`
-    the same parts after the first request. `ran_ns` is the time until each called site had run once.
+    `before_ns` is the time from the process's start to the session's start, None if unknown. `way_ns` is the time from
+    the session's start to the first request, None without a request. `way` divides that time into parts. `late` has the
+    same parts after the first request. `ran_ns` is the time until each called site had run once.
     """
 
     is_known: bool
@@ -357,8 +356,8 @@ def _sum_preparations(rows: Sequence[Preparation], sums: Sequence[str], **facts:
 def _divide_preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
-    """Return the times of loading and compiling before and after the first request. Time in requests does not count.
-    The last result is True if overwritten spans make the times uncertain."""
+    """Return the times of loading and compiling before and after the first request, without time in requests. The last
+    result is True if overwritten spans make the times uncertain."""
     before, after = dict.fromkeys(WORDS.values(), 0), dict.fromkeys(WORDS.values(), 0)
     on_both_sides = False
     for row in rows:

@@ -1,4 +1,4 @@
-"""Text tables: cells are padded to columns, names are escaped and shortened, numbers have four significant digits.
+"""Text tables: cells are padded to columns, and numbers have four significant digits.
 
 Control characters in names are escaped. The middle of a long name is replaced by `...`.
 """

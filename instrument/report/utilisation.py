@@ -1,7 +1,6 @@
-"""The use of each device in a window: busy, starved or idle time, for the window and for each request.
+"""The use of each device in a window, as busy, starved or idle time, for the window and for each request.
 
-All numbers come from the device intervals of recorded spans, so a device is idle if no recorded work runs on it. An
-interval is the time between two events on a stream. All times are clipped to the window.
+All numbers come from the device intervals of recorded spans. So a device counts as idle if no recorded work runs on it.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ class LabelUse:
 
 @dataclass(frozen=True, slots=True)
 class NameUse:
-    """The device time of the spans of one name and kind on one device. Calls below the spans are included. `calls`
-    counts the calls with device time. `summed_ns` adds up the time of each call. `busy_ns` is the time with at least
-    one call. `busy_ratio` is its share of the device's busy time."""
+    """The device time of spans with one name and kind, and of calls below them, on one device. `calls` counts the calls
+    with device time. `summed_ns` adds up the time of each call. `busy_ns` is the time with at least one call.
+    `busy_ratio` is the share of the device's busy time."""
 
     name: str
     kind: str
@@ -241,7 +240,6 @@ def _device_use(
     trace: Columns, device: int, inside: DeviceIntervals, window: Interval, in_flight: Union, outside: int,
     endpoints: tuple[EndpointUse, ...],
 ) -> DeviceUse:  # fmt: skip
-    """Return the use of a device from its intervals within the window."""
     work = inside.select(inside.is_measured)
     busy = work.union()
     is_copy = trace.are_of_kind("copy")[work.row]
@@ -288,7 +286,7 @@ def _device_use(
 
 
 def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
-    """Return the device time of each name of a span. Overlapping intervals of one call count once."""
+    """Return the device time of spans by name and kind. Overlapping intervals of one call count once."""
     keys, of_site = trace.describe_sites(lambda site: (site.name, site.kind))
     begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # the intervals of a call are adjacent
     call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))

@@ -1,7 +1,7 @@
 """The options of views, the recording that views read, and the JSON form of their numbers.
 
-A view `NAME` is the function ``NAME(recording, options)`` in ``report/NAME_view.py``, and returns a frozen dataclass.
-The fields and public properties of that class are the numbers of the view. The method `lines` prints the numbers.
+The view `NAME` is the function ``NAME(recording, options)`` in ``report/NAME_view.py``. It returns a frozen dataclass
+with the numbers. The method `lines` of that class prints the numbers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ Made = TypeVar("Made")
 
 THREADS: tuple[str, ...] = ("both", "merged", "apart")
 UNITS = TIME_UNITS
-"""The number of nanoseconds in each unit of time that a report may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of all views. Each view documents the options that it uses.
 
-    `rows` is the maximum number of rows in each table, by default `most`. A last row sums up the other rows, and those
-    below `least_ns`. `corrected` subtracts the cost of probes from self times. `skip_first` is the number of first
-    iterations to leave out. `requests_by` is the attribute that groups requests, and `at_most` the maximum number of
-    groups.
+    `rows` is the maximum number of rows in each table. If it is None, the maximum is `most`. A last row sums up the
+    other rows, and those below `least_ns`. `corrected` subtracts the cost of probes from self times. `skip_first` is
+    the number of first iterations to leave out. `requests_by` is the attribute that groups requests, and `at_most` the
+    maximum number of groups.
 
     Raises `ValueError` for an invalid value.
     """
@@ -181,7 +180,7 @@ class Recording:
 
     @cached_property
     def joined(self) -> Joined:
-        """The requests. Spans of all processes with the same key are one request."""
+        """The requests. Spans with the same key, from all processes, belong to one request."""
         from instrument.trace.joined import join_requests
 
         return join_requests(self.columns, self.trace.apart_ns, self.topmost_requests)
@@ -192,7 +191,8 @@ class Recording:
         return self.find_requests_within(self.joined.owner)
 
     def find_requests_within(self, owner: Int32s) -> tuple[Int64s, int]:
-        """Return the rows of `owner` that are entirely within the window, and the number that cross its edges."""
+        """Return the rows of requests that are entirely within the window, and the number that cross its edges. `owner`
+        has the row of each span's request."""
         import numpy as np
 
         trace, (first, last) = self.columns, self.trace.coverage

@@ -1,4 +1,4 @@
-"""The agent's socket: the folder of a run that contains it, the packets on it, and the start of an agent.
+"""The agent's Unix socket: its folder, the packets on it, and the start of an agent.
 
 The folder has the name of the run. It is below `instrument-UID`, a folder of this user alone, in `XDG_RUNTIME_DIR`,
 `TMPDIR` or `/tmp`. A packet is a JSON object, with file descriptors if needed. Senders are not trusted, so the receiver
@@ -35,8 +35,8 @@ SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
 UNSEEN_SUFFIX = ".unseen"
-"""The suffix that is added to the socket's path for the file with notes on unrecorded processes. `sitecustomize` has a
-copy of the suffix."""
+"""The suffix after the socket's path that names the file of notes on unrecorded processes. `sitecustomize` has a
+copy."""
 
 ADDRESS_BYTES = 107
 """The maximum length in bytes of a Unix socket's path."""
@@ -118,7 +118,7 @@ def has_listener(path: Path) -> bool:
 
 
 def listener_pid(path: Path) -> int | None:
-    """Return the id of the process that listens on a socket. It is 0 if unknown, and None if no process listens."""
+    """Return the id of the process that listens on a socket, 0 if unknown. Return None if no process listens."""
     with socket.socket(FAMILY, KIND) as caller:
         caller.setblocking(False)
         try:
@@ -165,7 +165,7 @@ def list_runs() -> list[Path]:
 
 
 def parse_first_pid(run: str) -> int:
-    """Return the id of a run's first process. The name of the run ends with it. The result is 0 for any other name."""
+    """Return the id of a run's first process, with which the run's name ends. Return 0 for any other name."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -195,7 +195,7 @@ def find_unreported_processes(folder: Path) -> list[int]:
 
 
 def read_unsent_count(folder: Path) -> int:
-    """Return the number of spans of ended processes that may be unsent. The agent writes this number to a file."""
+    """Return the number of ended processes' spans that may be unsent, from a file that the agent writes."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -203,7 +203,7 @@ def read_unsent_count(folder: Path) -> int:
 
 @contextmanager
 def register_socket(path: Path) -> Iterator[None]:
-    """Link a socket into the folder of runs for the `with` block, so that commands find the agent."""
+    """Link a socket into a new run folder for the `with` block, so that commands find the agent."""
     link = None
     with suppress(OSError):
         link = create_run_folder(f"by-hand-{os.getpid()}") / SOCKET
@@ -259,8 +259,7 @@ Message = Mapping[str, Any]
 _CREDENTIALS = struct.Struct("3i")
 
 
-class PacketError(ValueError):
-    """The error for received data that is not a valid packet."""
+class PacketError(ValueError): ...
 
 
 def send(connection: _socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -365,9 +364,8 @@ def start_agent(listener: socket.socket, run: str, first: int) -> None:
 
 
 def can_replace_agent(path: Path) -> bool:
-    """Return True if a process of the run may start another agent after the current one ends. An agent that a user
-    started by hand is never replaced. If `instrument run` is the first process of a container, it restarts the agent
-    itself."""
+    """Return True if a process of the run may replace an ended agent. An agent that a user started by hand is never
+    replaced. As the first process of a container, `instrument run` restarts the agent itself."""
     folder = path.parent
     is_of_container = parse_first_pid(folder.name) == 1 and FIRST in os.environ
     is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and not is_of_container

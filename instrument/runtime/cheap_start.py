@@ -222,8 +222,8 @@ class _LateFields:
 
 
 def _make_uncompiled_init(cls: Any, kw_only: bool) -> Any:
-    """Return an `__init__` that replaces itself with a compiled one. It does so after `CALLS_BEFORE_COMPILING` calls,
-    or after an invalid call."""
+    """Return a slow `__init__`, which needs no compilation. After `CALLS_BEFORE_COMPILING` calls, or an invalid call,
+    it replaces itself with a compiled `__init__`."""
     calls = 0
 
     def initialise_fields(self: Any, *values: Any, **options: Any) -> None:

@@ -15,10 +15,10 @@ from instrument import clock
 from instrument.runtime.cheap_start import NamedTuple, late_pattern
 
 CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
-"""The environment variable with the folder for reports to the `instrument check` that set it."""
+"""The environment variable with which `instrument check` sets the folder for reports to itself."""
 
 INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
-"""The environment variable with the folder for reports to the `instrument init` that set it."""
+"""The environment variable with which `instrument init` sets the folder for reports to itself."""
 
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -44,8 +44,8 @@ def initial_environment() -> dict[str, str]:
 
 
 def user_settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return the environment variables that count as the user's settings. OpenTelemetry's distribution sets `PROTOCOL`
-    for its own exporters. Then that variable is left out."""
+    """Return the environment variables that count as the user's settings. `PROTOCOL` is left out if OpenTelemetry's
+    distribution has set it for its own exporters."""
     if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in initial_environment():
         return environ
     return {name: value for name, value in environ.items() if name != PROTOCOL}
@@ -154,7 +154,7 @@ def memory_waits_us(pid: int | None = None) -> int | None:
 
 _CORE_LIMITS = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}
 _MEMORY_LIMITS = {"": ["memory.max"], "memory": ["memory.limit_in_bytes"]}
-"""The files with a control group's limit, by controller, "" for version 2."""
+"""The files with a control group's memory limit, by controller. Version 2 has "" as controller."""
 
 
 def _read_limits(names: Mapping[str, list[str]], pid: int | None = None) -> Iterator[list[int]]:
@@ -164,7 +164,8 @@ def _read_limits(names: Mapping[str, list[str]], pid: int | None = None) -> Iter
 
 
 def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield the control groups of a process and their ancestors. The name of the controller is "" in version 2."""
+    """Yield the folders of a process's control groups and of their ancestors, each with its controller, "" in version
+    2."""
     try:
         lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -203,7 +204,7 @@ class Connections(NamedTuple):
 def connections_of(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
-    """Return the TCP connections of the process with a folder in `/proc`. `listened` are ports at which the process
+    """Return the TCP connections of a process, whose folder in `/proc` is `process`. `listened` are ports at which it
     listened earlier. For an ended process, `table` has the sockets of its network, and `start_ticks` is its start time
     in clock ticks."""
     least_left = _compute_ticks_left(start_ticks or clock.read_process_start_ticks(process / "stat"))
@@ -235,7 +236,7 @@ def has_listening_socket() -> bool:
 
 
 def _is_listening_socket(descriptor: int) -> bool:
-    """Return True for a listening socket. The descriptor is closed."""
+    """Return True if a descriptor is a listening socket, and close the descriptor."""
     try:
         opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file
@@ -278,8 +279,7 @@ class TcpRow(NamedTuple):
 
 
 def _compute_ticks_left(start_ticks: int) -> int:
-    """Return the `ticks_left` of a connection that closed when a process started. An earlier close has left fewer
-    ticks."""
+    """Return the clock ticks for which the system still lists a connection that closed at the time `start_ticks`."""
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either
     return TIME_WAIT_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)

@@ -57,8 +57,8 @@ class Faults:
         return _Guard(place)
 
     def note_unreadable_value(self, place: str, words: str, kind: str = "") -> None:
-        """Count a value that a rule names and that could not be read. This is no fault of ours. Never raises. `place`
-        is the rule's place in the profile. One line is logged per place and kind."""
+        """Count an unreadable value that a rule names, which is no fault of ours. Never raises. `place` is the rule's
+        place in the profile. One line is logged per place and kind."""
         with self._lock:
             _, kinds = self._of_rules.setdefault(place, (words, Counter()))
             kind = kind if kind in kinds or len(kinds) < MOST_KINDS else OTHER_KINDS

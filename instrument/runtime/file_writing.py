@@ -47,8 +47,8 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True for a regular file, or for a link to one. Links below `/dev`, such as `/dev/stdout`, may not be
-    replaced."""
+    """Return True for a regular file, and for a link to a regular file or to nothing. Links below `/dev`, such as
+    `/dev/stdout`, may not be replaced."""
     is_link = stat.S_ISLNK(path.lstat().st_mode)
     if is_link and path.parent.resolve().is_relative_to("/dev"):
         return False
@@ -106,8 +106,8 @@ def remove_unfinished_files(folder: Path) -> int:
 
 
 def remove_files_until_freed(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
-    """Remove files in the given order until `over_bytes` are freed. Return the removed files. Each file has its size. A
-    file that another process removes first also counts. A file of another user remains."""
+    """Remove files in the given order until `over_bytes` are freed. Return the removed files. `files` has the size of
+    each. Files that another process removes first also count. Files of other users remain."""
     removed = []
     for path, size_bytes in files:
         if over_bytes <= 0:

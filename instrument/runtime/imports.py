@@ -143,9 +143,9 @@ def install_import_hook(
 ) -> Undo:
     """Install an import hook. Return the function that removes it.
 
-    For each module for which `wants(name)` is true, `begins(name)` is called before the import, and `imported(module)`
-    after it. Both run on the importing thread, under the module's import lock. `asked_for_code()` is called when
-    `runpy` is about to run such a module. Imports pause the trace function of `watch`.
+    If `wants(name)` is True for a module, `begins(name)` is called before its import, and `imported(module)` after it.
+    Both run on the importing thread, under the module's import lock. `asked_for_code()` is called when `runpy` is about
+    to run such a module. Imports pause the trace function of `watch`.
     """
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)

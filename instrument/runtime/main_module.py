@@ -1,8 +1,7 @@
-"""Watches the module that runs as `__main__`, and reports its functions before the module calls them.
+"""Finds the functions of the module that runs as `__main__`, while its body runs. No import hook sees this module.
 
-No import hook sees this module. So `sys.monitoring`, or before Python 3.12 `sys.settrace`, watches its body while it
-runs. The watch reports new names before each statement that may call something. The module `__mp_main__` of a child of
-multiprocessing is watched, too.
+`sys.monitoring`, or before Python 3.12 `sys.settrace`, reports new functions before each statement that may call them.
+The module `__mp_main__` of a child of multiprocessing is watched, too.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ MAINS = ("__main__", "__mp_main__")
 """The values of `__name__` in a main module: of a program, and of a child that multiprocessing has spawned."""
 
 _WATCHED = ("<module>", "_bootstrap")
-"""The names of code whose start is watched: module bodies, and a spawned child's first function."""
+"""The names of code objects that may be a main module's start: a module body, or a spawned child's first function."""
 
 
 def list_names_of_module(module: ModuleType) -> tuple[str, ...]:
-    """Return the names by which rules may refer to a module. A main module has the name `__main__`. It also has its own
-    name, if `python -m` gave one."""
+    """Return the names by which rules may refer to a module. A main module has the name `__main__`. With `python -m`,
+    it also has its own name."""
     names = object.__getattribute__(module, "__dict__")
     name: str = names["__name__"]
     if name not in MAINS:
@@ -51,7 +50,7 @@ def script_name() -> str:
 
 
 class MainNames(ModuleType):
-    """A module object for a namespace without one, such as that of the functions of a spawned child."""
+    """A module object for a namespace that is no module's, such as the namespace of a spawned child's functions."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -76,8 +75,8 @@ class MainNames(ModuleType):
 
 
 def find_spawned_namespace() -> MainNames | None:
-    """Return the namespace of the functions of a spawned child, None in any other process. The child's main module has
-    only a copy of it."""
+    """Return the namespace in which the functions of a spawned child run, None in any other process. The child's main
+    module is only a copy of that namespace."""
     module = sys.modules.get(MAINS[1])
     if module is None:
         return None
@@ -93,8 +92,8 @@ def find_spawned_namespace() -> MainNames | None:
 
 
 class Plan(NamedTuple):
-    """The plan for reports of new names in a module. New names are reported before each line in `stops`. `last` is the
-    last line of the last definition."""
+    """The lines at which new names of a module are reported: before each line in `stops`. `last` is the last line of
+    the last definition."""
 
     stops: frozenset[int]
     last: int
@@ -168,8 +167,8 @@ def _make_plan(code: CodeType, names: dict[str, Any]) -> Plan | None:
 
 
 class Watch:
-    """Watches the main module's body, and reports new names until the last one is defined. `wants(name)` returns True
-    for a module to report. `defined(module)` is called on the thread that runs the body."""
+    """Watches the main module's body, and reports new names until the last definition. `wants(name)` returns True for a
+    module to report. `defined(module)` is called on the thread that runs the body."""
 
     def __init__(self, wants: Callable[[str], bool], defined: Callable[[ModuleType], object]) -> None:
         self._wants = wants
@@ -182,7 +181,7 @@ class Watch:
         self._means: _Monitoring | _Tracing | None = None
 
     def begin(self) -> None:
-        """Watch the main module's body from now on. If the body does not run yet, the watch starts when it begins."""
+        """Watch the main module's body from now on. If the body has not begun, the watch begins with it."""
         frames: list[FrameType] = []
         caller: FrameType | None = sys._getframe(1)
         while caller is not None:
@@ -240,7 +239,8 @@ class Watch:
         return module is not None and any(map(self._wants, list_names_of_module(module)))
 
     def is_body_to_watch(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Return True if the code that begins is the body to watch. The watch ends if the source is not readable."""
+        """Return True if `code`, which begins to run, is the main module's body. End the watch if its source is not
+        readable."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):

@@ -55,7 +55,7 @@ _published: _Published | None = None
 
 
 def publish_context(payload: bytes) -> str:
-    """Publish an encoded `ProcessContext`, and withdraw the earlier one of this process. Return "", or the reason for a
+    """Publish an encoded `ProcessContext` in place of this process's earlier context. Return "", or the reason for a
     failure. Does nothing if another SDK in the process has published a context."""
     global _published
     if len(payload) > PAYLOAD_LIMIT:
@@ -155,7 +155,7 @@ def _is_context_published() -> bool:
 
 
 def _load_libc() -> ctypes.CDLL:
-    """Load the C library, with the types of the needed functions. Raises `AttributeError` if one is missing."""
+    """Load the C library, with the types of the needed functions. Raises `AttributeError` if a function is missing."""
     libc = ctypes.CDLL(None, use_errno=True)
     size, address, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address

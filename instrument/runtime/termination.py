@@ -1,4 +1,4 @@
-"""The signal handler that has the session deliver its data before a signal ends the process.
+"""The signal handler with which a session delivers its data before a signal ends the process.
 
 Servers set their signal handlers after the session has set its own. So during a session `signal.signal` and
 `signal.getsignal` are replaced. If the service sets the default handler, the session's handler is set instead.
@@ -26,10 +26,8 @@ in Python cannot do this.
 
 
 class Termination:
-    """A handler that calls `end(number, frame)` on the main thread before a signal ends the process.
-
-    If `end` returns True, the handler ends the process by the same signal.
-    """
+    """A signal handler that calls `end(number, frame)` on the main thread. If `end` returns True, the handler then ends
+    the process by the same signal."""
 
     def __init__(self, end: Callable[[int, FrameType | None], bool]) -> None:
         self._end = end
@@ -41,8 +39,8 @@ class Termination:
         """The address of CPython's function that the system calls for every handler in Python."""
 
     def install(self) -> Callable[[], None]:
-        """Handle SIGTERM while the service has no handler of its own. Return the function that undoes this. Must be
-        called on the main thread."""
+        """Handle SIGTERM while the service has no handler of its own. Return the function that undoes this. Call it on
+        the main thread."""
         if not _is_main_thread():
             return lambda: None
         bare_set, bare_get = self._set, self._get
@@ -101,10 +99,8 @@ class Termination:
 
 
 def call_before_exit(action: Callable[[int], object]) -> Callable[[], None]:
-    """Make `os._exit` first call `action` with the exit code. Return the function that undoes this.
-
-    Forked workers exit by `os._exit`. The action must not wait.
-    """
+    """Make `os._exit`, by which forked workers exit, first call `action` with the exit code. Return the function that
+    undoes this. The action must not wait."""
     bare_exit = os._exit
 
     @functools.wraps(bare_exit)
@@ -135,5 +131,5 @@ def _address_of_handler(number: int) -> int | None:
 
 
 def _is_main_thread() -> bool:
-    """Return True on the thread that runs Python's signal handlers, in any greenlet."""
+    """Return True on the native main thread, also in a greenlet."""
     return threading.get_native_id() == os.getpid()

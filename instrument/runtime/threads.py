@@ -29,8 +29,8 @@ _own_threads: dict[int, tuple[str, int]] = {}
 
 
 class Thread:
-    """A daemon thread that calls `run`, and calls it again while `is_needed()` returns True. An error in `run`, even
-    `SystemExit`, counts as a fault."""
+    """A daemon thread that calls `run`. While `is_needed()` returns True, it calls `run` again after a return or an
+    error. Errors are counted as faults."""
 
     def __init__(self, run: Callable[[], object], name: str, is_needed: Callable[[], bool] = lambda: False) -> None:
         self.name = name
@@ -56,7 +56,6 @@ class Thread:
             raise
 
     def is_alive(self) -> bool:
-        """Return True if the thread was started in this process and has not ended."""
         return self._pid == os.getpid() and not self._ended.is_set()
 
     def join(self, timeout_s: float | None = None) -> None:
@@ -111,7 +110,7 @@ _library_threads: dict[int, int] = {}
 
 @contextmanager
 def count_library_threads() -> Iterator[None]:
-    """Count the threads that start in the `with` block as our own. For example, the import of numpy starts threads of
+    """Count threads that a library starts in the `with` block as our own. For example, numpy's import starts threads of
     OpenBLAS."""
     before = _count_tasks()
     try:
@@ -128,8 +127,7 @@ def _count_tasks() -> int:
 
 
 class _ForkWarning:
-    """A pattern that matches Python's warning on a fork of a process with threads. A match removes the warning filter.
-    Python 3.12 warns before the parent's fork hooks, later versions after them."""
+    """A pattern for Python's warning about forks with threads. At the first match it removes its own warning filter."""
 
     def match(self, text: str) -> bool:
         is_it = text.startswith("This process ") and "is multi-threaded" in text
@@ -143,7 +141,7 @@ _PYTHON_WARNS = sys.version_info >= (3, 12)
 
 
 def silence_fork_warning() -> None:
-    """Suppress Python's warning at the next fork if all other threads are ours."""
+    """Suppress Python's warning about threads at the next fork, if all other threads are ours."""
     ours = sum(pid == os.getpid() for _, pid in list(_own_threads.values())) + _library_threads.get(os.getpid(), 0)
     if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
         # Not by `filterwarnings`, which would make Python forget its warnings.
@@ -151,7 +149,7 @@ def silence_fork_warning() -> None:
 
 
 def restore_fork_warning() -> None:
-    """Undo `silence_fork_warning`, unless the warning has been suppressed already."""
+    """Remove the warning filter of `silence_fork_warning`."""
     with suppress(ValueError):
         warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
@@ -162,7 +160,7 @@ _child_begins: Callable[[], None] | None = None
 
 def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
     """Call functions before and after each fork. C code forks without Python's hooks. Then `catch_up_with_fork` calls
-    the functions later."""
+    `before` and `in_child`."""
     global _child_begins
 
     def begin_child() -> None:
@@ -179,14 +177,14 @@ def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_chi
 
 
 def catch_up_with_fork() -> None:
-    """Call the child's fork hook if C code forked this process without Python's hooks, as uWSGI does."""
+    """Call the functions of `hook_forks` if C code forked this process, as uWSGI does."""
     if _child_begins is not None and os.getpid() != _pid:
         _child_begins()
 
 
 def will_server_fork() -> bool:
-    """Return True if a server in C will fork its workers later, without the GIL. Another thread may then have the GIL.
-    It remains locked in the child, which hangs."""
+    """Return True if uWSGI will fork its workers later. A fork while a thread of ours has the GIL would block the child
+    forever."""
     uwsgi = sys.modules.get("uwsgi")
     try:
         return uwsgi is not None and uwsgi.worker_id() == 0 and bool(uwsgi.masterpid() or uwsgi.numproc > 1)

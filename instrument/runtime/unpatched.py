@@ -86,7 +86,7 @@ class Event:
 
 
 class Socket(_socket.socket):
-    """A real socket, with the methods that we use."""
+    """A real socket, even if gevent or eventlet has patched Python's."""
 
     def accept(self) -> tuple[Socket, Any]:
         descriptor, address = self._accept()  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ class Socket(_socket.socket):
 
 
 def connect(host: str, port: int, timeout_s: float) -> Socket:
-    """Connect by TCP to the first address of a host that accepts. Raises `OSError`."""
+    """Connect by TCP to the first address of the host that accepts the connection. Raises `OSError`."""
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM):
         sock = None

@@ -1,1 +1,1 @@
-"""The sessions. A session keeps one profile in force in a process, from `start` to `stop`."""
+"""The sessions. A session records with one profile in a process, from `start` to `stop`."""

@@ -1,4 +1,4 @@
-"""The diagnostics of a session, the last lines of a report: losses, unobserved targets, and the cost of recording."""
+"""The diagnostics of a session, which end each report: losses, unobserved targets, and the cost of recording."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _UNSENT = ("failed", "rejected", "dropped")
 class SessionDiagnostics:
     """The losses, costs and notes of a session, collected from its components.
 
-    `timing` is None if no device is timed. `exporter` is None if nothing is sent. With `has_waiting_notes`, there are
-    notes on rules without a target. `refused` has the reasons why settings of the newest profile do not apply.
-    `thread_ns` is the processor time of the session's own thread.
+    `timing` is None if no device is timed, and `exporter` is None if no spans are sent. With `has_waiting_notes`, rules
+    without a target get notes. `refused` has the reasons why the last reload, or some of its settings, had no effect.
+    `thread_ns` is the processor time of the session's thread.
     """
 
     recorder: Recorder
@@ -74,19 +74,19 @@ class SessionDiagnostics:
     # ---------------------------------------------------------------- what the session takes down
 
     def complain(self, message: str, *, log: bool = True) -> None:
-        """Keep an error message for `notes`, and log it. Only the newest `MOST_COMPLAINTS` are kept."""
+        """Log an error message, and keep the newest `MOST_COMPLAINTS` messages for `notes`."""
         self._complaints.append(message)
         if log:
             logger.warning(message)
 
     def note_refusal(self, message: str) -> None:
-        """Keep the reason why a profile was refused until another one is accepted."""
+        """Log the reason why a profile was refused, and keep it until the next successful reload."""
         if (message,) != self.refused:
             logger.warning("reload: %s", message)
         self.refused = (message,)
 
     def count_loss(self, reason: str, count: int) -> None:
-        """Count lost records by reason. Only one thread may call this at a time."""
+        """Add to the count of lost records with this reason. Only one thread may call this at a time."""
         self._losses[reason] += count
 
     # ---------------------------------------------------------------- its readings
@@ -102,8 +102,8 @@ class SessionDiagnostics:
         return (probes_ns + self.measure_device_events_ns()) / counted if counted else 0.0
 
     def compute_cost_of_window(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
-        """Return the cost in a window. `calls` has the number of calls by site, and `timed` calls have device times.
-        The processor time of our threads is spread evenly over `session_ns`."""
+        """Return the instrumentation's cost in a window. `calls` are the calls by site, of which `timed` have device
+        times. The processor time of our threads is spread evenly over `session_ns`."""
         spans = sum(calls.values())
         probes_ns = self.costs.sum_cost_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
         mean_ns = probes_ns / spans if spans else 0.0
@@ -151,9 +151,8 @@ class SessionDiagnostics:
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
-        """Return a sentence for each target that was not observed, and for each fault. Without `with_muted`, there is
-        none for muted sites. Without `of_all`, there is none for rules whose modules this process has not imported. The
-        run's first process reports these."""
+        """Return a sentence for each target that was not observed, and for each fault. `with_muted` adds muted sites.
+        `of_all` adds rules whose modules are not imported here, which the run's first process reports."""
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.read_marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
         idle = self.selection.idle_preset_rules()
@@ -195,7 +194,7 @@ class SessionDiagnostics:
         return "; ".join(str(verdict) for verdict in verdicts if verdict.state == "unmet")
 
     def own_notes(self, *, of_all: bool = True) -> OwnNotes:
-        """Return the rules and targets that have no effect in this process. Another process of the run may use them."""
+        """Return the rules and targets without effect in this process. Other processes of the run may use them."""
         verdicts = self.verdicts(of_all=of_all)
         idle_verdicts = (verdict for verdict in verdicts if verdict.state in ("waiting", "nothing"))
         waiting = [(board.attached_mark(verdict.rule), str(verdict)) for verdict in idle_verdicts]
@@ -208,8 +207,8 @@ class SessionDiagnostics:
         return OwnNotes(tuple(sorted(make_rule_marks(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdict on each rule and target, with the number of calls. Without `of_all`, rules whose modules
-        are not imported are left out."""
+        """Return the result of each rule and target, with its number of calls. `of_all` includes rules whose modules
+        are not imported."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
         for site, called in calls_by_site(self.recorder).items() if verdicts else ():

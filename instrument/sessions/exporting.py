@@ -55,7 +55,7 @@ NO_AGENT = (
 
 
 class SessionLock:
-    """A re-entrant lock whose owner can postpone a signal until the lock is released."""
+    """A re-entrant lock. A signal that arrives while its thread has the lock can be postponed until the release."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -63,8 +63,8 @@ class SessionLock:
 
     @contextmanager
     def acquire_within(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock for a block. Yield False if that takes longer than `timeout_s`. After the release, a
-        postponed signal is sent again."""
+        """Acquire the lock for a `with` block. Yield False after `timeout_s` without success. The release sends a
+        postponed signal again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -76,7 +76,7 @@ class SessionLock:
                 os.kill(os.getpid(), number)
 
     def postpone_signal(self, number: int) -> bool:
-        """Postpone a signal until the lock is released, if the calling thread has the lock. Return True if it has."""
+        """Return True if the calling thread has the lock, and postpone the signal until the release."""
         if self._is_owned():
             self._postponed = number
         return self._is_owned()
@@ -89,8 +89,8 @@ class SessionLock:
 class Exporting:
     """The export of one session. All methods may be called from any thread.
 
-    `_while_no_fork_comes(function)` calls a function that imports modules, and delays forks until it returns.
-    `_start_reading()` starts the thread that calls `read_recorded`, if that thread is needed.
+    `_while_no_fork_comes(function)` delays forks until the function has imported modules. `_start_reading()` starts the
+    thread that calls `read_recorded`, if needed.
     """
 
     _recorded: Recorded
@@ -137,7 +137,7 @@ class Exporting:
     # ---------------------------------------------------------------- who exports
 
     def join_agent(self) -> bool:
-        """Join the run's agent, if there is one. Return False if the profile says `agent: off`."""
+        """Connect to the run's agent, if there is one. Return False if the profile says `agent: off`."""
         account = self._recorded.account
         if self._facts.needs_agent_to_export and not self._facts.has_agent():
             account.complain(NO_AGENT)
@@ -149,7 +149,8 @@ class Exporting:
         return True
 
     def _choose_reader(self) -> None:
-        """Leave the export to the agent if there is an agent, or if this process can start one. The choice is final."""
+        """Leave the export to an agent that exists or that this process can start, else export here. The choice is
+        final."""
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
             self.handover.is_here, self.handover.has_agent = False, True
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -183,8 +184,8 @@ class Exporting:
         self.handover.left |= losses_by_name({"unstored": rows})
 
     def _read_own_recording(self, read: Callable[[ExportLoop, RecordingExport], bool]) -> bool:
-        """Call `read` to read more rows of this process, and return its result. An error ends the export. The result is
-        True if this process does not read its recording."""
+        """Call `read`, which reads new rows of this process, and return its result. The result is True without a
+        recording to read, and after an error, which ends the export."""
         loop, sender = self.loop, self._read_by
         if loop is None or sender is None or RECORDER.memory_fd < 0:
             return True
@@ -199,7 +200,7 @@ class Exporting:
         return result
 
     def _open_recording(self, loop: ExportLoop, sender: sending.Exporter) -> RecordingExport:
-        """Begin to read this process's recording, at the row at which its last exporter stopped."""
+        """Open this process's recording, to continue where the last exporter stopped."""
         settings = self._recorded.dataset_settings()
         export = loop.begin_export(0, RECORDER.memory_fd, sender, sends=sender is self._exporter)
         if settings is not None:
@@ -234,9 +235,9 @@ class Exporting:
         return (of_session.endpoint, of_session.headers) == (settings.endpoint, settings.headers)
 
     def send_window(self, begin_ns: int, end_ns: int) -> None:
-        """Have the session's export send all spans of an interval, also those that `capture` does not keep.
+        """Make the session's export send all spans of an interval, also spans that `capture` would drop.
 
-        Raises `ExportError` if the agent does not answer, or if the collector does not accept earlier spans.
+        Raises `ExportError` if the agent does not answer, or if the collector has not accepted earlier spans.
         """
         if not self.handover.is_here:
             problem = "the agent of the run does not answer"
@@ -262,7 +263,7 @@ class Exporting:
         return is_read or recorded.profile.budget is not None or recorded.ticks.is_counter_used
 
     def read_recorded(self, timeout_s: float = -1, *, meters: bool = False) -> None:
-        """Read and export the rows since the last call. With `meters`, also send metrics now."""
+        """Read and export the rows since the last call. With `meters`, send metrics, too."""
         recorded, cut = self._recorded, self._recorded.windows.cut
         with self.lock.acquire_within(timeout_s) as is_acquired:
             if not is_acquired or not (self.needs_reader_thread() or cut):
@@ -328,7 +329,7 @@ class Exporting:
 
     def flush(self, timeout_s: float = 5.0) -> sending.Delivery | None:
         """Send all finished spans to the collector. Wait up to `timeout_s` seconds for its answers. Return the counts
-        of delivered and undelivered spans, None if the profile exports to no collector."""
+        of delivered and undelivered spans, or None without a collector."""
         end = time.monotonic() + timeout_s
         self.read_recorded(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
@@ -360,9 +361,8 @@ class Exporting:
                 time.sleep(FLUSH_POLL_S)
 
     def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[sending.Delivery, int]:
-        """Ask the agent to send all finished spans, and wait. Return the delivery, and the number of spans that are not
-        sent yet. `end` is a time of `time.monotonic`. The wait ends earlier if the agent reads no new rows for
-        `patience_s` seconds, and has nothing to send."""
+        """Let the agent send all finished spans. Wait until `end` (`time.monotonic`), or until the agent makes no
+        progress for `patience_s` seconds. Return the delivery and the number of unsent spans."""
         handover, recorded, asked_ns = self.handover, count_recorded_rows(), time.monotonic_ns()
         self._await_device_times(end)  # the agent does so, too
         self._facts.publish_losses_and_costs(at_once=True)
@@ -406,7 +406,7 @@ class Exporting:
             self.handover.left = {ABANDONED: count}
 
     def read_remaining(self, until: float) -> None:
-        """Export the remaining rows, if this process reads its own recording. `until` is a time of `time.monotonic`."""
+        """Export the remaining rows if this process reads its own recording. `until` is a time of `time.monotonic`."""
 
         def read(loop: ExportLoop, export: RecordingExport) -> bool:
             export.has_ended = True

@@ -38,8 +38,7 @@ STREAMS = ("stderr", "stdout")
 
 
 def add_pid_to_template(template: str, *, is_first: bool) -> str:
-    """Return a path template with `{pid}` added. A template that has `{pid}`, or belongs to the run's first process, is
-    unchanged."""
+    """Return a path template with `{pid}` added, unless it has one or this is the run's first process."""
     if "{pid}" in template or is_first:
         return template
     folder, name = os.path.split(template)
@@ -100,8 +99,7 @@ def save_trace(path: str | os.PathLike[str], trace: Trace, tally: Tally | None =
 
 
 def write_to_stream(stream: TextIO, text: str, limit_ns: int) -> None:
-    """Write a text to a standard stream. Raises `TimeoutError` if the stream is a pipe that remains full for
-    `limit_ns`."""
+    """Write a text to a standard stream. Raises `TimeoutError` if a pipe remains full for `limit_ns`."""
     if stream not in (sys.__stdout__, sys.__stderr__):
         stream.write(text)  # the host's own
         stream.flush()
@@ -122,8 +120,8 @@ def write_to_stream(stream: TextIO, text: str, limit_ns: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The folder, service and run from which the paths of a process's files are made. Files of the run's first process
-    have no process id in their names."""
+    """The folder and names for the files that a process writes. File names of the run's first process have no process
+    id."""
 
     folder: Path
     service: str
@@ -136,9 +134,9 @@ class Destination:
         return Path(name) if self.folder == environment.working_folder() else self.folder / name
 
     def remove_oldest_files(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
-        """Remove old files of the templates until the others fit into `disk_bytes`. Return the number of removed files.
-        Files in `keep` are never removed. Unfinished files of ended processes go first. The newest file of each running
-        process goes last."""
+        """Remove old files until those of `templates` fit into `disk_bytes`. Return the number of removed files. Files
+        in `keep` remain. Unfinished files of ended processes go first, and the newest file of each running process goes
+        last."""
         free_bytes = disk_bytes
         rank_by_name: dict[str, tuple[bool, int, int]] = {}
         folders = {path.parent for path in keep}
@@ -163,8 +161,8 @@ class Destination:
         return len(file_writing.remove_files_until_freed(oldest, -free_bytes))
 
     def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
-        """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the file's path. The wait
-        for a full pipe takes at most `limit_ns`. Raises `OSError` and `ValueError`."""
+        """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the file's path. Wait up
+        to `limit_ns` for a full pipe. Raises `OSError` and `ValueError`."""
         if to in STREAMS:
             stream = sys.stderr if to == "stderr" else sys.stdout
             if stream is not None:
@@ -192,8 +190,6 @@ def path_templates(export: Export) -> tuple[str, ...]:
 
 
 class Saving:
-    """Writes the files of one session, in `folder`."""
-
     def __init__(self, session: Recorded, folder: Path, run: str) -> None:
         self._session = session
         self.folder = folder
@@ -208,8 +204,8 @@ class Saving:
         self.newest, self._summary = (), None
 
     def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
-        """Write the spans of a window to the files that the profile names. `origin` identifies the process at the
-        window's end."""
+        """Write the spans of a window to the profile's files. `origin` is the process's identity at the window's
+        end."""
         session, place = self._session, self.destination()
         export = session.profile.export
         if not asks_for_files(export):
@@ -268,10 +264,8 @@ class Saving:
             FAULTS.attempt("room for the summary", self._remove_oldest_files)
 
     def prepare_files(self) -> None:
-        """Import the modules that the session's threads need to write windows.
-
-        A child that is forked during a later import would inherit it half done.
-        """
+        """Import the modules that write windows. A fork during a later import on a thread would leave the child a
+        half-done import."""
         if asks_for_files(self._session.profile.export) and self._session.profile.schedule is not None:
             with count_library_threads():
                 from instrument.chrome import writing  # noqa: F401

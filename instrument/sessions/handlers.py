@@ -45,8 +45,8 @@ else:
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
-"""The maximum number of waiting windows, and of rows in them, 0.4 KB each. Beyond it, the oldest windows are dropped
-and counted."""
+"""The maximum number of waiting windows, and of their rows (0.4 KB each). Beyond it, the oldest windows are dropped and
+counted."""
 
 WAIT_LIMIT_NS = 30 * 10**9
 """The time in ns for which `Profiler.stop` waits until windows are written and sent. Then it drops the remaining
@@ -58,8 +58,8 @@ _FILE = "{service}-{pid}-{window}.json.gz"
 @dataclass(eq=False, kw_only=True)
 class Window:
     """A window of a loop, from `first_step` to `last_step` inclusive. Handlers of `on_trace_ready` get it. `index`
-    counts the windows of a `Profiler` from 0. The window is `partial` if `Profiler.stop` ended it within its last step.
-    `recorded` has the rows of the window. `steps` has the steps that become spans."""
+    counts the windows of a `Profiler` from 0. A `partial` window was ended by `Profiler.stop` within its last step.
+    `recorded` has the rows of the window, and `steps` the steps that become spans."""
 
     session: Session
     recorded: Stretch
@@ -81,9 +81,9 @@ class Window:
 
     @property
     def trace(self) -> Trace:
-        """The trace of the window. It is made when first read, which takes some 2 us per span, and 15 us per operator
-        of torch. If torch.profiler ran in the window, its operators are spans of the trace. The trace then also has
-        kernels, allocations and floating-point operations."""
+        """The trace of the window. The first access makes it, in some 2 us per span and 15 us per operator of torch. If
+        torch.profiler ran in the window, the trace also has its operators as spans, its kernels, allocations and
+        floating-point operations."""
         if self._trace is None:  # two threads may make it, and neither waits for the other
             trace, torch_record = self._recorded_trace(), self.torch_record
             if torch_record is None:
@@ -127,8 +127,7 @@ class Window:
     def summary(
         self, *, views: Sequence[str] = ("events",), torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> str:
-        """Return the text of views on this window alone. The options, `torch_trace` and the errors are those of
-        `Session.summary`."""
+        """Return the text of views on this window alone. Arguments and errors are those of `Session.summary`."""
         return format_summary(views, self._recording(torch_trace), self._options(options))
 
     def views(
@@ -164,8 +163,7 @@ Handler = Callable[[Window], object]
 
 
 class InBackground:
-    """A handler that a `Profiler` runs on its own thread, and not within `step`. A direct call runs the handler at
-    once."""
+    """A handler that a `Profiler` runs on a thread of its own and not within `step`. Direct calls run at once."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -175,14 +173,14 @@ class InBackground:
 
 
 def export_chrome(folder: str | os.PathLike[str]) -> Handler:
-    """Return a handler for `on_trace_ready` that writes each window to a Chrome trace in `folder`. The handler runs on
-    the thread of the `Profiler`. Files are named by service, process and window, and never overwritten. The oldest
-    files are removed to stay within the profile's `limits.disk`."""
+    """Return a handler for `on_trace_ready` that writes each window to a Chrome trace in `folder`. It runs on the
+    thread of the `Profiler`. File names have the service, process and window. No file is overwritten, but the oldest
+    ones are removed to stay within `limits.disk`."""
     return InBackground(make_chrome_handler(folder))
 
 
 def make_chrome_handler(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
-    """Return a handler like that of `export_chrome`, which runs within `step`. `worker` replaces the service in file
+    """Return a handler like `export_chrome`'s, but it runs within `step`. `worker` replaces the service in file
     names."""
     into = environment.working_folder() / folder
 
@@ -211,7 +209,7 @@ def print_summary(
     *, views: Sequence[str] = ("events",), to: str | os.PathLike[str] = "stdout", **options: Any
 ) -> Handler:
     """Return a handler for `on_trace_ready` that prints the summary of each window. `to` is `stdout`, `stderr`, or a
-    file. Summaries are appended to the file, which only its owner can read. `views` and the other options are those of
+    file, which is appended to and which only its owner can read. `views` and the other options are those of
     `Window.summary`. Raises `ValueError` at once for an unknown view or value."""
     refuse_unknown_views(views)
     Options.from_mapping({name: value for name, value in options.items() if name != "torch_trace"})
@@ -227,7 +225,7 @@ def print_summary(
 
 
 def is_asynchronous(handler: Any) -> bool:
-    """Return True if a handler is asynchronous. Calling it would run nothing, because no code awaits the result."""
+    """Return True if a handler is asynchronous, so that a plain call would run nothing."""
     calls = handler, type(handler).__call__
     return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
@@ -239,12 +237,12 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
     """Return a handler for `on_trace_ready` that sends each window's spans to an OpenTelemetry collector, on the
     `Profiler`'s thread.
 
-    Settings that are not given come from `export.otlp` of the profile, else from the `OTEL_*` variables. The default
-    collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
+    Missing arguments come from `export.otlp` of the profile, else from the `OTEL_*` variables. The default collector is
+    at http://localhost:4318. `endpoint` has the syntax of a profile.
 
     Every span is sent once. A span that is open at a window's edge is sent with its first window, clipped and marked.
     If the session already exports to the same endpoint with the same headers, the session sends the window, without
-    steps. Of spans that were open at the window's edge it then sends requests alone, once these have ended.
+    steps. Then only requests among the open spans are sent, after they have ended.
 
     After a failure the rest of the window is not sent. Its spans count in the session's losses, the window in
     `Profiler.failures`. Raises `ProfileError` for an invalid endpoint or headers.
@@ -264,8 +262,7 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
 
 
 class _CollectorHandler:
-    """A handler that sends windows to a collector, one at a time, on any thread. Each handler has its own
-    connection."""
+    """A handler that sends windows to a collector, on its own connection. It may be called on any thread."""
 
     def __init__(self, settings: Otlp, names: frozenset[str]) -> None:
         self._settings = settings
@@ -342,9 +339,8 @@ def _pack_window(spans: Sequence[Span], trace: Columns, exporter: sending.Export
 
 
 class Backlog:
-    """A queue of windows, with a thread that runs their handlers in order. Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the
-    oldest windows are dropped. `fail(event, error)` is called for each failed handler and dropped window, on any
-    thread."""
+    """A queue of windows, with a thread that runs their handlers in order. Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` it
+    drops the oldest windows. Failed handlers and dropped windows are reported to `fail`, on any thread."""
 
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
         self._fail = fail
@@ -355,7 +351,7 @@ class Backlog:
         self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
-        """Queue a window for its handlers. At interpreter exit no thread can start, and the handlers run at once."""
+        """Queue a window for its handlers. At interpreter exit, when no thread can start, run the handlers at once."""
         if self._thread is None:
             thread = Thread(self._run_handlers, WINDOWS_THREAD, lambda: not self._is_ending)
             try:
@@ -375,7 +371,7 @@ class Backlog:
         self._drop_windows(given_up, "newer windows came faster than they can be written")
 
     def stop(self, limit_ns: int) -> None:
-        """Wait up to `limit_ns` until all windows are handled, and end the thread. Drop the windows that still wait."""
+        """Wait up to `limit_ns` until all windows are handled, drop the others, and end the thread."""
         thread = self._thread
         if thread is None:
             return

@@ -47,7 +47,7 @@ LOOK_S = 0.005
 
 
 class Handover:
-    """The state of the export. This process exports if `is_here` is True, and else the agent."""
+    """The record of which process exports a session's recording: this one, or the run's agent."""
 
     def __init__(self, exporter: Exporter | None) -> None:
         self._exporter = exporter
@@ -66,7 +66,7 @@ class Handover:
         """Counts of spans that were not delivered as the session ended, by reason."""
 
     def is_left_unexported(self) -> bool:
-        """Return True if no process exports the recording, because the agent has refused or ended the export."""
+        """Return True if the agent has refused or ended the export, so that no process reads the recording."""
         return self.is_refused and not self.is_export_taken()
 
     def note_undelivered(self, count: int, *, is_reported: bool) -> None:
@@ -86,9 +86,12 @@ class Handover:
         return self._read_checkpoint(ExportCheckpoint.is_taken, default=False)
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
-        """Wait until the agent has read all rows of an ended session. Return the number of unread rows. The next
-        session will overwrite the rows. With `metered`, the agent must also have counted their metrics. `is_left()`
-        returns True if an agent will read the rows."""
+        """Wait until the agent has read all rows of the last session, before the next one overwrites them. Return the
+        number of unread rows.
+
+        With `metered`, the rows must also be in the agent's metrics. `is_left()` returns True if an agent will read the
+        rows.
+        """
         end = time.monotonic() + LAST_READ_S
         while True:
             is_taken, progress = self.is_export_taken(), self.progress()
@@ -107,8 +110,8 @@ class Handover:
         return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
-        """Return the agent's progress with the export of this session. `before` has unreported spans of the previous
-        session."""
+        """Return the agent's progress with the export of this session. `before` has counts of the previous session that
+        are not reported yet."""
 
         def read(place: ExportCheckpoint) -> Progress:
             progress = place.read_progress()
@@ -146,13 +149,13 @@ class Handover:
 
 
 LAST_READING_S = 0.5
-"""The maximum number of seconds for which `stop` waits for the agent's last reading."""
+"""The maximum seconds for which `stop` waits for the agent's last reading of gauges."""
 
 
 @dataclass(eq=False)
 class GaugeWatch:
-    """Reads a process's gauges, through the agent or on a thread of this process. `_changed()` is called when the set
-    of read GPUs changes. Only one thread at a time may call `begin` and `stop`."""
+    """Reads a process's gauges, through the agent or on a thread here. `_changed()` is called when the list of GPUs
+    changes. Only one thread at a time may call `begin` and `stop`."""
 
     _gauges: Gauges
     _membership: Membership
@@ -227,7 +230,7 @@ class GaugeWatch:
     # ---------------------------------------------------------------- what the agent does not know
 
     def _send_torch_memory(self, *, is_last: bool = False) -> None:
-        """Send readings of torch's allocator to the agent. Only this process can take them."""
+        """Send readings of torch's allocator to the agent, which cannot read them itself."""
         if self._gauges.readable_settings().host_ns is None:
             return
         now_ns = time.monotonic_ns()

@@ -1,6 +1,6 @@
-"""The end of a session within a deadline: it sends the last spans, writes files, and prints the summary.
+"""The end of a session within a deadline: the last spans are sent, files are written, and the summary is printed.
 
-Before the summary, the process says goodbye to the agent. The agent decides which process prints the run's report.
+The process first says goodbye to the agent. The agent decides which process prints the run's report.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ EXIT_LIMIT_NS = 5 * 10**9
 """The time in ns for which `stop`, interpreter exit and SIGTERM wait in all, without the time to write files."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""Seconds before the end of `EXIT_LIMIT_NS` that are reserved: for sending and all later steps, for the run's report,
-and for the summary."""
+"""Seconds reserved at the end of `EXIT_LIMIT_NS`: from sending on, from the run's report on, and from the summary
+on."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
 UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"
@@ -54,13 +54,15 @@ UNSENT = "agent: up to %d spans of processes that had ended are perhaps not expo
 
 
 def _can_agent_report() -> bool:
-    """Return True if the agent can print after this process has ended. Standard error must be a file or a terminal."""
+    """Return True if the agent can print after this process has ended, because standard error is a file or a
+    terminal."""
     return file_of_descriptor(2).startswith("/")
 
 
 @dataclass(eq=False)
 class Leaving:
-    """The end of a session. The agent gets `_facts` with the goodbye. `_stop()` ends the session."""
+    """The end of a session: the last exports, the goodbye to the agent with `_facts`, and the summary. `_stop()` ends
+    the session."""
 
     _recorded: Recorded
     _exporting: Exporting
@@ -76,7 +78,7 @@ class Leaving:
         then."""
 
     def prepare_exit(self) -> None:
-        """Make the session end when the process exits. If `instrument init` started the process, report to it."""
+        """Make the session end at the process's exit. Report to `instrument init` if it started the process."""
         atexit.register(self._stop_at_exit)
         self.undos.append(lambda: atexit.unregister(self._stop_at_exit))
         if self._membership.path:
@@ -104,15 +106,16 @@ class Leaving:
         util.Finalize(None, self._stop_at_exit, exitpriority=-100)
 
     def _stop_at_exit(self) -> None:
-        """End the session at interpreter exit. If a KeyboardInterrupt ended the program, it is raised again, so that
-        Python exits by the signal."""
+        """End the session at interpreter exit. If a KeyboardInterrupt ended the program, raise it again, so that Python
+        exits by the signal."""
         FAULTS.attempt("exit", self._stop)
         if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
             with suppress(KeyboardInterrupt):
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
     def stop_on_thread(self) -> None:
-        """End the session on a new thread. The process would not end otherwise, because our threads still run."""
+        """End the session on a new thread after the main thread has ended. Otherwise our threads keep the process
+        alive."""
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
 
@@ -189,8 +192,8 @@ class Leaving:
         return environment.is_first_process_of_run() and (is_of_run or first_pid == os.getpid())
 
     def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
-        """Send the goodbye to the agent, and print the summary. The last process on a standard stream prints one report
-        on the whole run. A process without an agent, or with a summary file, reports on itself alone."""
+        """Send the goodbye to the agent, and print a summary. The last process on a standard stream prints one report
+        on the whole run. Without an agent, or with a summary file, each process reports on itself."""
         account, profile = self._recorded.account, self._recorded.profile
         settings = profile.export.summary
         if settings is None:

@@ -36,10 +36,11 @@ NOBODY = "nobody listens there"
 
 
 class Membership:
-    """The connection of this process to the agent at the socket that `INSTRUMENT_AGENT` names. Without that variable
-    its methods do nothing. Only `fetch_metrics` raises.
+    """The connection of this process to the agent's socket, which `INSTRUMENT_AGENT` names. Without that variable, the
+    methods do nothing. Only `fetch_metrics` raises.
 
-    `facts()` returns what the join sends. `while_no_fork` calls a function while no fork can happen.
+    `facts()` returns what `join` sends to the agent. `while_no_fork(function)` calls a function while no fork can
+    happen.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Membership:
         self.path = os.environ.get(agent_socket.VARIABLE, "")
 
     def join(self, *, begins: bool = False) -> str:
-        """Connect to the agent, and send it this process's facts and recording. Return the reason for a failure, or "".
-        With `begins`, start an agent in place of an ended one, which takes some 20 ms."""
+        """Connect to the agent, and send it this process's facts and recording. Return the reason of a failure, or "".
+        With `begins`, replace an ended agent, which takes some 20 ms."""
         self.close()
         if not self.path:
             return ""
@@ -109,7 +110,7 @@ class Membership:
 
     @property
     def is_joined(self) -> bool:
-        """True if this process has not closed its connection to the agent."""
+        """True if this process has an open connection to the agent. The agent may have closed its end."""
         return self.fileno() >= 0
 
     def is_connected(self) -> bool:
@@ -122,8 +123,7 @@ class Membership:
         return not closed.poll(0)
 
     def fileno(self) -> int:
-        """Return the connection's descriptor. It is -1 without a connection, or if the service has closed the
-        connection, as daemons do."""
+        """Return the connection's descriptor, or -1. The service may have closed the descriptor, as daemons do."""
         return self._descriptor.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
@@ -156,7 +156,7 @@ class Membership:
         return text.decode()
 
     def next_message(self) -> Mapping[str, Any] | None:
-        """Return the agent's next message. It is {} if none has arrived, and None if the agent has ended."""
+        """Return the agent's next message, or None if the agent has ended. The message is {} if none has arrived."""
         return self._put_aside.pop(0) if self._put_aside else self._receive_message()
 
     def _receive_message(self) -> Mapping[str, Any] | None:
@@ -174,14 +174,14 @@ class Membership:
     def leave(
         self, facts: Mapping[str, Any], save: Callable[[str], object] | None, deadline: Deadline
     ) -> Mapping[str, Any]:
-        """Send the goodbye to the agent. Return its answer on who prints the run's report, and {} without `save`.
-
-        `save(path)` writes the recording for that report. Keys of the answer:
+        """Send the goodbye to the agent, and return the agent's answer on who prints the run's report. The agent
+        answers only with `save`, a function that writes this process's recording to a path for that report. Keys of the
+        answer:
 
         - `others`: a running process will print the report.
         - `report`: the caller must print this text. `late`: the report was not ready in time.
-        - `unheard`: the agent is slow or has ended. Then `unreported` has the ids of processes, and `unsent` the count
-          of spans.
+        - `unheard`: the agent is slow or has ended. Then `unreported` has the ids of processes, and `unsent` counts
+          spans.
         - `unseen`: a note on processes that record nothing.
         """
         if not self.path:
@@ -217,7 +217,8 @@ class Membership:
         return dict(answer) if isinstance(answer, dict) else None
 
     def await_message(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
-        """Return the next message with the key `name`, None after `wait_s`. Keep other messages for `next_message`."""
+        """Return the next message with the key `name`, or None after `wait_s`. Other messages remain for
+        `next_message`."""
         end = time.monotonic() + wait_s
         while (descriptor := self.fileno()) >= 0 and (left_s := end - time.monotonic()) > 0:
             readable = poll()
@@ -242,7 +243,7 @@ class Membership:
 
     @contextmanager
     def _wrap_connection(self) -> Iterator[_socket.socket | None]:
-        """Yield the connection as a socket, None without a connection. The descriptor remains open after the block."""
+        """Yield the connection as a socket, or None. The descriptor remains open after the block."""
         descriptor = self.fileno()
         if descriptor < 0:
             yield None

@@ -56,15 +56,16 @@ _checking = False
 
 @functools.cache
 def log_switched_off() -> None:
-    """Log that nothing is recorded or written. The level is WARNING if the recorder is missing."""
+    """Log that nothing is recorded or written: as a warning if the recorder is missing, else as information."""
     level = logging.WARNING if native.WHY_MISSING else logging.INFO
     logger.log(level, "%s: nothing is recorded, and nothing is written", SWITCHED_OFF)
 
 
 def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
-    """Record what a profile asks for, until `stop`. Return the session: ``instrument.start("profile.yaml")``.
+    """Record the functions, layers and copies that a profile names, until `stop`. Return the session:
+    ``instrument.start("profile.yaml")``.
 
-    `profile` is a path or a `Profile`. By default it is the file that `INSTRUMENT_PROFILE` names. Without any profile,
+    `profile` is a path or a `Profile`, by default the file that `INSTRUMENT_PROFILE` names. Without any profile,
     decorators and scopes record, and nothing is exported.
 
     Returns None if `INSTRUMENT` is `off`, and while `check` imports the service. Raises `ProfileError` for an invalid
@@ -112,8 +113,8 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
 
 
 def _begin_run(profile: Profile) -> Callable[[], object]:
-    """Begin a run of this process and its children, if an export of the profile needs an agent. Return a function that
-    ends the run for new children."""
+    """Begin a run of this process and its children, if the profile's exports need an agent. Return a function that ends
+    the run for new children."""
     export = profile.export
     is_asked = bool(export.otlp or export.prometheus or export.parquet or profile.capture.to)
     is_free = not {agent_socket.VARIABLE, RUN_VARIABLE} & os.environ.keys()
@@ -136,8 +137,8 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
 
 
 def stop() -> None:
-    """End the running session, if there is one. Every change to the service is undone. The files of the profile are
-    written, and its summary is printed."""
+    """End the running session, if there is one. Undo every change to the service, write the profile's files, and print
+    its summary."""
     session = _session
     if session is not None:
         session.stop()
@@ -217,20 +218,22 @@ def flush(timeout_s: float = 5.0) -> Delivery | None:
 
 
 def prometheus(*, openmetrics: bool = False) -> str:
-    """Return the metrics of the run in Prometheus's text format (0.0.4). A service can answer scrapes with this text.
+    """Return the metrics of the run in Prometheus's text format (0.0.4), with which a service can answer scrapes.
 
     With `openmetrics` the format is OpenMetrics (1.0.0), for scrapes that accept it. Its buckets of requests have
     exemplars with `trace_id` and `span_id`, if OTLP exports the traces.
 
-    A collector gets the same metrics by OTLP. They are requests by endpoint and status, calls of the rules with
-    `metrics`, gauges, losses and cost. The queue times of requests with keys, and the sizes of their batches, appear
-    some seconds after the requests end.
+    The metrics are the same that a collector gets by OTLP: requests by endpoint and status, calls of the rules with
+    `metrics`, gauges, losses and cost. Queue times and batch sizes of requests with keys appear some seconds after the
+    requests end.
 
-    The run's agent adds up all processes, so any process can answer. Processes that ended before the first scrape count
-    only if the profile has `export: {prometheus: }`. The agent then answers scrapes itself, too. Without an agent
-    (`agent: off`) the metrics are of this process alone.
+    The run's agent adds up all processes, so any process can answer. Without an agent (`agent: off`) the metrics are of
+    this process alone.
 
-    Takes some milliseconds. The first call of a run takes up to a second. Raises `StateError` if no session runs, and
+    Processes that ended before the first scrape count only if the profile has `export: {prometheus: }`. The agent then
+    also answers scrapes itself.
+
+    Takes some milliseconds, the first call of a run up to a second. Raises `StateError` if no session runs, and
     `ExportError` if `prometheus_client` is not installed.
     """
     if OFF:
@@ -252,8 +255,8 @@ def disable() -> None:
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
-    """Check a profile without recording. Import the given modules, the modules of its rules and their frameworks, and
-    attach the rules. Return the verdicts on the rules, and a sentence per module that failed to import. Every change is
+    """Check a profile without recording: import the given modules, the modules of its rules and their frameworks, and
+    attach the rules. Return the verdict on each rule, and a sentence per module that failed to import. Every change is
     undone. Raises `StateError` while a session runs."""
     global _checking
     with _session_lock:
@@ -313,13 +316,14 @@ def _suggest_module(name: str, error: BaseException) -> str:
 
 
 def stop_on_sigterm() -> None:
-    """Make SIGTERM stop the session, and then end the process by the same signal. The stop takes at most twice
-    `EXIT_LIMIT_NS`. Our handler takes effect only while the service has no handler of its own."""
+    """Make SIGTERM stop the session before it ends the process. The stop takes at most twice `EXIT_LIMIT_NS`. A handler
+    that the service sets has precedence."""
     session().leaving.undos.append(Termination(_stop_for_signal).install())
 
 
 def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
-    """Stop the session because of a signal. Return False if that is impossible now. The signal is then sent again."""
+    """Stop the session because of a signal. If that is impossible now, return False, and send the signal again
+    later."""
     running = _session
     if running is not None and running.exporting.lock.postpone_signal(number):
         return False
@@ -341,12 +345,11 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""The id of the process that sends a signal to itself again, by the signal's number. The id is 0 once the signal is
-handled."""
+"""The id of the process, by signal number, while it sends itself the signal again, otherwise 0."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
-    """Return True if a frame or one of its callers runs the session's own code. That code may have a lock."""
+    """Return True if a frame or its callers are the session's own code, which may have a lock."""
     rooms = {__name__, *(part.__module__ for part in (Session, Recorded, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:
@@ -376,7 +379,8 @@ _forking = local()
 
 
 def _before_fork() -> None:
-    """Wait for the end of a reload on another thread. Also make the board, which the processes of the run share."""
+    """Wait for a reload on another thread. Make the board, shared memory in which the processes of a run mark the rules
+    that they use."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make_board())

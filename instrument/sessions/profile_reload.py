@@ -40,9 +40,9 @@ Answer = Mapping[str, Any]
 
 
 class Request(NamedTuple):
-    """A request to a process to reload its profile. `path` is the new profile, None for the process's own file. With
-    `service`, only processes of that service answer. With `switch`, `path` may be another file than the process's own.
-    With `records`, no profile is read, and the recording is switched on or off."""
+    """A request to a process to reload its profile from `path`, by default the process's own file. `service` limits it
+    to processes of that service. With `switch`, `path` may be another file than the own one. `records` does not reload,
+    but switches the recording on or off."""
 
     path: str | None = None
     service: str | None = None
@@ -67,9 +67,9 @@ FIXED_SETTINGS = {
 class Reload:
     """The result of a reload of a running session's profile.
 
-    `attached` and `undone` name the new and the removed targets of function rules. They also name the new and the
-    removed rules for layers and copies. `refused` has a sentence per setting that could not be changed. `generation` is
-    the number of the profile in this session, from 1. `digest` identifies the current profile.
+    `attached` and `undone` name the new and removed targets of function rules, and the new and removed rules for layers
+    and copies. `refused` has a sentence per setting that could not be changed. `generation` is the number of the
+    profile in this session, from 1. `digest` identifies the current profile.
     """
 
     generation: int
@@ -83,7 +83,7 @@ class Reload:
         return "; ".join([f"generation {self.generation} ({self.digest}): {counts}", *self.refused])
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the result as a JSON object, with at most `MOST_NAMES` targets in a list."""
+        """Return the result as a JSON object. Lists have at most `MOST_NAMES` targets."""
         return {
             "generation": self.generation,
             "digest": self.digest,
@@ -111,9 +111,11 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def describe_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
-    """Return "" if a request is for this process, and else a text that describes the process. Raises `ProfileError`. A
-    request is for the processes whose own file it names. With `switch` it is for all processes of the service in the
-    named profile."""
+    """Return "" if this process must obey a request, else a text that describes the process. Raises `ProfileError`.
+
+    A request is for processes whose own file it names. With `switch`, it is for all processes of the service in the
+    named profile.
+    """
     service, path = request.service, request.path
     is_own = path is None or (file is not None and _is_same_file(Path(path), file))
     if path is not None and request.switch and not is_own:
@@ -153,8 +155,8 @@ def refused_settings(profile: Profile, in_force: Profile) -> tuple[str, ...]:
 
 
 def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[str], list[str]]:
-    """Change the attached rules from the profile `now` to the profile `to`. Return the names of the attached and of the
-    undone targets. Raises `StateError` after a failure. Then the rules of `now` remain attached."""
+    """Detach the rules of the profile `now`, and attach those of `to`. Return the names of the attached and of the
+    undone targets. After a failure, `StateError` is raised, and the rules of `now` remain."""
     try:
         return selection.change(to)
     except Exception as fault:
@@ -163,12 +165,11 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 
 
 class Generations:
-    """The successive profiles of a session. A call in the code, a request of the agent, or a changed file may replace
-    the current one.
+    """The successive profiles of a session, which a call, a request of the agent, or a changed file replaces.
 
-    `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` applies the current
-    profile with added rules. `has_ended()` returns True once the session has stopped. After a change, call `settle()`
-    until it returns False.
+    `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` does so for the
+    current profile with added rules. `has_ended()` returns True once the session has stopped. After a change, call
+    `settle()` until it returns False.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Generations:
         """The packages of engines whose rules were added."""
 
     def while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
-        """Call `prepare()` while forks wait. It imports modules, and a child would inherit a half-done import."""
+        """Call `prepare()`, which imports modules, while forks wait. A child would inherit a half-done import."""
         is_acquired = self.lock.acquire(timeout=FORK_WAIT_S)
         try:
             prepare()
@@ -273,7 +274,6 @@ class Generations:
             )  # fmt: skip
 
     def note_refusal(self, error: str) -> None:
-        """Keep the reason why a profile was refused until another one is accepted."""
         self._session.account.note_refusal(
             f"the profile of generation {self._session.generation} stays in force: {error}"
         )
@@ -315,12 +315,12 @@ EXPORT_CHECK_S = 1.0
 """Seconds between two checks whether an exporter reads this process's recording."""
 
 AGENT_RETRY_S = 1.0
-"""Seconds between two attempts of a process that has lost its agent to find another one."""
+"""Seconds between two attempts to find another agent after the agent was lost."""
 
 
 class ControlThread:
-    """A thread that handles the agent's messages, and changes of the profile's file. `end_of_main_thread()` returns a
-    function to call once the main thread has ended. It returns None if the process does not end with that thread."""
+    """A thread that handles the agent's messages and changes of the profile's file. `end_of_main_thread()` returns a
+    function to call after the end of the main thread. It returns None if the process does not end with that thread."""
 
     def __init__(
         self,
@@ -360,8 +360,7 @@ class ControlThread:
                 self.start_or_wake()
 
     def start_or_wake(self) -> None:
-        """Start the thread, or wake it so that it looks for the agent. Does nothing before `watch` or `hear_agent` is
-        called."""
+        """Start the thread, or wake it to look for the agent. Does nothing before `watch` or `hear_agent` is called."""
         with self._lock:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)  # it looks for the agent
@@ -372,7 +371,7 @@ class ControlThread:
                 self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread. Wait up to `timeout_s` seconds for a reload that it runs."""
+        """End the thread. Wait up to `timeout_s` seconds for its reload."""
         with self._lock:
             thread, self._thread, self._stopping, self._has_begun = self._thread, None, True, False
         if thread is not None:
@@ -382,7 +381,7 @@ class ControlThread:
             self._close()
 
     def after_fork_in_child(self) -> None:
-        """Drop the parent's thread. `start_or_wake` starts a thread of the child if there is a file to watch."""
+        """Drop the parent's thread. `start_or_wake` starts a new one if there is a file to watch."""
         self._close()
         self._reset(has_begun=self._has_begun and self._generations.watched is not None)
 
@@ -417,8 +416,7 @@ class ControlThread:
                     _attempt(self._handle_agent_message)
 
     def _wait_for_events(self, wait_s: float) -> list[tuple[int, int]]:
-        """Wait for a message of the agent, or to be woken. Uses `poll`, because a forked child would share an
-        `epoll`."""
+        """Wait for a message of the agent or a wake-up. A forked child would share an `epoll`, so `poll` is used."""
         waiting = poll()
         for descriptor in (self._wake, self._agent_fd):
             if descriptor >= 0:
@@ -466,9 +464,9 @@ class ControlThread:
     # ---------------------------------------------------------------- the file
 
     def _check_file(self) -> float:
-        """Apply the profile's file once it has changed and is complete. Return the seconds until the next check.
+        """Apply the profile's file after a complete change. Return the seconds until the next check.
 
-        The file is read twice, because a second write within one tick of the file system's clock is invisible.
+        The file is read twice, because two writes within one tick of the file system's clock look like one.
         """
         stamp, now = _identity_of_file(self._generations.watched), time.monotonic()
         if stamp != self._stamp:  # a file that was being written counts neither as a success nor as an error

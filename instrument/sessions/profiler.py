@@ -47,7 +47,7 @@ STEP_LIMIT_S = 1.0
 """Seconds for which the end of the session waits for a call of `step` on another thread."""
 
 _ANY_THREAD = 0
-"""The key for the summed waits of `Profiler.loader` on any thread, where other keys are thread ids."""
+"""The key of waits in `Profiler.loader` on any thread. All other keys are thread ids."""
 
 
 class Profiler:
@@ -208,8 +208,8 @@ class Profiler:
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
     def _state_of(self, schedule: States, step: int) -> State:
-        """Return the state of a step by a user's schedule. An error at step 0 is raised. One at a later step is noted,
-        and makes the step CLOSED."""
+        """Return the state of a step by a user's schedule. An error at step 0 is raised. A later error is noted, and
+        makes its step CLOSED."""
         try:
             value = schedule(step)
             problem: Exception = ProfileError(
@@ -572,7 +572,6 @@ def join_or_begin_session(profile: Profile | str | os.PathLike[str] | None, **ov
 
 
 def leave_session(session: Session) -> None:
-    """End a session that a Profiler began, unless another Profiler uses it."""
     with _guests_lock:
         if session not in _guests:
             return

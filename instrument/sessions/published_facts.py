@@ -40,16 +40,16 @@ COST_FACTOR = 20
 """The minimum pause before a costly value is written again, as a multiple of the duration of its last write."""
 
 VERDICTS_PAUSE_NS = 10_000_000_000
-"""The maximum time in ns between two writes of the verdicts on the rules."""
+"""The longest regular pause in ns between two writes of the verdicts on rules. A costly write lengthens it."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
 """The maximum numbers of notes for other processes, of characters per note, and of names of uncalled targets."""
 
 
 class PublishedFacts:
-    """A writer of a session's values into its recording and into messages to the agent.
+    """Writes a session's values into its recording and into messages to the agent.
 
-    `gauges()` returns the settings for the agent's reading of gauges. `has_begun()` is True once the session's threads
+    `gauges()` returns the settings with which the agent reads gauges. `has_begun()` is True once the session's threads
     have started.
     """
 
@@ -180,7 +180,8 @@ class PublishedFacts:
         )
 
     def publish_marks(self) -> None:
-        """Write the identifiers of functions that have metrics. A call soon after the last one does nothing."""
+        """Publish the identifiers of functions whose calls become metrics. A call soon after the last one does
+        nothing."""
         began_ns = time.monotonic_ns()
         if not self.has_metrics_reader or began_ns < self._marks_until_ns:
             return
@@ -223,14 +224,14 @@ class PublishedFacts:
         return tuple(note[:NOTE_LENGTH] for note in self._recorded.account.notes(of_all=of_all)[:MOST_NOTES])
 
     def shortened_own_notes(self, *, of_all: bool = False) -> Mapping[str, Any]:
-        """Return the notes of this process alone, cut to fit into one message."""
+        """Return the rules and targets without effect in this process, cut to fit into one message."""
         own_notes = self._recorded.account.own_notes(of_all=of_all)
         waiting = tuple((mark, note[:NOTE_LENGTH]) for mark, note in own_notes.waiting[:MOST_NOTES])
         uncalled = own_notes.uncalled if len(own_notes.uncalled) <= MOST_MARKS else ()
         return asdict(replace(own_notes, at_work=own_notes.at_work[:MOST_MARKS], waiting=waiting, uncalled=uncalled))
 
     def publish_verdicts(self, *, at_once: bool = False) -> None:
-        """Publish for each profile rule its effect in this process, also for `instrument check`.
+        """Publish the effect of each profile rule in this process. `instrument check` reads it, too.
 
         Without `at_once`, a call soon after the last one does nothing. This limits the cost to 5 percent of the time.
         """

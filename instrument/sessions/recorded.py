@@ -79,7 +79,8 @@ Firsts = Mapping[int, tuple[int, int]]
 
 
 class Recorded:
-    """Records with a profile in this process, and returns the recorded data. All methods may be called from any thread.
+    """The part of a session that records by a profile, and reads the recorded data. All methods may be called from any
+    thread.
 
     `keep_gpus` is called with the GPUs whose gauges are read.
     """
@@ -433,8 +434,8 @@ def _find_caller_in_environment() -> str:
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
     """Return the first request that did work, and the reason for the choice.
 
-    A call of a site in `sites` is preferred. Otherwise the earliest request with a recorded call below it is chosen,
-    except health probes. Returns None if this is also the first request of all.
+    A call of a site in `sites` is preferred, else the earliest request with a recorded call below it. Health probes do
+    no work. Returns None if the result would be the very first request.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest_call(call for call in calls.values() if call.site in sites)

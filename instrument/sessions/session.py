@@ -1,8 +1,8 @@
-"""The session, which keeps a profile in force in a process from `start` to `stop`, across forks and signals.
+"""The session, which records with a profile in a process from `start` to `stop`, across forks and signals.
 
-A process has at most one session. `stop` undoes all changes to the process. `recorded` records, `published_facts`
-describe the recording to other processes, `exporting` sends spans, `files` writes files, and `leaving` ends the
-session.
+A process has at most one session. `stop` undoes all changes to the process. The parts of a session are in other
+modules: `recorded` records, `exporting` sends spans, `files` writes files, and `leaving` ends the session.
+`published_facts` describes the session to other processes.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class Session:
             FAULTS.attempt("process context", partial(self._prepare, publish))
 
     def _report_recording(self) -> None:
-        """Report to the agent that this process has begun to record. From now on the agent may send it requests."""
+        """Report to the agent that this process records. From now on the agent may send it requests."""
         self._membership.send({"records": True})
         self.control.hear_agent()
 

@@ -116,8 +116,6 @@ def insert_step_spans(trace: Trace, steps: Sequence[Step]) -> Trace:
 
 
 class _StepInserter:
-    """Inserts steps into the spans of a trace, one thread after the other."""
-
     def __init__(self, trace: Columns) -> None:
         self._trace = trace
         self._parent_id, self._self_ns = trace.parent_id.copy(), trace.self_ns.copy()

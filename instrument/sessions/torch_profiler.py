@@ -73,10 +73,8 @@ def insert_operator_spans(trace: Trace, torch_trace: Trace, moved_ns: int) -> Tr
 
 
 def _make_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> list[Span]:
-    """Return the spans of torch's operators within the interval of a trace, with times on that trace's clock.
-
-    Each one comes after the operator around it, which is its parent.
-    """
+    """Return the spans of torch's operators within the interval of a trace, on that trace's clock. Parents come before
+    children."""
     operators: list[Span] = []
     since_ns, until_ns = trace.watched or (trace.start_ns, trace.end_ns)
     sites: dict[str, Site] = {}
@@ -103,7 +101,8 @@ def _make_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> list[Spa
 def _nest_operators(
     spans: Sequence[Span], operators: Sequence[Span], by_id: Mapping[int, Span], tops: Sequence[Span]
 ) -> None:
-    """Make each outermost operator a child of the recorded span around it, and cut the operators in it to that span."""
+    """Make each outermost operator a child of the recorded span around it. Cut operators to the times of their
+    parents."""
     middles = [(top.start_ns + top.end_ns) // 2 for top in tops]
     outer_spans = _find_innermost_open_spans(spans, [top.thread_id for top in tops], middles)
     outer_by_id = {top.span_id: outer for top, outer in zip(tops, outer_spans, strict=True)}

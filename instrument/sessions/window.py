@@ -58,7 +58,7 @@ def steps_within(steps: Sequence[Step], start_ns: int, end_ns: int) -> list[Step
 
 
 class State(str, Enum):
-    """The state of a step: outside of a window, just before one, within one, or the last step of one."""
+    """The state of a step: not recorded, to be recorded soon, recorded, or recorded as the last step of a window."""
 
     CLOSED = "CLOSED"
     READY = "READY"
@@ -108,9 +108,8 @@ def schedule(
 class Windows:
     """A counter of steps that begins and ends windows by a schedule. Without a schedule, all steps are one window.
 
-    The first window begins at `start_ns` or, if that is None, in `begin_window`. `count` is the number of windows that
-    have ended, `steps` the number of the current step, `state` its state, `first_step` the first step of the newest
-    window.
+    The first window begins at `start_ns`, by default in `begin_window`. `steps` is the number of the current step, and
+    `state` its state. `count` is the number of ended windows, and `first_step` the first step of the newest window.
     """
 
     def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None, count: int = 0) -> None:
@@ -153,7 +152,7 @@ class Windows:
             self._opened_ns, self.first_step = now_ns, self.steps
 
     def stop(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End the open window. Return it, None if it is empty or none is open."""
+        """End and return the open window. Return None if no window is open, or if it is empty."""
         begin_ns, self._opened_ns = self._opened_ns, None
         if begin_ns is None or end_ns <= begin_ns:
             return None
@@ -189,11 +188,11 @@ class Stretch(NamedTuple):
 
 
 class WindowReader:
-    """Reads the recorded rows and counts steps, to find the ends of a schedule's windows. Only one thread may use it at
-    a time.
+    """Counts steps in the recorded rows, to end windows by the profile's schedule. Only one thread may use it at a
+    time.
 
-    A step is a request, or a call of the function that the schedule names. `cut` has the ended windows, each with the
-    identity of the process at the end of the window.
+    A step is a request, or a call of the function that the schedule names. `cut` is a queue of ended windows, each with
+    the process's identity at its end.
     """
 
     def __init__(self, recorder: Recorder, selection: Selection, make_origin: Callable[[], Origin]) -> None:

@@ -1,18 +1,13 @@
-"""Charges each wait of a request to the groups of requests that caused it. The `neighbours` view shows this bill.
+"""Charges each wait of a request to the groups of requests that caused it, for the `neighbours` view.
 
-A request waits in its queue, in batches beyond its own share, in stalls between batches, and while another request
-blocks its event loop. Each nanosecond of a wait is charged once:
+A request waits in its queue, in batches for other members, in stalls between batches, and while another request blocks
+its event loop. Each nanosecond of a wait is charged once, to the requests that were served meanwhile or that blocked
+the loop. Time in which no recorded batch ran is charged to nobody.
 
-- `BEHIND` in a queue, `BETWEEN` in a stall: the time in which the thread of the request's next batch ran other batches.
-- `SHARED`: the time in a batch beyond the request's own share. That time is charged to the other members by their
-  weights.
-- `BLOCKED`: the time in which another request blocked the event loop of the batch's thread or of the request's thread.
+Of `length` ns, the first k groups with the weights w get `length * sum(w[:k]) // sum(w)` together. So the charges add
+up to the waits.
 
-Time in which no recorded batch ran is charged to nobody. If groups with the weights w share `length` ns, the first k
-groups get `length * sum(w[:k]) // sum(w)` together. So the charges add up to the waits.
-
-An `Engine` is a model of the engine that served the requests. The model predicts the queue times of the other requests
-if some requests are removed.
+An `Engine` predicts the queue times of the other requests if some requests are removed.
 """
 
 from __future__ import annotations
@@ -227,10 +222,10 @@ class Account:
 
 
 MOST_PAIRS = 40_000
-"""The maximum number of replayed pairs of a request and one of its batches. Later requests are left out."""
+"""The maximum number of pairs of a request and a batch in a simulation. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The largest relative error of the replayed mean queue time for which the model is sound."""
+"""The maximum relative error of the simulated mean queue time for a sound model."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +244,7 @@ class Replay:
 
 
 class Engine:
-    """A model of the engine that served the requests of a trace."""
+    """A simulator of the engine that served the requests of a trace."""
 
     def __init__(self, trace: Columns, joined: Joined, all_turns: Turns, lanes: Lanes) -> None:
         served = joined.served
@@ -302,7 +297,7 @@ class Engine:
         self._steps = [steps[begin:end] for begin, end in zip(first[order].tolist(), last[order].tolist(), strict=True)]
 
     def replay(self, is_present: Bools) -> Replay:
-        """Simulate the engine with only the requests for which `is_present` is True."""
+        """Simulate the engine with only the requests that `is_present` marks."""
         present = np.flatnonzero(is_present[self._place])
         arrivals, costs = self._arrival.tolist(), self._costs
         lanes, pieces = self._lanes, self._lanes.pieces

@@ -1,11 +1,11 @@
 """Finds what made a request or an engine step slower than usual.
 
-A request's time is divided into parts (see `ledger`). Each part has a median over the requests of the endpoint. The
-part that exceeds its median the most is blamed. The cause is the span that took most of the blamed part's time. A
-garbage collection is the cause if it took at least half of the excess.
+A request's time is divided into parts (see `ledger`). The part that exceeds its median over the endpoint's requests the
+most is blamed. The cause is the span that took most of that time, or a garbage collection that took at least half of
+the excess.
 
-A step is an outermost batch. The expected time of a step is linear in the number of its members and in their weight,
-and is fitted to all steps of the same name. The excess over the expected time is divided by call path.
+A step is an outermost batch. Its expected time is a linear function of its members and their weight, fitted to all
+steps of the same name. The excess over the expected time is divided by call path.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The part of a slow request that exceeds its typical time the most, and the cause if it is known."""
+    """The part of a slow request that exceeds the part's typical time the most, and the cause, if known."""
 
     part: str
     part_ns: int
@@ -167,7 +167,7 @@ def _find_longest_cause(trace: Columns, joined: Joined, place: int, times: Union
 
 
 def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
-    """Return the row of the span that blocked each event loop. If it is unknown, return the row of the blocked loop."""
+    """Return the row of the span that blocked each event loop. An unknown span has the row of the blocked loop."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
     of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)
@@ -230,11 +230,10 @@ ROUNDS = 3
 """The number of successive fits. Each fit leaves out the steps far from the previous one."""
 
 FAR = 4.0
-"""The limit of a step's distance from a fit, as a multiple of the median distance. The next fit leaves out steps beyond
-the limit."""
+"""The distance of a step from a fit beyond which the next fit leaves it out, as a multiple of the median distance."""
 
 PATHS = 64
-"""The maximum number of sites with an excess time of their own. Other sites share one."""
+"""The maximum number of sites with a separate excess time. Further sites share an excess time."""
 
 CELLS = 8_000_000
 """The maximum product of the numbers of steps and sites, to bound the memory."""
@@ -257,7 +256,7 @@ class StepCosts:
     """The steps of a trace by start time. Each step's length in ns is divided into parts that add up to the length.
 
     - `load_ns` is the expected time without a heavy member and without padding.
-    - `heavy_ns` is the time for a member of over `HEAVY` times the usual weight, `heavy` its request or `NONE`.
+    - `heavy_ns` is the time for the request `heavy`, a member of over `HEAVY` times the usual weight.
     - `padding_ns` is the time to pad members to the heaviest one.
     - `excess_ns` is the remaining time by step and site. The last column combines all sites that are not in `sites`.
 

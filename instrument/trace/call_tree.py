@@ -1,11 +1,9 @@
 """Computes the call tree of a trace, and the tally: the times of the calls of each call path.
 
-A track (`line` in names) is one thread, or one task on it. The time of a call on a different track from the parent is
-not part of the parent's time. The device time of a call is the union of its device intervals and those of the calls
-below it on the same track.
+A track (`line` in names) is one thread, or one task on it. A call on another track is not part of its parent's time.
+The device time of a call is the union of its device intervals and those of the calls below it on the same track.
 
-The tally has totals by call path and thread, as recorders count them. Recursion is folded: a call of a site that is
-already on its path counts at that site's node.
+Recursion is folded: a call of a function that is already on the call path counts at that function's node.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from instrument.trace.self_times import waiting_times
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
-    """The number of calls of each node, and the sum, maximum and minimum of their times."""
+    """The number of calls per node of a call tree, and the sum, maximum and minimum of the calls' times."""
 
     calls: Int64s
     total_ns: Int64s
@@ -59,8 +57,6 @@ class NodeTimes:
 
 
 class StreamTimes(NamedTuple):
-    """The number and the lengths of the device intervals on one stream, for the calls of one node."""
-
     node: int
     device: int
     stream: int
@@ -256,8 +252,6 @@ class _Paths:
         self._known_sites: set[int] = set()
 
     def find_or_add_node(self, parent: int, site: int) -> int:
-        """Return the node for a call of a site below a parent node. A recursive call gets the node of its outer
-        call."""
         node = self._below.get((parent, site))
         if node is None:
             node = self._below[parent, site] = self._add_node(parent, site)

@@ -33,18 +33,15 @@ FARTHEST_NS = 1 << 62
 
 
 class AttributeSets(Protocol):
-    """Sets of attributes by number, decoded on access."""
+    """A table of attribute sets, which are decoded on access. Spans with equal attributes share a set."""
 
     def __len__(self) -> int: ...
 
-    def having(self, name: str) -> Bools:
-        """Return True for each set with an attribute of this name."""
+    def having(self, name: str) -> Bools: ...
 
-    def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]:
-        """Return the value of an attribute in each given set, None for a set without it."""
+    def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]: ...
 
-    def decode(self, numbers: Sequence[int]) -> Sequence[Mapping[str, AttributeValue]]:
-        """Return the sets with these numbers."""
+    def decode(self, numbers: Sequence[int]) -> Sequence[Mapping[str, AttributeValue]]: ...
 
 
 class PlainSets(list[Mapping[str, AttributeValue]]):
@@ -61,7 +58,7 @@ class PlainSets(list[Mapping[str, AttributeValue]]):
 
 
 class RelinkedSets:
-    """Sets of attributes in which `relink` converts the ids of links."""
+    """Sets of attributes in which `relink` converts the span ids that links refer to."""
 
     def __init__(self, sets: AttributeSets, relink: Callable[[Any], Any]) -> None:
         self._sets, self._relink = sets, relink
@@ -86,8 +83,7 @@ class RelinkedSets:
 class Attributes:
     """The attributes of spans by row, decoded on access.
 
-    `number` has the index of each row's set of attributes, `NONE` for a row without any. The sets of all `tables` are
-    numbered one after the other.
+    `number` is the index of each row's set of attributes, or `NONE`. Indices count through all `tables`.
     """
 
     def __init__(self, number: NDArray[Any], tables: Sequence[AttributeSets] = ()) -> None:
@@ -111,7 +107,7 @@ class Attributes:
         return Attributes(self._number[rows], self._tables)
 
     def override(self, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
-        """Return the attributes with those of some rows replaced."""
+        """Return a copy in which the given rows have other attributes."""
         number = self._number.astype(np.int32)
         number[list(attributes_by_row)] = np.arange(len(attributes_by_row)) + self._firsts[-1]
         return Attributes(number, [*self._tables, PlainSets(attributes_by_row.values())])
@@ -134,7 +130,6 @@ class Attributes:
         return self._rows
 
     def rows_with_attribute(self, name: str) -> Int64s:
-        """Return the rows with an attribute of this name, in order."""
         if (rows := self._having.get(name)) is None:
             is_wanted = np.concatenate([np.zeros(0, np.bool_), *(table.having(name) for table in self._tables)])
             rows = self._rows[is_wanted[self._number[self._rows]]] if is_wanted.any() else self._rows[:0]
@@ -142,7 +137,6 @@ class Attributes:
         return rows
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the value of an attribute in each given row. The value is None for a row without the attribute."""
         numbers, values = self._read_sets(rows, lambda table, numbers: table.values(name, numbers))
         return list(map([*values, None].__getitem__, numbers.tolist()))
 

@@ -1,8 +1,8 @@
 """Writes a dataset as Parquet files into a folder or an object store, and converts its rows into recordings again.
 
-Each combination of table, service, day and hour has a folder. A file has a temporary name until it is complete, and
-then a name with `.parquet`. In a folder's path, such as `service=s-chat/date=d2026-11-29/hour=h07`, each value has a
-letter in front.
+Each combination of table, service, day and hour has a folder, such as
+`requests/service=s-chat/date=d2026-11-29/hour=h07`. The values begin with a letter, because some query engines read
+`07` as a number. A file has a temporary name until it is complete.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Folder:
 
 
 class _OpenFile:
-    """A file that is being written. `part` is its name until it is complete."""
+    """A Parquet file that is being written. It has the name `part` until it is complete."""
 
     def __init__(self, folder: Folder, table: str, name: str) -> None:
         from pyarrow import parquet

@@ -1,7 +1,7 @@
-"""Makes the tables of a dataset from merged files, and from the settled requests of running processes.
+"""Makes the tables of a dataset from merged files, or from the ended requests of running processes.
 
 For running processes, the tables `requests`, `batches` and `members` have rows for all requests and batches. The tables
-`spans` and `intervals` have rows only for kept requests.
+`spans` and `intervals` have rows only for requests that tail sampling keeps.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class DatasetRows(TraceRows):
 
 
 class ProcessWindow(NamedTuple):
-    """The facts of a process in one window. Adding `offset_ns` to its times gives the time since 1970."""
+    """A process in one window. `offset_ns` converts the process's times to ns since 1970."""
 
     process: int
     facts: Trace
@@ -147,16 +147,14 @@ def _collect_original_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKey
 
 
 IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
-"""A function that returns the device intervals of rows. Arguments: the span ids of all rows, the rows with wanted
-intervals, and the start times of all rows."""
+"""A function that returns the device intervals of wanted rows. Its arguments: span ids of all rows, wanted rows, start
+times of all rows."""
 
 
 class SettledRows(TraceRows):
-    """Makes the tables of a dataset from the rows that tail sampling has just kept. `members` and `intervals_of` have
-    an item for each recording.
-
-    `remembered` has the keys of earlier rounds. Open spans end at `now_ns`.
-    """
+    """Makes the tables of a dataset from the rows that a round of tail sampling has settled. `members` and
+    `intervals_of` have an item per recorded process. `remembered` has the keys of earlier rounds. Open spans end at
+    `now_ns`."""
 
     def __init__(
         self,
@@ -226,8 +224,8 @@ class SettledRows(TraceRows):
 
 
 def _add_trace_ids_of_keys(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
-    """Return the trace with trace ids that are made from request keys. Only the first request with a key gets its trace
-    id."""
+    """Return the trace with trace ids that are made from request keys. The first request with a key gets the key's
+    trace id."""
     remotes = derive_traces_from_keys(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
     rows = decisions.joined.rows
     for place, keys in decisions.joined.keys.items():

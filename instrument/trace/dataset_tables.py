@@ -102,7 +102,6 @@ def make_maps(items: Sequence[Mapping[str, Any] | None], kind: Any) -> Any:
 
 
 ATTRIBUTES = ("attributes_text", "attributes_int", "attributes_real", "attributes_bool", "attributes_json")
-"""The columns of attributes, by the type of the value."""
 
 
 def make_attribute_columns(trace: Columns, rows: Int64s) -> Values:
@@ -149,8 +148,8 @@ class SpanKeys(NamedTuple):
 
 
 class DatasetProcess(NamedTuple):
-    """A process of a dataset. `numbers` has the process's own numbers in a merged trace. `ids` makes the ids of the
-    process's spans, by default `ConsecutiveIds`."""
+    """A process of a dataset. `numbers` converts a merged trace's numbers to the process's own numbers. `ids` makes the
+    ids of the process's spans, by default `ConsecutiveIds`."""
 
     facts: Trace
     offset_ns: int
@@ -326,7 +325,7 @@ class TraceRows:
         return self._make_table("batches", rows, self.trace.start_ns[rows], columns)
 
     def make_batch_members(self, pairs: Int64s) -> Any:
-        """Return the table of batch members. The pairs of a batch must be consecutive."""
+        """Return a table with a row per pair of a batch and a request. The pairs of a batch must be consecutive."""
         served = self._joined.served
         rows, places = served.batch[pairs], served.request[pairs]
         requests = np.append(self._joined.rows, 0)[places]
@@ -360,7 +359,6 @@ class TraceRows:
         return self._make_table("intervals", rows, device.start_ns[places], columns)
 
     def _make_row_tables(self, numbers_by_table: Mapping[str, Int64s], is_complete: Bools) -> Iterator[tuple[str, Any]]:
-        """Yield the tables of the given rows, requests, batches, members and intervals, in parts."""
         makers: dict[str, Callable[[Int64s], Any]] = {
             "spans": self.make_spans,
             "requests": lambda places: self.make_requests(places, is_complete),
@@ -380,8 +378,8 @@ class NumberedIds(Protocol):
     """Converts the numbers of a process's spans to ids."""
 
     def make_ids(self, numbers: UInt64s, part: int, /) -> UInt64s:
-        """Return 64-bit ids. `part` is 0 for the span ids, 1 for the upper and 2 for the lower half of the roots' trace
-        ids."""
+        """Return 64-bit ids. `part` 0 means span ids. `part` 1 and 2 mean the upper and lower halves of the roots'
+        trace ids."""
 
 
 class ConsecutiveIds:

@@ -1,7 +1,7 @@
-"""Decides which requests of a run are kept, and which rows are sent, remain or are dropped.
+"""Decides which requests of a run tail sampling keeps, and which spans are sent, dropped, or wait longer.
 
-The decision about a request includes the request's spans in other processes. A batch is sent with the first kept
-request that it served. For a decision, the unsettled rows of all processes become one trace.
+A decision covers a request's spans in all processes. So the undecided rows of all processes become one trace. A batch
+is sent with the first kept request that it served.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OPEN = 255
 
 
 class Gathered:
-    """The undecided rows of several recordings, as one trace. `member` is the index of each row's recording. `place` is
-    the row there, or `NONE` for an open span. `own` is the span's id in the recording, and `own_root` the id of its
-    root."""
+    """The undecided rows of several processes' recordings, as one trace. `member` is the index of each row's recording.
+    `place` is the row in it, or `NONE` for an open span. `own` and `own_root` are the recording's ids of the span and
+    of its root."""
 
     def __init__(self, members: Sequence[UnsettledRows], horizon_ns: int) -> None:
         self.members = members
@@ -131,7 +131,7 @@ def _gather_rows_of_recording(
 
 
 def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
-    """Return True for rows that may be settled now or that decide about other rows."""
+    """Return True for rows about which a decision is due, or on which other decisions depend."""
     rows = member.rows
     root_id = rows["root_id"]
     is_request = root_id & np.uint64(REQUEST_BIT) != 0
@@ -163,7 +163,7 @@ MOST_TRACES = 20_000
 
 
 class RememberedTraces:
-    """Remembers kept traces, and the first request with each key, over all rounds of tail sampling."""
+    """Remembers kept traces, and the first request with each key, over the rounds of tail sampling."""
 
     def __init__(self) -> None:
         self.kept = Newest[int, None](MOST_TRACES)
@@ -416,7 +416,7 @@ class Decisions:
         return roots_by_batch
 
     def find_decision(self, root: int) -> bool | None:
-        """Return True for a kept request, False for a dropped one, None for an undecided one."""
+        """Return True if a request is kept, False if it is dropped, and None if it is undecided."""
         if self.gathered.state[root] == SETTLED:
             decided = self.find_recording_of_row(root).decided.get(int(self.gathered.own[root]))
             return decided is not None and decided.is_kept

@@ -186,7 +186,7 @@ def check_call_depth(saved: Saved) -> Saved:
 
 
 def load_facts(path: str | os.PathLike[str]) -> Trace:
-    """Read the facts about a recording, without its spans and gauges. Raises `TraceError`."""
+    """Read a recording's metadata, without its spans and gauges. Raises `TraceError`."""
     with _convert_errors(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")
         if member.file_size > LIMIT_VALUE:

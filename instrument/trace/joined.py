@@ -1,9 +1,9 @@
 """Joins each span to the request that it serves, by keys, across threads, tasks and processes.
 
 A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. A span with such
-a key outside of the tree serves that request, as do the spans below that span. A batch may serve several requests.
+a key in another tree also serves that request, as do the spans below it. A batch may serve several requests.
 
-If several requests in succession use the same key, a span with the key serves the request that began last before it. A
+If several requests have the same key, a span with the key serves the request that began last before the span. But a
 request within the time of another request with the same key is a part of the other request.
 """
 
@@ -213,7 +213,6 @@ class _Bound:
         return from_ns
 
     def request_at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the request that each key names at a time, as a row number or -1."""
         requests = self._find_newest_requests(keys, times_ns)
         if self._apart_ns and len(self._keys):
             is_over = (requests == NONE) | (self._ends[requests] < times_ns)
@@ -286,8 +285,8 @@ def read_batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
 
 
 def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
-    """Return the request of each row. A sub-request counts as a request of its own. `owner` has the topmost
-    requests."""
+    """Return the request of each row. A nested request with a key of its own counts separately. `owner` has the topmost
+    request of each row."""
     is_request = trace.are_of_kind("request")
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
     if not inner.any() or not len(keyed):

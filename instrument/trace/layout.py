@@ -252,7 +252,6 @@ class KernelColumns(Views[Kernel]):
 
     @classmethod
     def from_objects(cls, kernels: Sequence[Kernel]) -> KernelColumns:
-        """Return kernels as columns. Raises `OverflowError` for numbers beyond 64 bits."""
         if isinstance(kernels, KernelColumns):
             return kernels
         names, kinds = dict[str, int](), dict[str, int]()
@@ -263,7 +262,6 @@ class KernelColumns(Views[Kernel]):
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
 
     def shift_times(self, by_ns: int) -> KernelColumns:
-        """Return the kernels with all times moved by `by_ns`. Raises `ValueError` for a time out of range."""
         times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
         edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
         if not all(-FARTHEST_NS < edge_ns + by_ns < FARTHEST_NS for edge_ns in edges_ns):

@@ -1,20 +1,17 @@
-"""Divides the time of each request into parts that add up to it to the nanosecond (the ledger).
+"""Divides the time of each request into parts, which add up exactly, to the nanosecond (the ledger).
 
-Every instant of a request belongs to the open part that began last. A part is a phase of the request's own work in any
-process, a batch that served it, or a time between these.
-
-- `queue`: from the hand-off to the first batch. The hand-off span is the newest span with the request's key that began
-  before that batch. The queue begins at the end of the hand-off span. If that span failed or was still open, the queue
-  begins at its start. Without a hand-off span, the queue begins when a span of the request's own work last began or
-  ended.
+Every instant belongs to the open part that began last. A part is a phase of the request's own work, a batch that served
+the request, or a time in between:
+- `queue`: from the hand-off span to the first batch. The hand-off span is the newest earlier span with the request's
+  key, such as a call of `submit`. Without it, the queue begins when the request's own work last began or ended.
 - `stall`: from one batch of the request to the next batch.
 - `transport`: the way between the request's own threads and the threads that run batches.
-- `lock`: calls that wait for a lock or a place in a pool. The calls' names, or `phase: lock` in a rule, identify them.
+- `lock`: calls that wait for a lock or a place in a pool.
 - `sub-requests`: requests that began within the request but count on their own.
 - `unknown`: none of the above.
 
-A request's time in a batch is first its own share, and then waiting for other members. A batch's time is divided by
-weight: of `length` ns, the first k members with the weights w get `length * sum(w[:k]) // sum(w)` together.
+A batch's time is divided by weight: the first k members with the weights w get `length * sum(w[:k]) // sum(w)` of its
+`length` ns together. For a request, its share comes first, and then waiting for other members.
 """
 
 from __future__ import annotations
@@ -80,8 +77,8 @@ def waits_for_lock(site: Site) -> bool:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The parts of requests, which add up to their time. Each row is one part of one request. The rows are ordered by
-    request.
+    """The parts of requests, such as their queues, which add up to the requests' times. Each row is one part of one
+    request. The rows are ordered by request.
 
     `part` is an index into `names`. `given_ns` has, for each pair in `Served`, the request's share of the batch's own
     time.
@@ -99,8 +96,8 @@ class Ledger:
         return {self.names[part]: time_ns for part, time_ns in rows}
 
     def times_by_part(self, columns: Mapping[str, str], count: int) -> dict[str, Int64s]:
-        """Return the times of requests in some parts, as columns. `columns` maps each part to the name of its column.
-        `count` is the number of requests."""
+        """Return a column with the times of all `count` requests for each part in `columns`. `columns` maps parts to
+        column names."""
         times = {column: np.zeros(count, dtype=np.int64) for column in columns.values()}
         for number, name in enumerate(self.names):
             if name in columns:
@@ -269,7 +266,7 @@ def compute_ledger(trace: Columns, joined: Joined, all_turns: Turns | None = Non
 
 
 class Moment(NamedTuple):
-    """A turn of one request, with the fields of `Turns`."""
+    """A turn of one request: an interval in one part, with the fields of `Turns`."""
 
     part: str
     start_ns: int
@@ -279,7 +276,7 @@ class Moment(NamedTuple):
 
 
 def list_moments(trace: Columns, joined: Joined, place: int) -> list[Moment]:
-    """Return all turns of one request in order. Gaps become turns of unknown time. All turns in batches have the part
+    """Return all turns of one request in order. Gaps get the part `UNKNOWN`, and all turns in batches the part
     `SHARE`."""
     served = joined.served
     own_served = replace(served, request=np.where(served.request == place, place, NONE))
@@ -382,12 +379,10 @@ def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
 def _find_queue_begins(
     trace: Columns, hand_offs: Intervals, groups: Int64s, of: Int64s, begins: Int64s, upto: Int64s, otherwise: Int64s
 ) -> Int64s:
-    """Return the begin of the queue of each group in `of`.
+    """Return the begin of the queue of each group in `of`: the end of the newest hand-off span that began by `upto`.
 
-    A queue begins when its newest hand-off span ends. If that span failed or ended after `upto`, the queue begins with
-    the span.
-
-    No queue begins before its request (`begins`). A queue without a hand-off span begins at `otherwise`.
+    If that span failed or was still open, its start counts. If there is none, `otherwise` counts. `begins` has the
+    starts of the requests, before which no queue begins.
     """
     if not len(groups):
         return otherwise
@@ -497,7 +492,7 @@ class DeviceLedger:
     share of batches.
 
     `batch_ns` has the device time of each row that is a batch. `given_ns` has, for each pair in `Served`, the request's
-    share of it.
+    share of the batch's device time.
     """
 
     own_ns: Int64s

@@ -448,8 +448,8 @@ def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
 
 
 def _select_facts_of_process(facts: Trace, number: int) -> Trace:
-    """Return the facts of one process, with the gauges of its devices. If processes share a device, only the first one
-    gets its gauges."""
+    """Return the metadata of one process, with its devices' gauges. If processes share a device, only the first one
+    gets the gauges."""
     process = facts.processes[number]
     before = {device for other_process in facts.processes[:number] for device in other_process.devices}
     devices, moved_ns = process.devices, process.moved_ns

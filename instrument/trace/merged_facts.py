@@ -1,4 +1,4 @@
-"""Merges the facts of several saved recordings, such as tallies, losses, notes, costs and gauges.
+"""Merges the metadata of several saved recordings, such as tallies, losses, notes, costs and gauges.
 
 The threads, streams and devices of merged processes get distinct numbers, and equal sites become one.
 """
@@ -39,7 +39,7 @@ from instrument.trace.trace import MergedProcess, Trace
 
 
 class DistinctNumbers:
-    """Gives each number of a process a number that no other process has. Unique numbers stay the same."""
+    """Renumbers threads, streams or devices, so that no two processes share a number. Unique numbers stay the same."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[Hashable, int], int] = {}
@@ -196,7 +196,8 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
 
 
 def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
-    """Return the facts of all files, without spans. Gauges of single processes are omitted if there are several."""
+    """Return the merged metadata of all files, without spans. With several processes, gauges of single processes are
+    left out."""
     processes = group_by_process(parts)
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
     watched = list(filter(None, map(_find_file_with_torch_data, processes)))

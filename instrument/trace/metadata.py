@@ -80,7 +80,8 @@ def _encode_dataclass(thing: Any) -> dict[str, Any]:
 
 
 def read_dataclass(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
-    """Return a flat dataclass made from the facts. Unknown facts are ignored. Raises `ValueError` for a wrong type."""
+    """Return a flat dataclass made from JSON fields. Unknown fields are ignored. Raises `ValueError` for a wrong
+    type."""
     items = [item for item in storable_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: check_type(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
@@ -354,7 +355,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
 
 
 def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
-    """Read the notes of one process on rules without effect. Raises an error for damaged facts."""
+    """Read the notes of one process on rules without effect. Damaged facts raise an error."""
     waiting = tuple((check_type(mark, str), check_type(note, str)) for mark, note in facts.get("waiting", ()))
     at_work, uncalled = (
         tuple(check_type(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled")
@@ -386,7 +387,6 @@ def _read_pairs(rows: Any) -> list[tuple[int, int]]:
 
 
 def read_site(facts: dict[str, Any]) -> Site:
-    """Return a site from its JSON. Raises `ValueError` for an invalid one."""
     pairs = tuple((check_type(key, str), convert_lists(value)) for key, value in facts.get("attributes", ()))
     site: Site = read_dataclass(Site, facts, attributes=pairs)
     if site.kind not in KINDS:

@@ -39,8 +39,8 @@ NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
 
 class RowDetail(NamedTuple):
-    """The rare details of a row. `active_ns` is -1 if the row was active all the time. `remote` is the caller's
-    span."""
+    """The values of a span that few spans have. `active_ns` is -1 if the span was active all the time. `remote` is the
+    remote parent."""
 
     active_ns: int = -1
     error: str | None = None
@@ -130,8 +130,8 @@ _SHARED = ("span_id", "parent_id", "root_id", "start_ns", "children_ns", "node")
 def columns_of_rows(
     rows: Records, thread_id: Int64s, opened: Sequence[OpenSpan], end_ns: int
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Return rows and open spans as columns. Open spans come last and end at `end_ns`. `RowDetails` replaces an active
-    time of -1."""
+    """Return rows and open spans as columns. Open spans come last and end at `end_ns`. An active time of -1 means the
+    whole span."""
     names = (*_SHARED, "task_id", "thread_id", "active_ns")
     of_open = {name: np.array([getattr(span, name) for span in opened], np.int64) for name in names}
     columns = {name: np.concatenate([rows[name].astype(np.int64), of_open[name]]) for name in _SHARED}
@@ -144,8 +144,8 @@ def columns_of_rows(
 
 
 class RowDetails:
-    """Collects the details of rows. `columns` has the rows as `columns_of_rows` returns them. `store` is called with
-    the attributes of each row."""
+    """Collects the values that few rows have, such as errors. `columns` is a result of `columns_of_rows`. `store` is
+    called with the attributes of each row."""
 
     def __init__(
         self, columns: Mapping[str, Int64s], store: Callable[[int, Mapping[str, AttributeValue]], object]

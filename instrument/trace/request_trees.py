@@ -1,15 +1,11 @@
-"""Gives each request one tree over all threads, tasks and processes, with its facts, for viewers and collectors.
+"""Gives each request one tree over all threads, tasks and processes, for viewers and collectors.
 
-A span with a request's key but outside of the request's tree becomes a child of the hand-off span. The hand-off span is
-the newest span with the key that is open at that time. Without a hand-off span, the request is the parent. A batch
-keeps its tree, because a batch may serve several requests. All processes make the same trace id, so that their spans
-meet at the collector.
+A span with a request's key in another tree becomes a child of the hand-off span: the newest span with the key that is
+open at that time or, without it, the request. A batch keeps its tree, because a batch may serve several requests. All
+processes make the same trace id, so that their spans meet at the collector.
 
-Facts are the values that rules read from calls. They are attributes of the call's span, and its attribute `FACTS` lists
-their names. Facts move to the request that the call serves.
-
-A tree can have rows of several processes. For output, the rows are grouped by process. An interruption becomes an event
-of each span that it interrupts, not a trace of its own.
+Facts, which are values that rules read from calls, become attributes of the request that the call serves. An
+interruption, such as a garbage collection, becomes an event of each span that it interrupts.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ if TYPE_CHECKING:  # an exporter reads no files
 
 
 LOOK_BACK = 64
-"""The number of newest spans with a request's key among which its hand-off span is searched."""
+"""The number of newest spans with a request's key in which the span that handed the request off is searched."""
 
 
 def join_request_trees(saved: Saved) -> Saved:
@@ -68,8 +64,8 @@ def move_facts_to_requests(facts: Trace) -> Trace:
 
 
 def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """Return the trace with one tree for each request, and with the facts moved to requests. Without a `run`, no trace
-    ids are made from keys."""
+    """Return the trace with one tree per request. Facts, which rules read from calls, move to the requests. Without a
+    `run`, keys give no trace ids."""
     trace = move_facts(trace, joined)
     moves = _rows_to_move(trace, joined)
     parent = trace.parent.copy()
@@ -162,9 +158,9 @@ def _find_new_parents(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
 def derive_traces_from_keys(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return trace ids that are made from request keys, by row. Only the first request with a key gets its trace id.
+    """Return trace ids that are made from request keys, by row. The first request with a key gets the key's trace id.
 
-    A root with a key that no request here has also gets a trace id.
+    A root with a key also gets a trace id, if no request in the trace has the key.
     """
     have_traces = {int(root_id[row]) for row in remotes}
     remote_by_row: dict[int, RemoteParent] = {}
@@ -188,7 +184,8 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 
 
 def move_facts(trace: Columns, joined: Joined) -> Columns:
-    """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved."""
+    """Return the trace with facts, which rules read from calls, moved to the calls' requests. Facts of unknown requests
+    remain."""
     rows = trace.attributes.rows_with_attribute(FACTS)
     if not len(rows):
         return trace
@@ -230,8 +227,8 @@ def move_facts(trace: Columns, joined: Joined) -> Columns:
 
 
 def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Yield each fact as a word of `KEEPS`, a name, a request key, and a value. The key is None for the span's own
-    request."""
+    """Yield each fact as a word of `KEEPS`, a name, a request key, and a value. Without a key, the fact belongs to the
+    span's own request."""
     for text in _list_fact_texts(attributes):
         keep, _, name = text.partition(" ")
         value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
@@ -247,10 +244,10 @@ def _list_fact_texts(attributes: Mapping[str, Any]) -> list[str]:
 
 
 class ProcessRows(NamedTuple):
-    """The facts of a process and its rows, ordered by tree and then by start time.
+    """A process of a merged trace, with its rows ordered by tree and then by start time.
 
     `numbers` has the process's own numbers, or is None if they do not differ. `interruptions` has the spans that
-    interrupt each row. They are not among `rows`.
+    interrupt each row, which are not among `rows`.
     """
 
     facts: Trace
@@ -315,14 +312,15 @@ NEWEST = 1_000
 
 
 class Interruptions:
-    """Keeps the newest interruptions of one process, to attach them to spans that end later."""
+    """Keeps the newest garbage collections and blocked event loops of one process, to attach them to spans that end
+    later."""
 
     def __init__(self) -> None:
         self._newest: list[Span] = []
 
     def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
-        """Return the rows that are not interruptions, and the interruptions of each row. Interruptions from earlier
-        traces are included."""
+        """Return the rows that are not interruptions, and the interruptions of each row, also those from earlier
+        traces."""
         alone = trace.are_of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)

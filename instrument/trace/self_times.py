@@ -1,10 +1,7 @@
-"""Computes self times of spans, and the innermost open span per thread and time.
+"""Computes self times of spans, and finds the innermost open span of a thread at given times.
 
 A self time is the part of a span's time in which no child ran on the same thread and task. The wait of suspended nested
 coroutines counts for the innermost coroutine only.
-
-The innermost span is found per thread, and per task if several tasks alternate on the thread. If intervals overlap,
-each instant is assigned to one of them.
 """
 
 from __future__ import annotations
@@ -68,8 +65,7 @@ def were_suspended(trace: Columns) -> Bools:
 
 
 def compute_turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the turns of intervals, ordered by group and time. A turn has the index of the interval, a begin and an
-    end.
+    """Return intervals without overlaps, ordered by group and time, as indices of the given intervals, begins and ends.
 
     Each instant belongs to the open interval of the group with the highest rank. The ranks must be distinct.
     """

@@ -1,7 +1,7 @@
-"""Prepares settled rows for a collector, with ids, callers and links, and makes spans for the stages of requests.
+"""Prepares the spans of decided requests for a collector: with ids, callers, links, and spans for their stages.
 
-A request comes due when the decision wait has passed since its end. `join`, `grafted` and `find_stages` process the due
-rows like a trace from a file. Each row is settled once.
+A request is due when the decision wait has passed since its end. The due spans are processed like a trace from a file,
+each span once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ is negative, unlike those of recorded spans."""
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that batches served, with its time in the queue and the mean size of its batches. `sampled_ids` are its
+    """A request that batches served, with its time in the queue and the mean size of the batches. `sampled_ids` are the
     exported trace id and span id, or None for a dropped request."""
 
     span: Span
@@ -50,8 +50,8 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class Settled:
-    """The outcome of a round of tail sampling for one process. It has the rows and stages to send, and the requests
-    that batches served.
+    """The result of a round of tail sampling for one process: the rows and stages to send, and the requests that
+    batches served.
 
     The rows of `trace` have the process's own ids. They are ordered by tree, with the root first. `links` has the
     requests that each batch serves.
@@ -64,7 +64,7 @@ class Settled:
 
 
 class SentRows:
-    """Computes the rows to send. `outcome` has the rows and stages of each process, by the index of the process.
+    """Computes the rows and stages to send. `outcome` has them by the index of their process.
 
     `root_id` has the id of each sent row's root. `caller_of` is the index of the row's caller in `callers`, or `NONE`.
     """
@@ -267,15 +267,15 @@ class SentRows:
 
 
 DECISION_WAIT_NS = 2 * 10**9
-"""The time in ns after its end at which a request comes due. By then late rows of all processes have been read."""
+"""The time in ns from a request's end to the decision on it. By then, late rows of all processes have been read."""
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""All settled rows with keys remain for `CONTEXT_NS`, and after that the newest `MOST_CONTEXT` per process. Later rows
-may need them to find their request."""
+"""The maximum number of old settled rows with keys per process. All such rows are kept for `CONTEXT_NS`, because later
+rows may need them to find their request."""
 
 MOST_AT_ONCE = 6_000
-"""The maximum number of rows that one round settles, to bound its memory. The oldest are settled first."""
+"""The maximum number of rows that a round decides on, to bound its memory. The oldest come first."""
 
 
 class Settling:
@@ -295,8 +295,7 @@ class Settling:
     def settle(
         self, now_ns: int, *, at_once: bool = False, is_last: bool = False, asks_queues: bool = False
     ) -> dict[int, Settled]:
-        """Decide about the rows that are due at `now_ns`. Return the outcome of each process with rows, by the index of
-        the process.
+        """Decide about the rows that are due at `now_ns`. Return the results by the index of the process.
 
         With `at_once`, all rows that have ended are due. With `is_last`, all rows are due.
         """
@@ -325,7 +324,7 @@ class Settling:
 
 
 def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
-    """Drop settled rows. Rows remain if a later row may need them to find its request."""
+    """Drop rows after a decision, unless a later row may need them to find its request."""
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
     out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root
     for row in np.flatnonzero(is_root & (out | dropped)).tolist():

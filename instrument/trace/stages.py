@@ -1,14 +1,11 @@
 """Finds the stages of requests that batches serve: queue, prefill, decode and stalls.
 
-Prefill and decode are stages of generations. A request is a generation if its route, rule or attributes have `gen_ai`.
-A request with a streamed answer and several batches of one name is also a generation. Other requests have the stages
-`first batch` and `later batches`.
-
-An engine may record several batches per step: for scheduling, execution and output, and in each worker. The longest
-batch with weights represents the step.
+Prefill and decode are stages of generations, whose route, rule or attributes have `gen_ai`. A request with a streamed
+answer and several batches of one name is also a generation. Other requests have `first batch` and `later batches`.
 
 The prefill steps make the first token, and all later steps are the decode. A stall is a time between two batches that
-is at least as long as the request's median step.
+is at least as long as the request's median step. If an engine records several batches per step, the longest batch with
+weights represents the step.
 """
 
 from __future__ import annotations
@@ -97,7 +94,7 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
     """Return the stages of each complete request that a batch serves. A request that ended in the queue has only a
     queue.
 
-    `kinds` are the kinds of steps that were learned earlier. They also learn from these requests.
+    `kinds` are the kinds of steps learned from earlier requests. The call updates them.
     """
     batches, between = find_batches_and_gaps(trace, joined)
     is_queue = between.row == 0
@@ -246,8 +243,8 @@ def make_stage_spans(
 
 
 class BatchSeries(NamedTuple):
-    """The batches of each request, name and thread. `number` is the series of each batch. `order` has the batches by
-    series. `spent_ns` is the total time of a series."""
+    """Series of batches that serve one request, with one name, on one thread. `number` is the series of each batch.
+    `order` has the batches by series. `spent_ns` is the total time of a series."""
 
     number: Int64s
     order: Int64s
@@ -353,10 +350,10 @@ class StepKinds:
 
 
 APART = 8
-"""The minimum ratio of the weight of a batch with a prompt to the weight of the lightest batch."""
+"""The minimum weight of a batch with a prompt, as a multiple of the lightest batch's weight."""
 
 LEAST_CHUNKS = 2
-"""Batches of equal weight with a lighter last one are the chunks of one prompt if there are more than this many."""
+"""More batches than this, of equal weight except for a lighter last batch, are the chunks of a prompt."""
 
 CLEARLY = 2
 """The ratio of two batches' weights above which one batch is clearly heavier than the other."""
@@ -384,10 +381,10 @@ class Steps:
 
 
 def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
-    """Return the steps that served each request. `kinds` has the kind and the representing name of each batch name.
+    """Return the engine steps that served each request. `kinds` maps a batch name to its kind, and to the name of the
+    batches that represent steps.
 
-    A step of a request and kind has a batch of the request's leading name. Threads that run equally many such
-    batches at once are workers of the same steps. Other threads take turns.
+    Threads that run equally many representing batches at once are workers of the same steps. Other threads take turns.
     """
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
     kind_of_name = np.array([numbers[kinds[name][0]] if name in kinds else 0 for name in parts.names], dtype=np.int64)
@@ -426,11 +423,10 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
 
 
 def count_prefills(parts: Parts, steps: Steps, sent_ns: Int64s, least: Mapping[str, int]) -> Int64s:
-    """Return, for each request, the number of steps that make its first token.
+    """Return, per request, the number of steps that make its first token.
 
-    `least` is the least weight of any request, by batch name. If all steps of a request are clearly heavier, they all
-    make its only token. `sent_ns` has the times at which requests sent the first part of their answer, `FARTHEST`
-    without a stream.
+    `least` is the least weight of each batch name. If all steps of a request are clearly heavier, they all make its
+    only token. `sent_ns` has the times at which requests sent the first part of a streamed answer, else `FARTHEST`.
     """
     counts = np.ones(len(steps.first), dtype=np.int64)
     weights, names, ordinal = parts.weight[steps.lead], parts.name[steps.lead], steps.number_in_request

@@ -1,4 +1,4 @@
-"""Converts values and the attributes of spans to strict JSON for files, and checks values that were read from files."""
+"""Converts values and span attributes to strict JSON for files, and checks values that were read from files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,6 @@ def _type_name(value: object) -> str:
 
 
 def is_json_number(value: float | None) -> bool:
-    """Return True if JSON and int64 can represent the value."""
     return value is not None and math.isfinite(value) and (not isinstance(value, int) or -INT64 <= value < INT64)
 
 
@@ -123,7 +122,6 @@ def check_ints(values: Sequence[Any]) -> Sequence[int]:
 
 
 def check_index(value: object) -> int:
-    """Return the value as an index of a list. Raises `ValueError` for a negative one."""
     place: int = check_type(value, int)
     if place < 0:
         raise ValueError(f"it has {place} for a place in a list; it is damaged")
@@ -131,8 +129,8 @@ def check_index(value: object) -> int:
 
 
 def encode_rows(attributes: Attributes, rows: Sequence[int], *, finite: bool = True) -> Iterator[str]:
-    """Yield the JSON of each row's attributes. With `finite`, infinities and NaN become texts, because viewers cannot
-    read them."""
+    """Yield the JSON of each row's attributes. With `finite`, infinities and NaN become texts, which viewers can
+    read."""
     for first in range(0, len(rows), ROWS_AT_ONCE):
         numbers, sets = attributes.distinct_sets(np.array(rows[first : first + ROWS_AT_ONCE], dtype=np.int64))
         texts = [encode_numbers(make_json_value(dict(distinct_set), finite=finite)) for distinct_set in sets]

@@ -1,4 +1,4 @@
-"""Defines a trace: spans as columns, and the facts about their process. A span object is a view of a row."""
+"""Defines a trace: its spans as columns, with facts about their process. Span objects are made from rows on access."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Keeps the unsettled rows of one recording as columns, and the tail sampler that decides about its requests.
+"""Keeps the spans of one recording that still wait for a decision of tail sampling, as columns.
 
-Unsettled rows have been read, and wait for a decision. The rows are removed when their requests are settled. Rows with
-keys remain longer, because late rows may need them.
+The rows of a request are removed once the request is decided. Rows with keys remain longer, because late rows may need
+them.
 
-The tail sampler decides after the end of a request. A request is kept if it is sampled, slow or failed, or has the
-attributes in the profile's `capture.where`.
+The tail sampler decides after the end of a request. It keeps requests that are sampled, slow or failed, or that have
+the attributes in the profile's `capture.where`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
 
 EARLY_BYTES = 2
-"""The maximum size of span details that wait for their rows, as a multiple of the recording's detail area."""
+"""The maximum size of details that were read before their rows, as a multiple of the recording's detail area."""
 
 BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"
@@ -59,14 +59,13 @@ class ProcessIds(Protocol):
 
     run: str
 
-    def span_id(self, number: int, /) -> int:
-        """Return the 64-bit id of a span, given by its number."""
+    def span_id(self, number: int, /) -> int: ...
 
     def trace_id(self, number: int, /) -> int:
-        """Return the 128-bit id of a tree, given by the number of its root."""
+        """Return the 128-bit trace id of a tree, given by the number of its root."""
 
     def make_ids(self, numbers: NDArray[np.uint64], part: int, /) -> NDArray[np.uint64]:
-        """Return ids for numbers. With `part` 2 these are the lower 64 bits of the ids of trees."""
+        """Return 64-bit ids for numbers. With `part` 2, these are the lower halves of trace ids."""
 
 
 Key = TypeVar("Key")
@@ -112,7 +111,7 @@ class _PackedRows(NamedTuple):
 
 
 class UnsettledRows:
-    """Stores the rows of one recording about which tail sampling has not decided. Only one thread may use it.
+    """The rows of one recording about which tail sampling has not decided. Only one thread may use them.
 
     `site_of` returns the site of a call path, given by its number.
     """
@@ -189,7 +188,8 @@ class UnsettledRows:
     ) -> None:
         """Add rows that were read. `opened` are the spans that were open before the read.
 
-        Details are written before their rows. Up to twice `room_bytes` of them are kept until their rows come.
+        Details, such as attributes, are written before their rows. They wait for their rows in up to twice
+        `room_bytes`.
         """
         self.opened = opened
         self._add_details(details, room_bytes)
@@ -253,8 +253,8 @@ class UnsettledRows:
             self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
 
     def _pack_rows(self, rows: NDArray[np.void], thread_id: int) -> NDArray[np.void]:
-        """Pack the rows that are not needed until they are settled, and return the others. Roots of requests and rows
-        with details are not packed."""
+        """Compress the rows that are not needed before a decision. Return the others: roots of requests, and rows with
+        details."""
         is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
         is_plain = ~(is_root | have_details(rows))
         if np.count_nonzero(is_plain) < LEAST_PACKED:
@@ -282,8 +282,8 @@ class UnsettledRows:
         undecided: NDArray[np.uint64],
         settled_ns: int,
     ) -> None:
-        """Add rows from an earlier reader, which had settled the requests that ended by `settled_ns`. `undecided` has
-        the roots of the other requests."""
+        """Add rows from an earlier reader, which had decided about all requests that ended by `settled_ns`, except
+        those with roots in `undecided`."""
         self.opened, self.adopted_until_ns = opened, settled_ns
         self._note_begin_of_service(rings, details)
         self.has_keys = self.has_keys or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())

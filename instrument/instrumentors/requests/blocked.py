@@ -1,10 +1,8 @@
-"""Record blocks of event loops: callbacks that ran longer than `limits.blocked` while a request was open.
+"""Record callbacks that block an event loop longer than `limits.blocked` while a request is open.
 
-asyncio runs each callback and each step of a task by `Handle._run`. This method is replaced by one that reads the clock
-before and after. uvloop runs callbacks in C, so its methods that schedule callbacks are replaced. Protocol methods such
-as `data_received`, which uvloop calls directly, are not timed.
-
-Long garbage collections are recorded, too, because they stop all threads of the process.
+asyncio's `Handle._run` is replaced by a method that also times the callback. uvloop runs callbacks in C, so its methods
+that schedule callbacks are replaced. Protocol methods such as `data_received`, which uvloop calls directly, are not
+timed. Long garbage collections are recorded, too, because they stop all threads of the process.
 """
 
 from __future__ import annotations
@@ -32,13 +30,12 @@ ASYNCIO = "asyncio.events"
 """The module that defines asyncio's `Handle`, which runs the callbacks of a loop."""
 
 UVLOOP = "uvloop"
-"""The module that defines uvloop's `Loop`."""
 
 NEWEST = 256
-"""The number of a thread's newest rows among which the blocking span is searched."""
+"""The number of newest rows of a thread that are searched for the blocking span."""
 
 OPEN_LIMIT = 1_000
-"""The maximum number of open requests at which all open spans are searched for the blocking span.
+"""The maximum number of open requests for a search of all open spans for the blocking span.
 
 With more requests, only the innermost open span is considered.
 """
@@ -136,7 +133,7 @@ class _NamedCallback(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callbacks whose wrapper must have their name, because the loop logs the name with exceptions."""
+"""The types of callbacks whose wrapper needs their name. The loop logs this name with exceptions."""
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
 """The number of times that each site has blocked an event loop, and its longest block in ns."""
@@ -169,7 +166,7 @@ def _note_slow_callback(
 def _find_blocking_site(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """Return the site of the innermost span that took more than half of the callback's time, or None."""
+    """Return the site of the innermost span that took more than half of a slow callback's time, or None."""
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
@@ -217,7 +214,7 @@ COLLECTOR = "gc"
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record garbage collections that take longer than `limit_ns`. None is recorded before the first span."""
+    """Record garbage collections that take longer than `limit_ns`, from the first span on."""
     callbacks: Any = module.callbacks
     now = recorder.now_ns
     begun_ns = 0
@@ -246,7 +243,6 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
 # The places of slow callbacks.
 
 STACK = "code.stacktrace"
-"""OpenTelemetry's name for the attribute with a stack."""
 
 LONGEST_LOOK_S = 0.05
 """The maximum interval in seconds between two samples of a loop's stack."""
@@ -259,10 +255,10 @@ FRAMES = 32
 
 
 class LoopPlaces:
-    """Samples the code that blocks event loops.
+    """Samples the stacks of slow callbacks in event loops.
 
-    The sampling thread runs from a first slow callback until there was none for `REST_NS`. Meanwhile the loop stores
-    the start time of each thread's open callback in `begun`, or 0.
+    A slow callback starts the sampling thread, which ends after `REST_NS` without a slow callback. While it runs,
+    `begun` has the start time of each thread's current callback, or 0.
     """
 
     def __init__(self, recorder: Recorder, limit_ns: int) -> None:
@@ -275,8 +271,8 @@ class LoopPlaces:
         self.is_on = False
 
     def take_stack(self, begun_ns: int) -> tuple[str, ...]:
-        """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling
-        thread."""
+        """Return the most frequent stack in the samples of the callback that began at `begun_ns`, innermost frame
+        first. Start the sampling thread if it has ended."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self.begun.clear()
@@ -304,7 +300,7 @@ class LoopPlaces:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Return a stack as texts with file, line and function, from the service's innermost frame on."""
+    """Return a stack as texts with file, line and function, from the innermost frame of the service's code outwards."""
     places: list[tuple[CodeType, int]] = []
     while frame is not None and len(places) < FRAMES:
         if str(frame.f_globals.get("__name__", "")).startswith("instrument."):

@@ -1,8 +1,7 @@
 """Record a request and its answer (an exchange) as one span, from the server's call of the app to the last byte.
 
 A server's adapter begins and ends the exchange. A framework's router reports the route. The span is named by method and
-route, such as `GET /items/{id}`. Without a route, it is named by the method. A call of gRPC is named
-`package.Service/Method`.
+route, such as `GET /items/{id}`, or by `package.Service/Method` for gRPC.
 
 Headers and the query are recorded only if the rule names them. Bodies are never recorded, only their length.
 """
@@ -52,10 +51,9 @@ else:
     server_timing = LazyModule("instrument.instrumentors.requests.server_timing")
 
 HEADER = "http.request.header."
-"""The prefix of the attributes with headers of a request."""
+"""The prefix of attributes for request headers."""
 
 SERVER_TIMING = "Server-Timing"
-"""The header of an answer with the parts of the request's time."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
 CLIENT_GONE = "client gone"
@@ -67,8 +65,8 @@ OUTCOMES: Mapping[str, str] = {
 
 
 def outcome_of_exception(error: BaseException | str | None) -> str | None:
-    """Return the outcome of a request that an exception ended. An exception group has an outcome only if all members
-    share it."""
+    """Return the outcome of a request that an exception ended, such as `timed out`, or None for a plain failure. An
+    exception group has an outcome only if all members share it."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_of_exception(member) for member in members}
@@ -86,7 +84,7 @@ ADDRESSES_KNOWN = 8
 """The maximum number of addresses with sites of their own. This limits memory, as callers can invent addresses."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
-"""The exchange of the request on which the current context works."""
+"""The exchange (a request and its answer) that the current context serves."""
 
 Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
 """A request's method, and the scheme, address and port to which it was sent.
@@ -106,12 +104,11 @@ EXCHANGE = "_instrument_exchange"
 """The attribute of a connection or handler object that refers to its exchange."""
 
 Attach = Callable[[Any, "Exchanges"], list[Undo]]
-"""A function that replaces functions of a server's module to record its requests. It returns the functions that undo
-this."""
+"""A function that patches a server's module to record its requests. It returns the functions that undo this."""
 
 
 class Exchanges:
-    """The settings and sites of a rule for requests. `is_on` is False after the rule's removal."""
+    """The settings of a rule for requests, and its sites. `is_on` is False after the rule's removal."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
         self.recorder = recorder
@@ -144,19 +141,19 @@ class Exchanges:
         new settings."""
 
     def get_arrivals(self, protocol: str, *reads: Any) -> Arrivals:
-        """Return the `Arrivals` of a protocol, which all apps share. The functions `reads` read a request."""
+        """Return the `Arrivals` that all apps of a protocol share. The functions `reads` read a request."""
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
     def knows_address(self, address: Address) -> bool:
-        """Return True if the endpoints at an address have sites of their own."""
+        """Return True if the endpoints at a server address have sites of their own. Only the first addresses do."""
         if len(self._addresses) <= ADDRESSES_KNOWN:
             self._addresses.add(address)
         return address in self._addresses
 
     def site_of_endpoint(self, address: Address, protocol: str, method: str, route: str = "") -> Site:
-        """Return the site of an endpoint, the same one for all threads. Beyond `ENDPOINT_LIMIT`, return the method's
-        site without a route."""
+        """Return the site of an endpoint, which all threads share. Beyond `ENDPOINT_LIMIT` sites, the routes of a
+        method share a site."""
         return self.sites.get((address, protocol, method, route)) or self._make_site(address, protocol, method, route)
 
     def _make_site(self, address: Address, protocol: str, method: str, route: str) -> Site:
@@ -255,7 +252,7 @@ async def _yield_items(items: AsyncIterator[Any]) -> None:
 
 
 class SteppedItems:
-    """A proxy of an asynchronous generator. The exchange's span counts as waiting while the generator is suspended."""
+    """A proxy of an asynchronous generator. While the generator is suspended, the request's span counts as waiting."""
 
     __slots__ = ("_exchange", "_items", "_steps")
 
@@ -331,7 +328,7 @@ class Exchange:
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
     async def serve(self, awaitable: Any, end: Callable[[BaseException | None], object]) -> Any:
-        """Await the app's work, with its waits. Then call `end` with its exception, None without one."""
+        """Await the app's work, and record the waits in it. Then call `end` with the exception or None."""
         try:
             answer = await self.track_waits(awaitable)
         except BaseException as error:
@@ -459,16 +456,16 @@ def exchange_of(holder: Any) -> Exchange | None:
 
 
 def note_part(connection: Any, part: Any, *_: Any, **__: Any) -> None:
-    """Count a part that a task or thread of the service sends over a connection."""
+    """Count a part of an answer that a task or thread of the service sends over a connection."""
     if hasattr(part, "__len__") and (exchange := exchange_of(connection)) is not None:
         exchange.add_part(part)
 
 
 class Arrivals:
-    """A factory for the exchanges of one protocol. Its functions read a server's request object.
+    """A factory for the exchanges of one protocol.
 
-    `read_path` reads the path, and `read_plain` the `Arrival`, caller and length. `read_all` is used if `read_plain` is
-    None or reads too little for the rule.
+    Three functions read a server's request. `read_path` reads the path, `read_plain` the method, address, caller and
+    body length. `read_all` replaces `read_plain` if that is None or the rule needs more.
     """
 
     __slots__ = ("_is_plain", "_key", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
@@ -550,7 +547,7 @@ def make_request_readers(
     query: Callable[[Any], str | None],
     client: Callable[[Any], str | None],
 ) -> tuple[Any, Any, Any]:
-    """Make the functions that `Arrivals` needs, for requests with a case-insensitive mapping of headers."""
+    """Return the three functions that `Arrivals` needs. `headers` returns a case-insensitive mapping."""
 
     def read_arrival(request: Any) -> Arrival:
         method, scheme, address = arrival(request)
@@ -594,15 +591,15 @@ CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """The protocols that call a method by name. Their requests have no route."""
 
 Address = tuple[tuple[str, AttributeValue], ...]
-"""The attributes of an address, () for calls by name, and for addresses beyond `ADDRESSES_KNOWN`."""
+"""The attributes of an address. It is empty for calls by name, and for addresses beyond `ADDRESSES_KNOWN`."""
 
 Key = tuple[object, str, str, str]
-"""An endpoint's address, protocol, method and route. The protocol is ASGI's `http` or `websocket`, `wsgi`, or in
-`CALLED`. A job has its system, its task and its queue instead."""
+"""An endpoint's address, protocol, method and route, or a job's system, task and queue. The protocol is `http`,
+`websocket`, `wsgi` or in `CALLED`."""
 
 
 class Method:
-    """The sites of one method at one address. `facts` has the address if the address has no endpoints of its own."""
+    """The sites of one request method at one server address. `facts` has the address if the sites do not have it."""
 
     __slots__ = ("_key", "_site_of", "close_request", "facts", "open_request", "recorder", "site")
 

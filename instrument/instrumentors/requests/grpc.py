@@ -1,7 +1,7 @@
 """Record the calls that servers of gRPC and grpclib handle, each as one span.
 
-With gRPC the span lasts from the handler's call to the last message, with grpclib from the call's arrival to its
-trailers. A status that is the server's fault makes the span an error.
+With gRPC, the span lasts from the handler's call to the last message. With grpclib, it lasts from the arrival of the
+call to the trailers. A status that is the server's fault makes the span an error.
 
 Names and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45).
 """
@@ -43,11 +43,11 @@ NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 
 _attached: list[Arrivals] = []
-"""The `Arrivals` of each attached rule. All interceptors use the last one."""
+"""The `Arrivals` of all attached rules. Interceptors use the last item."""
 
 
 _ArrivedCall = tuple[Any, Any, "str | None"]
-"""The details of a call, its context, and a name in place of the method's, for methods that the server lacks."""
+"""The details and context of a call, and a name in place of the method's if the server lacks the method."""
 
 
 class _Service:
@@ -97,7 +97,7 @@ class _Service:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of a method, which wraps the handler, the deserializer and the serializer of the method."""
+    """One call to a gRPC method. It wraps the method's handler, deserializer and serializer."""
 
     _service: _Service
     _arrivals: Arrivals
@@ -211,7 +211,7 @@ class _Call:
             FAULTS.note("server timing", fault)
 
     def _end_after_return(self, context: Any) -> None:
-        """End the span after the handler's return. The span of a unary call ends later, after serialization."""
+        """End the span after the handler's return. A successful unary call ends later, after serialization."""
         self._add_timings(context)
         try:
             is_last = self._is_streamed or type(context) is _NotedContext or self._service.status_of(context) != "OK"
@@ -292,7 +292,7 @@ class _AnswerStream:
 
 
 class _NotedContext:
-    """A proxy of the context that grpc.aio passes to a plain function. That context hides the status."""
+    """A proxy of the context that grpc.aio passes to a plain function. The original hides its status code."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

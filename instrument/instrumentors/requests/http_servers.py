@@ -1,10 +1,7 @@
 """Record the requests of servers that call handlers without ASGI or WSGI: http.server, aiohttp, Tornado and Sanic.
 
-A request is one span, from the call of the handler or app to the last byte of the answer. Each message that the service
-sends over a websocket is an item of the request.
-
-Requests of http.server are named by their methods, because its handlers have no routes. Tornado's route is the path
-pattern of the handler.
+A request is one span, from the call of the handler or app to the last byte of the answer. Requests of http.server are
+named by their methods, because its handlers have no routes.
 """
 
 from __future__ import annotations
@@ -246,7 +243,7 @@ _AIOHTTP = make_request_readers(_read_aiohttp_arrival, *map(attrgetter, ("header
 # Tornado
 
 TORNADO_ROUTE = "_instrument_route"
-"""The attribute of Tornado's request object with its route."""
+"""The attribute of Tornado's request object that stores the route."""
 
 
 def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:

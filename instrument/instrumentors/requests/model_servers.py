@@ -1,7 +1,7 @@
 """Record the requests and batches of model servers with worker processes: LitServe, mosec, BentoML and Ray Serve.
 
-- LitServe: requests are those of an ASGI app. In a worker, each call of `decode_request`, `predict` and
-  `encode_response` is a batch of the worker's unanswered requests. Calls in asynchronous loops are not recorded.
+- LitServe: requests are those of an ASGI app. Each call of `decode_request`, `predict` or `encode_response` in a worker
+  is a batch of the requests without an answer. Calls in asynchronous loops are not recorded.
 - mosec: a batch is a span from its arrival at a worker to its answers. A request is a span from its arrival at the
   first stage to the answer of the last stage.
 - BentoML: an adaptive batch is a span, and each of its requests gets a key.
@@ -111,7 +111,7 @@ BATCH_SIZE = "requests"
 """The attribute with the number of requests in a batch."""
 
 INGRESS, EGRESS, OK = 1, 2, 200
-"""The bits that mosec sets in a request's state at the first and at the last stage, and the HTTP status of success."""
+"""The bits of mosec's request state for the first and the last stage, and the HTTP status of success."""
 
 MOSEC_STATUSES = {"OK": 200, "BAD_REQUEST": 400, "VALIDATION_ERROR": 422, "INTERNAL_ERROR": 500, "TIMEOUT_ERROR": 408}
 """The HTTP status of an answer, by a mosec worker's flag."""
@@ -125,7 +125,7 @@ _MOSEC_REQUEST = Site("mosec", "request")
 
 
 class _MosecBegins:
-    """The start times of a mosec server's requests, by number, in memory that the processes of a run share."""
+    """The start times of a mosec server's requests, by request number. All processes of a run share the memory."""
 
     def __init__(self, folder: str) -> None:
         self._memory: Any = bytearray(MOSEC_SLOTS * _MOSEC_BEGIN.size)
@@ -333,7 +333,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Separate the loop of `@serve.batch` from the request in whose context it starts."""
+    """Clear the current request in the loop of `@serve.batch`, which inherits the context of a request."""
     queue = module._BatchQueue
     loop = queue._process_batches
 

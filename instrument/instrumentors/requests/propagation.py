@@ -1,9 +1,8 @@
 """Continue traces between services: read the caller's span from headers, and pass the current span on.
 
-The caller's span is read by W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
-
-During a request, OpenTelemetry's `trace.get_current_span()` returns the current span of `instrument`, unless
-OpenTelemetry has an open span. So clients that OpenTelemetry instruments continue the trace.
+Headers are read by W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names. During a request,
+OpenTelemetry's `trace.get_current_span()` returns our current span, so clients that OpenTelemetry instruments continue
+the trace. An open span of OpenTelemetry itself takes precedence.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 
 
 def pair_with_tracestate(parent: Header | None, state: Header) -> Caller | None:
-    """Return a `traceparent` with its `tracestate`. A `tracestate` beyond `STATE_LIMIT` is cut to one more than the
-    limit."""
+    """Return a `traceparent` with its `tracestate`. Cut a long `tracestate` to one character above `STATE_LIMIT`, so
+    that the parser still recognises it as too long."""
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 
@@ -141,7 +140,7 @@ def attach_opentelemetry(
 TRACE_ID, SPAN_ID = "trace_id", "span_id"
 
 _CLASSES = {"logging": ("Logger", "makeRecord"), "structlog._base": ("BoundLoggerBase", "_process_event")}
-"""The class and the method that make log records or events, by module."""
+"""The class and the method that make log records or events in each module."""
 
 
 class LogRecords(Switch):

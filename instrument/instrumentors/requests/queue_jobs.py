@@ -1,7 +1,7 @@
 """Record the jobs of Celery, RQ, Dramatiq, arq, TaskIQ and FastStream, and the events of Gradio, as requests.
 
-A request is named by the job's task. If the message has a `traceparent`, the caller's trace continues. If it has the
-time at which it was queued, the time in the queue is recorded.
+A request has the name of the job's task. A `traceparent` in the message continues the caller's trace. The time in the
+queue is recorded if the message has the time at which it was queued.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ NO_FAILURES = frozenset({"Retry", "RetryJob", "HandlerException", "NoResultError
 """The exceptions of arq, FastStream and TaskIQ that end a job but are no errors."""
 
 Job = tuple[object, object, object, object, "float | None"]
-"""A job's task, id, the carrier of its caller's trace, queue, and the time in s when it was queued (None if
-unknown)."""
+"""A job's task, id, carrier of the caller's trace, queue, and queuing time in s since 1970 (None if unknown)."""
 
 
 class _Jobs:
@@ -194,8 +193,8 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
-    """Return the queue of a broker's message, and the time at which it was queued, or None. In a batch, the first
-    message counts."""
+    """Return the queue of a broker's message, and the time of its queuing or None. A batch counts as its first
+    message."""
     while isinstance(message, (list, tuple)) and message:
         message = message[0]
     if isinstance(message, Mapping):  # of Redis: the id of a stream's message begins with ms

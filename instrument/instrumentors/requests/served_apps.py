@@ -1,10 +1,7 @@
-"""Record the requests and websockets of ASGI apps and the requests of WSGI apps: each is one span.
+"""Record the requests of ASGI and WSGI apps, and the websockets of ASGI apps: each is one span.
 
-A span begins when the server calls the app. It includes all middleware, and ends when the last part of the answer has
+A span begins when the server calls the app, so it includes all middleware. It ends when the last part of the answer has
 been sent. Later work of the app, such as background tasks, is not part of the span.
-
-If a WSGI app returns a list, a tuple or a file in `wsgi.file_wrapper`, the span ends when the app returns. Any other
-body is wrapped, and closing the body ends the span.
 """
 
 from __future__ import annotations
@@ -92,7 +89,7 @@ async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive:
 
 
 class AsgiChannel:
-    """Passes the messages of one request between the server and the app. The exchange has no reference to its channel,
+    """Passes the messages of one request between the server and the app. The exchange must not refer to its channel,
     because contexts may keep the exchange for a long time."""
 
     __slots__ = ("exchange", "server_receive", "server_send")
@@ -294,7 +291,7 @@ def _read_all_facts(scope: Message, names: tuple[str, ...]) -> Reading:
 
 
 def _read_headers(headers: Any, scope: Message) -> Any:
-    """Return the headers of a request. If they are an iterator, the scope gets a new iterator for the app."""
+    """Return the headers of a request. If they are an iterator, put a new iterator for the app into the scope."""
     if iter(headers) is not headers:
         return headers
     pairs = tuple(headers)
@@ -404,7 +401,7 @@ def _read_all_environ_facts(environ: dict[str, Any], names: tuple[str, ...]) -> 
 
 
 NAMED = {"url.query": "QUERY_STRING", "client.address": "REMOTE_ADDR", "user_agent.original": "HTTP_USER_AGENT"}
-"""The key in the WSGI environment for each attribute of a request that a rule can name."""
+"""The key in the WSGI environment for each request attribute that a rule can select."""
 
 
 class _Body:

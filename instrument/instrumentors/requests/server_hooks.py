@@ -1,11 +1,7 @@
-"""Record the requests of servers by endpoint, as the profile's `requests` rule asks. `Requests` instruments the
-imported servers.
+"""Record the requests of the imported servers, by endpoint, for the profile's `requests` rule.
 
-Servers of ASGI and WSGI call a recording proxy of their app. After the removal of the `requests` rule, the proxy only
-calls the app. Other servers have adapters, which are loaded with the server (`KINDS`).
-
-Requests are named by the routes that the routers of web frameworks find (`ROUTERS`). A router's method is replaced when
-the service imports its module.
+For ASGI and WSGI servers, the app is replaced by a recording proxy. Other servers have adapters (`KINDS`), which are
+loaded with the server. The names of requests come from the routers of web frameworks (`ROUTERS`).
 """
 
 from __future__ import annotations
@@ -54,10 +50,10 @@ else:
 
 
 class Router(NamedTuple):
-    """The module, class and name of a framework's method that finds a request's route.
+    """A framework's method that finds a request's route.
 
-    `route` reads the route from the module and the call's arguments, or from the module and the result if `after` is
-    True. `note` stores the route, unless it is None. `older` is True if older versions lack the method.
+    `route` reads the route from the module and the call's arguments. With `after`, it reads the module and the result.
+    `note` stores a route that is not None. `older` is True if older versions lack the method.
     """
 
     module: str
@@ -69,8 +65,8 @@ class Router(NamedTuple):
     older: bool = False
 
     def attach(self, module: Any) -> list[Undo]:
-        """Make the router's method name open requests. Raises `AttributeError` or `TypeError` if there is no such
-        method, except for an older version."""
+        """Wrap the method, so that it names the span of an open request. Raises `AttributeError` or `TypeError` for a
+        missing method, but not with `older`."""
         owner = getattr(module, self.owner)
         if self.older and self.method not in vars(owner):
             return []
@@ -188,7 +184,6 @@ _ROUTERS = (
     Router("aiohttp.web_urldispatcher", "UrlMappingMatchInfo", "freeze", _read_aiohttp_route),
 )
 ROUTERS = {name: [router for router in _ROUTERS if router.module == name] for name, *_ in _ROUTERS}
-"""The routers to instrument, by module."""
 
 
 def _make_recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
@@ -238,7 +233,7 @@ def _attach_to_app_argument(name: str, position: int, kind: Any, module: Any, ex
 
 
 EMBEDDING = frozenset({"uwsgi"})
-"""The modules that identify servers in C. Such servers call the app without Python code."""
+"""The modules whose import shows that a server in C calls the app without Python code."""
 
 
 def _attach_to_app_class(class_name: str, module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -337,7 +332,7 @@ KINDS: Mapping[str, tuple[str, Any]] = {
     **{name: (name, model_servers) for name in ("litserve", "mosec", "bentoml")},
     **{name: (name, queue_jobs) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
-"""The kind of server for each package or module, with the adapter that has this kind in its `SEAMS`."""
+"""The kind of server for each package or module, and the adapter with this kind in its `SEAMS`."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.ASYNCIO: blocked.attach_asyncio,

@@ -1,11 +1,8 @@
 """Send the parts of a request's time to its client, in the header `Server-Timing` (W3C) of the answer.
 
-The parts (queue, batches, stall ...) are computed from this process's spans up to the answer's headers. They add up to
-`total`. A generation also has the stages `prefill` and `decode`. Any other request in batches has `first-batch` and
-`later-batches`.
-
-The headers of a stream are sent before most of its work. So the timings are sent again at its end: in a trailer, or in
-a comment of server-sent events, which clients ignore.
+The parts, such as queue and batches, add up to `total`. They are computed from the spans of this process before the
+headers are sent. For a stream, most work comes later, so the timings are sent again at its end: in a trailer, or in a
+comment of server-sent events, which clients ignore.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from instrument.trace.of_recording import RowSnapshot, have_details
 from instrument.trace.stages import LATENCIES, find_stages
 
 MOST_ROWS, MOST_DETAIL_BYTES = 10_000, 128 << 10
-"""The maximum rows, and bytes of attributes, to read for one answer. With more, the answer gets only `total`."""
+"""The maximum number of rows, and of attribute bytes, to read per answer. Beyond it, the answer gets only `total`."""
 
 WITHOUT_PARTS = "Server-Timing without parts: too many spans since the begin of the request"
 
@@ -76,7 +73,7 @@ class AnswerTimings:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]
 
     def make_comment(self, exchange: Any) -> bytes:
-        """Return an event-stream comment with the timings, b"" if the body is no complete event stream."""
+        """Return the timings as a comment for an event stream, or b"" if the body is no complete event stream."""
         is_whole, self._is_events = self._is_events and self._tail.endswith(ENDS), False
         return f": server-timing {self.make_header_value(exchange)}\n\n".encode() if is_whole else b""
 
@@ -120,7 +117,7 @@ def _make_header_entries(recorder: Recorder, frame: Any, details_from: int) -> l
 
 
 def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
-    """Read the trace of an open request. It has the request's own tree, and all trees with a key of the request."""
+    """Read the spans of an open request: its own tree, and all trees that share a key with the request."""
     mapped = recorder.make_reader()
     snapshot = RowSnapshot.copy_from(mapped, frame.start_ns, details_from=details_from)
     texts = {span_id: text for span_id, (_, text) in parse_details(snapshot.details).items()}

@@ -35,7 +35,7 @@ DROPPED = "dropped"
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """The answer of a response sender to a request. It is deleted together with the sender."""
+    """A request that a response sender answers. The object is deleted together with the sender."""
 
     exchange: Exchange
     context: Context
@@ -88,7 +88,7 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def separate_thread(self) -> None:
-        """Separate this thread from the requests, so that they do not get its later spans."""
+        """Clear the thread's current request, so that later spans of the thread do not belong to it."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
@@ -107,7 +107,7 @@ class _Batch:
 
 
 class _Requests:
-    """The requests of one model, and the watched response senders."""
+    """The open requests of one model, and the response senders that answer them later."""
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.recorder = exchanges.recorder

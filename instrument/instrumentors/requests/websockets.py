@@ -27,7 +27,7 @@ from instrument.instrumentors.requests.exchange import (
 from instrument.runtime.faults import FAULTS
 
 ROUTE = "__instrument_route__"
-"""The attribute of a connection with the route that its router has found."""
+"""The attribute of a connection that stores the route."""
 
 
 def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:

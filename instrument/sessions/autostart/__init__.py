@@ -26,7 +26,8 @@ the first."""
 
 
 def begin() -> None:
-    """Begin the session of this process, or wait until a package to instrument is imported. Raises nothing."""
+    """Begin the session of this process, or wait for the import of a package that the profile instruments. Raises
+    nothing."""
     global _waiting
     if _is_helper():
         return
@@ -48,7 +49,6 @@ def is_package_loaded(package: str) -> bool:
 
 
 def begin_session_now() -> None:
-    """Begin the session of this process now, unless it has one. Raises nothing."""
     if _waiting is None:
         _start_session()
     else:
@@ -68,14 +68,14 @@ def _describe_file_state(profile: str) -> str:
 
 
 def _read_awaited_packages() -> frozenset[str] | None:
-    """Return the packages whose import begins the session. The result is None if the profile's file has changed since
-    they were listed."""
+    """Return the packages whose import begins the session, or None if the list does not match the current profile
+    file."""
     state, *packages = os.environ.get(VARIABLE, "").split() or [""]
     return frozenset(packages) if state == _describe_file_state(os.environ["INSTRUMENT_PROFILE"]) else None
 
 
 def _is_first_python_process() -> bool:
-    """Return True in the first Python process of the run, even if the command of the run is a shell."""
+    """Return True in the first Python process of the run, also if a shell started it."""
     is_first = os.environ.get("INSTRUMENT_RUN_PID") == str(os.getpid())
     folder = os.path.dirname(os.environ.get("INSTRUMENT_AGENT", ""))  # noqa: PTH120 - as above
     if os.path.basename(folder) != os.environ.get("INSTRUMENT_RUN", ""):  # noqa: PTH119 - as above
@@ -88,7 +88,7 @@ def _is_first_python_process() -> bool:
 
 
 def _is_helper() -> bool:
-    """Return True if this process runs no code of the service. It is a resource tracker of multiprocessing, or our own
+    """Return True in a process without code of the service: a resource tracker of multiprocessing, or our own
     command."""
     words = iter(sys.orig_argv[1:])
     if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
@@ -112,8 +112,8 @@ def _is_own_command(script: str) -> bool:
 
 
 def _start_session() -> None:
-    """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM will end the session. Raises nothing. Python's
-    garbage collector is off during the start. It would double the time and free nothing."""
+    """Start a session with the profile of `INSTRUMENT_PROFILE`, and end it on SIGTERM. Raises nothing. The garbage
+    collector is off meanwhile, because it would double the time and free nothing."""
     import gc
 
     is_collecting = gc.isenabled()
@@ -139,8 +139,8 @@ def _start_session() -> None:
 
 
 class Wait:
-    """The import hook of a process that waits for the import of a package. The import of one of `packages` begins the
-    session, and so does the import of a module of `instrument`."""
+    """An import hook that begins the session. It waits for the import of one of `packages`, or of a module of
+    `instrument`."""
 
     def __init__(self, packages: Collection[str]) -> None:
         self._packages = {*packages, "instrument"}
@@ -179,8 +179,8 @@ _waiting: Wait | None = None
 
 
 def start_beside_opentelemetry() -> None:
-    """Begin our session under `opentelemetry-instrument`. OpenTelemetry calls this as the entry point
-    `opentelemetry_pre_instrument`. OpenTelemetry's `sitecustomize` comes first on PYTHONPATH, and does not run ours."""
+    """Begin our session under `opentelemetry-instrument`, whose `sitecustomize` prevents ours. OpenTelemetry calls this
+    as the entry point `opentelemetry_pre_instrument`."""
     if not (os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT_RUN_PID")):
         return
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as `sitecustomize` does

@@ -11,7 +11,7 @@ import sys
 
 def _run_next_sitecustomize():
     # type: () -> None
-    """Run the `sitecustomize` that Python would have run without ours."""
+    """Run the `sitecustomize` that this one hides."""
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not loaded this early
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != folder]  # noqa: PTH100
     hook = sys.modules.pop("sitecustomize", None)
@@ -61,7 +61,7 @@ def _is_main_interpreter():
 
 def _note_unseen(why):
     # type: (str) -> None
-    """Report to the run's agent that this process will not be recorded. The agent reads the line from a file."""
+    """Report to the run's agent, by a file, that this process will not be recorded."""
     agent = os.environ.get("INSTRUMENT_AGENT", "")
     try:
         file = os.open(agent + ".unseen", os.O_WRONLY | os.O_APPEND)
