@@ -19,7 +19,7 @@ from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
 from instrument.instrumentors.verdict import Verdict, merge_verdicts, read_check_reports
 from instrument.native import OFF
-from instrument.otlp.connection import find_proxy
+from instrument.otlp.sockets import find_proxy
 from instrument.profile.keys import KEYS, get_setting, load
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS, read_preset

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import ExportError
 from instrument.otlp import packing
-from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, find_proxy, require_time_left, tls_context
 from instrument.otlp.packing import Series, pack_metric
+from instrument.otlp.sockets import TcpConnection, Timed, TlsConnection, find_proxy, require_time_left, tls_context
 from instrument.profile.document import without_secrets
 from instrument.recording.metrics import NAMESPACE
 from instrument.runtime.cheap_start import dataclass
