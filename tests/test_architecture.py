@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (13_046, 37),
     "runtime": (2_643, 13),
     "sessions": (6_041, 19),
-    "trace": (9_518, 27),
+    "trace": (9_527, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 

@@ -24,7 +24,8 @@ from instrument.recording.spans import Site
 from instrument.recording.trace_context import RemoteParent, encode_remote, is_sampled, tracestate_of_share
 from instrument.trace import unsettled
 from instrument.trace.sent_rows import DECISION_WAIT_NS
-from instrument.trace.unsettled import LEAST_CALLS, LEAST_PACKED
+from instrument.trace.tail_sampler import LEAST_CALLS
+from instrument.trace.unsettled import LEAST_PACKED
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
 

@@ -24,7 +24,7 @@ from test_requests import uvicorn
 
 from instrument import chrome
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop
-from instrument.trace.unsettled import LEAST_CALLS
+from instrument.trace.tail_sampler import LEAST_CALLS
 
 NEEDED = ("numpy", "starlette", "torch", "uvicorn")
 pytestmark = pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")

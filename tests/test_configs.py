@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 import instrument.profile.keys
 from instrument.profile.keys import KEYS, load, loads
 from instrument.profile.model import Chrome, Export, Otlp, Profile, Recordings, Summary
-from instrument.trace.unsettled import LEAST_CALLS
+from instrument.trace.tail_sampler import LEAST_CALLS
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVERYTHING = CONFIGS / "everything.yaml"

@@ -36,7 +36,8 @@ from instrument.trace.merge import merge_recordings
 from instrument.trace.request_trees import build_request_trees
 from instrument.trace.sent_rows import Settling
 from instrument.trace.stages import make_stage_spans
-from instrument.trace.unsettled import TailSampler, UnsettledRows
+from instrument.trace.tail_sampler import TailSampler
+from instrument.trace.unsettled import UnsettledRows
 
 FRONT, ENGINE = 1, 2
 S = 10**9

@@ -20,7 +20,8 @@ from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Columns, DeviceIntervals, Int64s, device_intervals
 from instrument.trace.of_recording import find_first_request_ns, read_origin
-from instrument.trace.unsettled import Details, TailSampler, UnsettledRows
+from instrument.trace.tail_sampler import TailSampler
+from instrument.trace.unsettled import Details, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
 """The maximum number of rows of one read, to bound the reader's memory."""

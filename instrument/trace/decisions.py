@@ -22,7 +22,8 @@ from instrument.trace.indices import NONE, mask_of, nearest_at_or_above, number_
 from instrument.trace.joined import join_requests
 from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows, have_details, split_remote_parent
 from instrument.trace.request_trees import build_request_trees
-from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, EndedRequest, Newest, UnsettledRows
+from instrument.trace.tail_sampler import EndedRequest
+from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, Newest, UnsettledRows
 
 OPEN_NS = 1 << 61
 """The time in ns that replaces the end of an open span."""
