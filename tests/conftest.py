@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import instrument
-from instrument.instrumentors import execution, loaders, probe_cost
+from instrument.instrumentors import loaders, probe_cost, tasks_and_threads
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER, RING_BYTES, Recorder
@@ -218,7 +218,7 @@ def make_recorder() -> Iterator[Any]:
     def make(ring_bytes: int = 1 << 22) -> Any:
         own = Recorder(ring_bytes)
         own.begin_recording(ring_bytes, {})  # as a session does: into memory that others can read
-        undos.append(execution.watch_contexts(own))
+        undos.append(tasks_and_threads.watch_contexts(own))
         own.on = True
         return own
 

@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_442, 10),
     "docs": (0, 0),
     "fleet": (149, 1),
-    "instrumentors": (11_234, 37),
+    "instrumentors": (11_247, 38),
     "native": (8_547, 26),
     "otlp": (5_025, 17),
     "profile": (2_541, 8),

@@ -21,21 +21,21 @@ from readback import spans_in
 
 import instrument
 from instrument import profiled, scope
-from instrument.instrumentors import execution
+from instrument.instrumentors import tasks_and_threads
 from instrument.profile.keys import loads
 from instrument.recording.spans import Site
 from instrument.trace.joined import join_requests
 from instrument.trace.ledger import compute_ledger
 from instrument.trace.trace import columns_of_spans
 
-QUEUE = execution.QUEUE.name
+QUEUE = tasks_and_threads.QUEUE.name
 NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("NUMBER", default=0)
 
 
 @pytest.fixture
 def carrying(recorder: Any) -> Iterator[Any]:
     """A recorder whose requests go over to other threads."""
-    undo = execution.watch_thread_handovers(recorder)
+    undo = tasks_and_threads.watch_thread_handovers(recorder)
     yield recorder
     undo()
 
@@ -194,9 +194,9 @@ def test_the_wait_in_a_pool_is_a_part_of_the_request_s_time(recording: Any) -> N
 
 
 def test_pools_and_threads_get_their_own_functions_back(recorder: Any) -> None:
-    names = [name for name in execution.STARTS if hasattr(threading, name)]
+    names = [name for name in tasks_and_threads.STARTS if hasattr(threading, name)]
     before = [ThreadPoolExecutor.submit, *[getattr(threading, name) for name in names]]
-    execution.watch_thread_handovers(recorder)()
+    tasks_and_threads.watch_thread_handovers(recorder)()
     assert [ThreadPoolExecutor.submit, *[getattr(threading, name) for name in names]] == before
 
 

@@ -30,7 +30,7 @@ from instrument.instrumentors.copies import (
     is_pinned,
     read_argument,
 )
-from instrument.instrumentors.execution import get_compiling_test
+from instrument.instrumentors.torch_graphs import get_compiling_test
 from instrument.recording.spans import Work
 
 

@@ -16,10 +16,10 @@ from pathlib import PurePath
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.execution import get_compiling_test
 from instrument.instrumentors.functions import Instrumentor, replace_attribute
 from instrument.instrumentors.references import loaded_modules, module_namespace
 from instrument.instrumentors.targets import make_site
+from instrument.instrumentors.torch_graphs import get_compiling_test
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.execution import get_compiling_test
 from instrument.instrumentors.frameworks import Observer
 from instrument.instrumentors.functions import replace_attribute
 from instrument.instrumentors.layers import Layers
@@ -28,6 +27,7 @@ from instrument.instrumentors.loaders import StandIn
 from instrument.instrumentors.references import loaded_modules, module_namespace, rebind_objects
 from instrument.instrumentors.regions import Paths
 from instrument.instrumentors.targets import make_site
+from instrument.instrumentors.torch_graphs import get_compiling_test
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder import wrapping

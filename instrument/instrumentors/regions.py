@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from instrument.instrumentors.execution import get_compiling_test
 from instrument.instrumentors.functions import Undo, replace_attribute, replaces_attribute, undo_all
 from instrument.instrumentors.targets import matches_pattern
+from instrument.instrumentors.torch_graphs import get_compiling_test
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, list_tensors
 from instrument.profile.model import LayerRule

@@ -25,10 +25,10 @@ from types import FunctionType
 from typing import Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.execution import exclude_from_compiler, get_compiling_test, get_evaluator_setter
 from instrument.instrumentors.functions import Switch, replace_attribute, replaces_attribute
 from instrument.instrumentors.lineages import all_subclasses
 from instrument.instrumentors.targets import make_site
+from instrument.instrumentors.torch_graphs import exclude_from_compiler, get_compiling_test, get_evaluator_setter
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.recorder.recorder import RECORDER, Recorder

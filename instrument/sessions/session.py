@@ -15,7 +15,7 @@ from functools import partial
 
 from instrument.clock import Deadline
 from instrument.errors import InstrumentError
-from instrument.instrumentors import execution, functions
+from instrument.instrumentors import functions, tasks_and_threads, torch_graphs
 from instrument.instrumentors.verdict import make_rule_marks
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
@@ -230,12 +230,12 @@ class Session:
             undos.append(recorded.imports.install())
         self.exporting.prepare_export()
         RECORDER.trace_of = recorded.trace_context_of_span
-        undos.append(execution.watch_contexts())
-        undos.append(execution.watch_thread_handovers())
+        undos.append(tasks_and_threads.watch_contexts())
+        undos.append(tasks_and_threads.watch_thread_handovers())
         if (timing := recorded.timing) is not None:
             timing.install()
             undos.append(lambda: timing.uninstall(self._undo_by.seconds_left()))
-            undos.append(execution.watch_graph_replays())
+            undos.append(torch_graphs.watch_graph_replays())
         self.selection.begun = self.generations.add_engine_rules
         undos.append(self.selection.attach())
         for package in ENGINES:

@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from instrument import annotate, counter, gauge, histogram, scope
-from instrument.instrumentors import execution
+from instrument.instrumentors import tasks_and_threads
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, RING_BYTES, Recorder
 from instrument.recording.spans import Site
@@ -246,7 +246,7 @@ def measure() -> tuple[dict[str, float], dict[str, float]]:
     async def take_turns_inside() -> None:
         take_turns(inside)
 
-    undo = execution.watch_contexts(RECORDER)  # as a session does
+    undo = tasks_and_threads.watch_contexts(RECORDER)  # as a session does
     for _ in range(ROUNDS):
         take_turns(outside)
         asyncio.run(take_turns_inside())

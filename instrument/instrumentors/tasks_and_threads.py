@@ -1,11 +1,8 @@
-"""Follow spans into asyncio tasks, other threads, compilers and CUDA graphs.
+"""Follow spans into asyncio tasks and other threads.
 
 Each `contextvars` context has its own chain of open spans. Before a task copies its context, a context variable is set
 to the innermost open span. That span becomes the parent of the task's spans. Work that a request passes to another
 thread belongs to the request.
-
-torch.compile does not compile our recording functions (probes). While a CUDA graph is captured or replayed, calls
-inside are not recorded, only the replay as a whole.
 """
 
 from __future__ import annotations
@@ -14,9 +11,8 @@ import contextvars
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable
 from contextvars import Context
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -109,53 +105,4 @@ def watch_thread_handovers(recorder: Recorder = RECORDER) -> Undo:
         attach_to(sys.modules[POOL_MODULE])
     else:
         undos.append(imports.install_import_hook(lambda name: name == POOL_MODULE, attach_to))
-    return lambda: undo_all(undos)
-
-
-def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
-    """Make torch.compile run functions as plain Python, even if it compiles their callers."""
-    evaluation = _get_eval_frame(torch)
-    if hasattr(evaluation, "set_code_exec_strategy"):  # from torch 2.8 on
-        action = evaluation._FrameAction
-        strategy = evaluation._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        for code in (getattr(call, "__code__", None) for call in functions):
-            if isinstance(code, CodeType):
-                evaluation.set_code_exec_strategy(code, strategy)
-
-
-def get_compiling_test(torch: Any) -> Callable[[], bool]:
-    is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-    return is_compiling or (lambda: False)
-
-
-def get_evaluator_setter(torch: Any) -> Callable[[Any], Any]:
-    """Return torch's function that sets the thread's frame evaluator and returns the previous evaluator. The evaluator
-    None is Python's own."""
-    set_evaluator: Callable[[Any], Any] | None = getattr(_get_eval_frame(torch), "set_eval_frame", None)
-    return set_evaluator or (lambda evaluate: None)
-
-
-def _get_eval_frame(torch: Any) -> Any:
-    return getattr(getattr(getattr(torch, "_C", None), "_dynamo", None), "eval_frame", None)
-
-
-REPLAY = Site("CUDA graph replay", "op", "torch.cuda", "CUDAGraph.replay", device=True)
-
-
-def watch_graph_replays(recorder: Recorder = RECORDER) -> Undo:
-    """Record each replay of a CUDA graph, even if torch is imported later. Return the function that stops this."""
-    undos: list[Undo] = []
-
-    def attach_to(torch: ModuleType) -> None:
-        version = getattr(torch, "version", None)
-        graph: Any = getattr(getattr(torch, "cuda", None), "CUDAGraph", None)
-        has_device = getattr(version, "cuda", None) or getattr(version, "hip", None)
-        if has_device and isinstance(graph, type) and "replay" in vars(graph):
-            undos.append(replace_attribute(graph, "replay", recorder.wrap(vars(graph)["replay"], REPLAY)))
-
-    undos.append(imports.install_import_hook("torch".__eq__, attach_to))
-    torch = sys.modules.get("torch")
-    if torch is not None and not imports.is_unloaded_lazy_module(torch):
-        attach_to(torch)
-
     return lambda: undo_all(undos)
