@@ -59,7 +59,7 @@
 #include "_recorder_functions.h"
 #include "_recorder_renaming.h"
 #include "_recorder_life.h"
-#include "_recorder_core.h"
+#include "_recorder_core_type.h"
 #include "_recorder_numbers.h"
 
 static PyMethodDef module_methods[] = {

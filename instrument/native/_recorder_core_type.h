@@ -1,4 +1,4 @@
-/* Cold: the recorder as Python sees it, and reads over all threads. A part of `_recorder.c`. */
+/* Cold: the Python type `Core`: the recorder as Python sees it, and reads over all threads. A part of `_recorder.c`. */
 
 static PyObject *Core_rings(Core *self, PyObject *Py_UNUSED(none))
 {
