@@ -40,6 +40,7 @@
 #include <unistd.h>
 
 #include "_recording_layout.h"
+#include "_recorder_python.h"
 #include "_recorder_data.h"
 #include "_recorder_clock.h"
 #include "_recorder_memory.h"
@@ -120,12 +121,7 @@ static int execute(PyObject *made)
 
 static PyModuleDef_Slot slots[] = {
     {Py_mod_exec, execute},
-#if PY_VERSION_HEX >= 0x030C0000
-    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
-#endif
-#if PY_VERSION_HEX >= 0x030D0000
-    {Py_mod_gil, Py_MOD_GIL_USED},
-#endif
+    SLOTS_OF_VERSION
     {0, NULL},
 };
 

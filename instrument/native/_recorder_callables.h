@@ -282,7 +282,7 @@ call_in_span(Function *self, path_t *instance_path, PyObject *const *args, size_
     if (thread_cache()->uid != self->uid)
         goto otherwise;
     Ring *ring = thread_cache()->ring;
-    if (ring->context_version != ring->state->context_ver || is_stack_used_up())
+    if (ring->context_version != context_version_of(ring->state) || is_stack_used_up())
         goto otherwise;
     Current *current = ring->current;
     frame_t *frame = hot.free_frames;
@@ -391,45 +391,6 @@ static PyObject *Function_call_other(Function *self, PyObject *const *args, size
         return call_wrapped(self, args, nargsf, names);
     return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
-
-/* Return the version of a method's `sites`: a number that is never reused. */
-#if PY_VERSION_HEX < 0x030C0000
-static inline uint64_t version_of(PyObject *sites)
-{
-    return ((PyDictObject *)sites)->ma_version_tag;
-}
-
-static int follow_changes(PyObject *Py_UNUSED(sites))
-{
-    return 1;
-}
-#else
-static uint64_t changes = 1; /* the number of changes of all watched dicts */
-static int watcher = -1;
-
-static int note_change(PyDict_WatchEvent Py_UNUSED(event), PyObject *Py_UNUSED(sites), PyObject *Py_UNUSED(key),
-                       PyObject *Py_UNUSED(value))
-{
-    changes++;
-    return 0;
-}
-
-static inline uint64_t version_of(PyObject *Py_UNUSED(sites))
-{
-    return changes;
-}
-
-/* Watch the changes of a dict. Return false if the process has no free watcher: then each call looks into `sites`. */
-static int follow_changes(PyObject *sites)
-{
-    if (watcher < 0)
-        watcher = PyDict_AddWatcher(note_change);
-    if (watcher >= 0 && PyDict_Watch(watcher, sites) == 0)
-        return 1;
-    PyErr_Clear();
-    return 0;
-}
-#endif
 
 /* Return the cached entry of an instance, or a free one of its two places. */
 static inline cached_t *place_of(const Function *self, PyObject *instance, uint64_t version)

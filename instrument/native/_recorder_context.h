@@ -62,33 +62,11 @@ static PyTypeObject PublishedType = {
     .tp_clear = (inquiry)Published_clear,
 };
 
-static PyObject * referent(PyObject *reference)
-{
-    if (reference == NULL)
-        return NULL;
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject *object = NULL;
-    if (PyWeakref_GetRef(reference, &object) < 0)
-        PyErr_Clear();
-    return object;
-#else
-    PyObject *object = PyWeakref_GetObject(reference);
-    return object == NULL || object == Py_None ? NULL : Py_NewRef(object);
-#endif
-}
-
 static int set_variable(Core *core, PyObject *value)
 {
-#if PY_VERSION_HEX < 0x030C0000
-    /* The collector could run a finaliser in the middle of the change. If that finaliser records, it sets a variable of
-     * this context, and CPython goes on with a mapping that has been freed. Later versions collect elsewhere. */
-    int was_enabled = PyGC_Disable();
-#endif
+    int was_enabled = pause_collector();
     PyObject *token = PyContextVar_Set(core->variable, value);
-#if PY_VERSION_HEX < 0x030C0000
-    if (was_enabled)
-        PyGC_Enable();
-#endif
+    resume_collector(was_enabled);
     if (token == NULL)
         return -1;
     Py_DECREF(token);
@@ -252,7 +230,7 @@ static int note_task(Core *core, Current *current)
 /* Note that the ring's `current` belongs to the context that runs now. A ring without rows keeps NO_VERSION. */
 static void note_version(Ring *ring)
 {
-    ring->context_version = ring->rows != NULL ? ring->state->context_ver : NO_VERSION;
+    ring->context_version = ring->rows != NULL ? context_version_of(ring->state) : NO_VERSION;
 }
 
 /* Return the chain that a value of the recorder's variable belongs to: borrowed, NULL for none. */
@@ -359,7 +337,7 @@ static inline Current *cached_current(Core *core, Ring **ring_out)
     if (thread_cache()->uid != core->uid)
         return NULL;
     Ring *ring = *ring_out = thread_cache()->ring;
-    if (ring->context_version != ring->state->context_ver)
+    if (ring->context_version != context_version_of(ring->state))
         return NULL;
     return __builtin_expect(is_outdated(ring->current), 0) ? NULL : ring->current;
 }

@@ -38,12 +38,6 @@ typedef enum {
 
 #define CHUNKS 60 /* of 64 histogram buckets each: up to 2^63 ns, see histogram.bucket */
 
-#if PY_VERSION_HEX < 0x030D0000
-#define UNCHECKED_THREAD_STATE() _PyThreadState_UncheckedGet()
-#else
-#define UNCHECKED_THREAD_STATE() PyThreadState_GetUnchecked()
-#endif
-
 typedef struct node {
     PyObject *site;
     struct node *parent;

@@ -333,7 +333,7 @@ static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, P
     Frame *open = self->frame;
     frame_t *frame = open->frame;
     Ring *ring = thread_cache()->ring;
-    if (frame->ring != ring || Py_REFCNT(open) != 2 || ring->context_version != ring->state->context_ver)
+    if (frame->ring != ring || Py_REFCNT(open) != 2 || ring->context_version != context_version_of(ring->state))
         return exit_otherwise(self, Py_None, end_ns);
     Current *current = ring->current;
     int64_t total_ns = end_ns - frame->start_ns;

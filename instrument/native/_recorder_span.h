@@ -280,7 +280,7 @@ begin_known(Core *core, Frame *open, const path_t *path, int is_stepped_around)
     Ring *ring = thread->ring;
     Current *current = ring->current;
     frame_t *frame = open->frame;
-    if (ring->context_version != ring->state->context_ver ||
+    if (ring->context_version != context_version_of(ring->state) ||
         (current->eager && !publishes_requests_alone(core, current)) ||
         !place_below_top(core, ring, current, path, frame))
         return 0;
