@@ -1372,7 +1372,8 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
 
 def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path) -> None:
     from instrument.agent import end_reports
-    from instrument.agent.processes import Process, Run, oom_kills
+    from instrument.agent.causes_of_end import oom_kills
+    from instrument.agent.processes import Process, Run
 
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 2\n")

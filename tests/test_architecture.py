@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (320, 4),
-    "agent": (4_163, 15),
+    "agent": (4_182, 16),
     "chrome": (3_279, 9),
     "cli": (2_894, 15),
     "compat": (1_196, 6),

@@ -10,28 +10,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from instrument.recording.metrics import GAUGES
-from instrument.recording.spans import HOST
-from instrument.recording.trace_context import REMOTE
+from instrument.agent.causes_of_end import LAST_GAUGES, describe_death, describe_last_gauges
 
 if TYPE_CHECKING:
-    from instrument.recording.mapped_facts import OpenSpan
-    from instrument.recording.spans import Sample
     from instrument.recording.tally import Tally
     from instrument.trace.trace import Trace
 
 RECORDING = ".npz"
-
-LAST_GAUGES = " Its last gauges, "
-
-MOST_OPEN_REQUESTS = 5
-"""The maximum number of open requests in the message on a dead process. The capture has all open requests."""
-MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
-"""The maximum number of attributes per span, and of characters per value, in the message on a dead process."""
-TRANSPORT_PREFIXES = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
-"""The prefixes of attributes that the message on a dead process omits. The capture has all attributes."""
-NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
-"""The gauges with a last reading in the message on a dead process. The capture has all gauges."""
 
 
 def save_recording(
@@ -113,70 +98,3 @@ def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
         return replace(facts, cost=cost, losses=dict(goodbye["losses"]), notes=notes, own_notes=own_notes)
     except (KeyError, TypeError, ValueError) as problem:
         raise TraceError(f"a process ended with a message of another version: {problem}") from problem
-
-
-def describe_last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
-    newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
-    texts: dict[int, list[str]] = {}
-    for (device, name), sample in newest.items():
-        if name in NAMED_GAUGES and sample.value is not None:
-            unit = GAUGES[name].unit
-            value = f"{sample.value / 1e9:.3g} GB" if unit == "bytes" else f"{sample.value:.3g} {unit}"
-            texts.setdefault(device, []).append(f"{name} {value}")
-    if not texts:
-        return ""
-    age_ns = end_ns - max(sample.at_ns for sample in newest.values())
-    names = {device: "" if device == HOST else f"device {device}: " for device in texts}
-    text = "; ".join(f"{names[device]}{', '.join(sorted(texts[device]))}" for device in sorted(texts))
-    return f"{LAST_GAUGES}{_format_duration(age_ns)} before: {text}."
-
-
-def describe_death(open_spans: Sequence[OpenSpan], end_ns: int, end_kind: str, least: str = "") -> str:
-    """Return a sentence that says how a process died, and which requests and spans were open, the newest first.
-
-    `least` is a prefix for the ages of the spans. It is "at least " if the process may have ended long after `end_ns`.
-    """
-    by_root: dict[int, list[OpenSpan]] = {}
-    for span in open_spans:
-        by_root.setdefault(span.root_id, []).append(span)
-    if not by_root:
-        return f"{end_kind}; no span was open"
-    first, *requests = sorted(by_root.values(), key=lambda spans: -spans[-1].start_ns)
-    names = [_describe_shortly(spans, end_ns, least) for spans in requests[:MOST_OPEN_REQUESTS]]
-    more = len(requests) - MOST_OPEN_REQUESTS
-    names += [f"{more} more"] if more > 0 else []
-    also = f"; {len(requests)} more {'was' if len(requests) == 1 else 'were'} open: {', '.join(names)}" if names else ""
-    return f"{end_kind}: it died in {_describe_tree(first, end_ns, least)}{also}"
-
-
-def _find_outermost_and_innermost(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
-    return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
-
-
-def _describe_tree(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
-    first, last = _find_outermost_and_innermost(spans)
-    kind = "request " if first.site.kind == "request" else ""
-    inner = "" if last is first else f"`{last.site.name}`{attributes_text(last)} of "
-    age = f"{least}{_format_duration(end_ns - first.start_ns)}"
-    return f"{inner}{kind}`{first.site.name}`{attributes_text(first)}, {age} after it began"
-
-
-def attributes_text(span: OpenSpan) -> str:
-    """Return the first attributes of a span in brackets, without attributes of the transport, such as `http.method`."""
-    names = [name for name in span.attributes if name != REMOTE and not name.startswith(TRANSPORT_PREFIXES)]
-    texts = [f"{name}={span.attributes[name]!s:.{VALUE_LENGTH}}" for name in names]
-    more = [f"{len(texts) - MOST_ATTRIBUTES} more"] if len(texts) > MOST_ATTRIBUTES else []
-    return f" ({', '.join([*texts[:MOST_ATTRIBUTES], *more])})" if texts else ""
-
-
-def _describe_shortly(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
-    first, last = _find_outermost_and_innermost(spans)
-    inner = "" if last is first else f", in `{last.site.name}`"
-    return f"`{first.site.name}` ({least}{_format_duration(end_ns - first.start_ns)}{inner})"
-
-
-def _format_duration(time_ns: int) -> str:
-    for unit, ns in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
-        if time_ns >= ns:
-            return f"{time_ns / ns:.3g} {unit}"
-    return f"{max(time_ns, 0)} ns"

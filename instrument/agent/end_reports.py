@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import select
-import signal
 import stat
 import time
 from collections import Counter
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import crash_capture, processes
-from instrument.agent.processes import EXITED, GOODBYE, REPLACED, VANISHED, Process, Run, oom_kills
+from instrument.agent.causes_of_end import describe_end, describe_vanishing
+from instrument.agent.processes import EXITED, VANISHED, Process, Run
 from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.environment import PROC
@@ -219,7 +219,7 @@ def make_batch_save_job(processes: Sequence[Process], folder: Path) -> Callable[
 def save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
     """Return a job that saves the recording of an ended process. The job continues if the agent is killed."""
     copies = process.facts.get("files", ()) if process.end_kind == EXITED else ()
-    end_kind = _describe_vanishing(process) if process.end_kind == VANISHED else ""
+    end_kind = describe_vanishing(process) if process.end_kind == VANISHED else ""
     end_ns, goodbye = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
 
     def job() -> Answer:
@@ -329,29 +329,7 @@ def _mask_numbers(name: str, service: str) -> str:
 def format_vanished_message(process: Process, answer: Answer) -> str:
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
     saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
-    return f"instrument: process {process.pid}{service} {answer.get('died') or _describe_vanishing(process)}; {saved}"
-
-
-def _describe_vanishing(process: Process) -> str:
-    if oom_kills(process.memory_events) > process.oom_kills and process.status in (None, signal.SIGKILL):
-        return "ended without a goodbye (killed by the OOM killer, as its control group reports)"
-    return f"ended without a goodbye{_describe_status(process.status)}"
-
-
-def describe_end(process: Process) -> str:
-    words = {GOODBYE: "in order", EXITED: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
-    return f"{words.get(process.end_kind, 'runs')}{_describe_status(process.status)}"
-
-
-def _describe_status(status: int | None) -> str:
-    if status is None:
-        return ""
-    code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f" (exit code {code})"
-    with suppress(ValueError):
-        return f" ({signal.Signals(-code).name})"
-    return f" (signal {-code})"
+    return f"instrument: process {process.pid}{service} {answer.get('died') or describe_vanishing(process)}; {saved}"
 
 
 def export_loss_line(lost: Mapping[str, int]) -> str:

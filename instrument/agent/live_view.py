@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from instrument.agent.causes_of_end import attributes_text
 from instrument.agent.client import Member
-from instrument.agent.crash_capture import attributes_text
 from instrument.agent.processes import GOODBYE
 from instrument.errors import TraceError
 from instrument.recording.distributions import percentiles

@@ -47,21 +47,6 @@ def read_exit_status(exit_fd: int, pid: int) -> int | None:
     return None
 
 
-def memory_events(pid: int) -> Path | None:
-    """Return the path of the file `memory.events`, in which a process's control group counts kills for lack of
-    memory."""
-    groups = [group for controller, group in environment.control_groups(pid) if not controller] if pid else []
-    return next((path for group in groups[:1] if (path := group / "memory.events").is_file()), None)
-
-
-def oom_kills(events: Path | None) -> int:
-    with suppress(OSError, ValueError, IndexError):
-        for line in events.read_text().splitlines() if events is not None else ():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
 Value = TypeVar("Value")
 
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import end_reports, processes
+from instrument.agent import causes_of_end, end_reports, processes
 from instrument.agent.child import Jobs, Saves
 from instrument.agent.exporter_process import Exports
 from instrument.agent.loop import Connection, EventLoop
@@ -177,8 +177,8 @@ class Runs:
         process.has_recorded = bool(facts.get("records"))
         if process.has_recorded:
             processes.write_note(self._folder, process)
-        process.memory_events = processes.memory_events(connection.pid)
-        process.oom_kills = processes.oom_kills(process.memory_events)
+        process.memory_events = causes_of_end.memory_events(connection.pid)
+        process.oom_kills = causes_of_end.oom_kills(process.memory_events)
         run.processes.append(process)
         if facts.get("is_first") and not run.first:
             run.first = pid
@@ -420,7 +420,7 @@ class Runs:
         for process in first:
             run.processes.remove(process)
             process.release()
-        run.folded_ends.update(map(end_reports.describe_end, first))
+        run.folded_ends.update(map(causes_of_end.describe_end, first))
         first_files = [process.link or process.saved for process in first]
         paths = [path for path in [run.folded, *first_files] if path]
         into = end_reports.path_for_merged(self._folder, run)
