@@ -178,8 +178,8 @@ def spans_of_a_tree(draw: st.DrawFn) -> list[Span]:
     return found
 
 
-@given(spans_of_a_tree(), st.sampled_from(["trace.json", "trace.json.gz"]))
-def test_every_trace_comes_back_and_shows_whole(tmp_path: Path, spans: list[Span], name: str) -> None:
+@given(spans_of_a_tree(), st.sampled_from(["trace.json", "trace.json.gz"]), st.sampled_from([1 << 18, 300]))
+def test_every_trace_comes_back_and_shows_whole(tmp_path: Path, spans: list[Span], name: str, block_bytes: int) -> None:
     original = trace(
         *spans,
         threads={4712: "worker\n0", 4711: "MainThread"},
@@ -190,7 +190,9 @@ def test_every_trace_comes_back_and_shows_whole(tmp_path: Path, spans: list[Span
     )
     tally = counted(spans, original.threads)
     path = chrome.dump(tmp_path / name, original, tally)
-    loaded, loaded_tally = chrome.load(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("instrument.chrome.events.BLOCK_BYTES", block_bytes)  # the last ones may have further arguments
+        loaded, loaded_tally = chrome.load(path)
     assert_same(loaded, original)
     assert by_keys(loaded_tally) == by_keys(tally)
     assert loaded_tally.threads == tally.threads
@@ -815,10 +817,31 @@ def own(**changes: Any) -> str:
     }
     facts |= {"losses": {}, "notes": [], "cost": None, "sites": [{"name": "a"}], "tally": None}
     for key, value in changes.items():
-        of_args = key in args or key in ("task", "error", "active_ns", "clipped", "attributes", "remote", "owner")
+        of_args = key in args or key in (
+            "task",
+            "error",
+            "active_ns",
+            "total_ns",
+            "clipped",
+            "attributes",
+            "remote",
+            "owner",
+        )
         part = args if of_args else event if key in event else facts
         part[key] = value
     return json.dumps({"instrument": facts, "traceEvents": [event]})
+
+
+def test_an_async_slice_without_a_length_among_others_is_refused(tmp_path: Path) -> None:
+    begin = {"ph": "b", "name": "a", "cat": "task", "pid": 1, "tid": 1, "id2": {"local": "0x1"}, "ts": 1}
+    events = [
+        {**begin, "args": {"id": number, "root": number, "site": 0, **length}}
+        for number, length in enumerate(({"total_ns": 5}, {}), 1)
+    ]
+    facts = json.loads(own())["instrument"]
+    (tmp_path / "own.json").write_text(json.dumps({"instrument": facts, "traceEvents": events}))
+    with pytest.raises(TraceError, match="an async slice in it has no length"):
+        chrome.load(tmp_path / "own.json")
 
 
 def test_the_hand_made_file_of_the_tests_below_is_good(tmp_path: Path) -> None:
@@ -878,6 +901,7 @@ BAD_FILES: dict[str, tuple[str | bytes, str]] = {
             "task": ["x"],
             "error": [5, []],
             "active_ns": ["x"],
+            "total_ns": ["x"],
             "clipped": [1, "yes"],
             "attributes": [[], "x", 5],
             "remote": [[], {}, {"trace_id": "xyz", "span_id": "1", "flags": 1}, 5],

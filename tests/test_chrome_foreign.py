@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from instrument import chrome
 from instrument.chrome import events as chrome_events
-from instrument.chrome import slices
-from instrument.chrome.slices import Slices
+from instrument.chrome import slice_reading
+from instrument.chrome.slice_reading import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import Span, read_flops
 
@@ -460,7 +460,7 @@ def test_operations_count_for_the_outermost_that_reports_them(
 def test_more_slices_than_may_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "torch.json"
     path.write_text(json.dumps(torch_like()))
-    monkeypatch.setattr(slices, "LIMIT_SPANS", 2)
+    monkeypatch.setattr(slice_reading, "LIMIT_SPANS", 2)
     with pytest.raises(TraceError, match="more than 2 events"):
         chrome.load(path)
 

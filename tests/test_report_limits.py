@@ -13,7 +13,7 @@ import pytest
 
 import instrument
 from instrument import chrome
-from instrument.chrome import slices
+from instrument.chrome import slice_reading
 from instrument.profile.keys import loads
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import Origin
@@ -111,7 +111,7 @@ def test_every_verb_reads_files_within_the_memory_that_it_is_given(words: tuple[
 def test_more_events_than_any_trace_has_end_the_reading_whatever_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "LIMIT_EVENTS", 400)
+    monkeypatch.setattr(slice_reading, "LIMIT_EVENTS", 400)
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents":[{}' + ",{}" * 400 + "]}")
     with pytest.raises(instrument.TraceError, match="more than 400 events"):

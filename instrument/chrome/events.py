@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from itertools import compress, islice
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -294,6 +294,7 @@ class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
     task: Number = UNTOLD
     self_ns: Number = UNTOLD
     active_ns: Number = UNTOLD
+    total_ns: Number = UNTOLD
     error: str | UnsetType | None = UNSET
     clipped: bool | UnsetType = UNSET
     remote: Remote | UnsetType | None = UNSET
@@ -307,20 +308,70 @@ class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
     owner: Number = UNTOLD
 
 
-class OwnEvent(msgspec.Struct, gc=False):
-    """An event of a file from `dump`. Samples have another type."""
+class NoArguments(msgspec.Struct, gc=False, frozen=True):
+    """The arguments of an event that has none."""
+
+
+SomeArguments = TypeVar("SomeArguments")
+_NOT_GIVEN: Any = NoArguments()
+
+
+class OwnId(msgspec.Struct, frozen=True, gc=False):
+    """The id of an async slice, which is unique in the file."""
+
+    local: Scalar = None
+
+
+class OwnEvent(msgspec.Struct, Generic[SomeArguments], gc=False):
+    """An event of a file that `dump` has written, except samples. `SomeArguments` has some fields of `Arguments`."""
 
     ph: Literal["X", "b", "e", "n", "s", "f", "M"]
     ts: float = np.nan
     dur: float = np.nan
     pid: Int64 | None = None
     tid: Int64 | None = None
-    id2: ScopedId | Scalar = None
-    args: Arguments = Arguments()
+    id2: OwnId | None = None
+    args: SomeArguments = _NOT_GIVEN
 
 
+class OwnDecoder:
+    """Decodes the events of a file that `dump` has written.
+
+    The arguments get only the fields that the file has had so far, because each field takes time for each event.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._decode_seen = self._make_decoder()
+
+    def decode(self, text: bytes) -> list[Any]:
+        try:
+            return self._decode_seen(text)
+        except msgspec.ValidationError:  # further fields, samples, or damaged events
+            pass
+        try:
+            events = _decode_own(text)
+        except msgspec.ValidationError:
+            return _decode_foreign_events(text)
+        names = {
+            field.name
+            for field in _FIELDS
+            if any(getattr(event.args, field.name, field.default) != field.default for event in events)
+        }
+        if not names <= self._names:
+            self._names |= names
+            self._decode_seen = self._make_decoder()
+        return events
+
+    def _make_decoder(self) -> Callable[[bytes], list[Any]]:
+        fields = [(field.name, field.type, field.default) for field in _FIELDS if field.name in self._names]
+        arguments_type = msgspec.defstruct("SeenArguments", fields, gc=False, frozen=True, forbid_unknown_fields=True)
+        return msgspec.json.Decoder(list[OwnEvent[arguments_type]]).decode  # type: ignore[valid-type]
+
+
+_FIELDS = msgspec.structs.fields(Arguments)
 _decode_arguments = msgspec.json.Decoder(list[Arguments]).decode
-_decode_own = msgspec.json.Decoder(list[OwnEvent]).decode
+_decode_own = msgspec.json.Decoder(list[OwnEvent[Arguments]]).decode
 _decode_timed = msgspec.json.Decoder(list[TimedEvent]).decode
 _decode_any_times = msgspec.json.Decoder(list[TraceEvent]).decode
 _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
@@ -363,8 +414,9 @@ class EventBatch(NamedTuple):
     times_us: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
 
-def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatch:
-    events, raw = text.take_values(_decode_own_events if are_ours else _decode_foreign_events, b"}")
+def read_next_events(text: JsonText, first: int, decode_own: Callable[[bytes], list[Any]] | None) -> EventBatch:
+    """Read the next events of a file. `decode_own` decodes the events of a file that `dump` has written."""
+    events, raw = text.take_values(decode_own or _decode_foreign_events, b"}")
     if events is None:
         return EventBatch(_decode_damaged_events(raw, first, text.left_out))
     times_us = None
@@ -373,7 +425,8 @@ def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatc
             type(time) in (int, float) and abs(time) >= EXACT_US for event in events for time in (event.ts, event.dur)
         )
     else:
-        times_us = np.array([event.ts for event in events]), np.array([event.dur for event in events])
+        times = [event.ts for event in events], [event.dur for event in events]
+        times_us = np.fromiter(times[0], np.float64, len(events)), np.fromiter(times[1], np.float64, len(events))
         are_far = any((np.abs(times) >= EXACT_US).any() for times in times_us)
     if are_far:
         with suppress(msgspec.MsgspecError):  # a time in it is invalid
@@ -386,13 +439,6 @@ def _decode_foreign_events(text: bytes) -> list[Any]:
         return _decode_timed(text)
     except msgspec.ValidationError:  # some times are no numbers
         return _decode_any_times(text)
-
-
-def _decode_own_events(text: bytes) -> list[Any]:
-    try:
-        return _decode_own(text)
-    except msgspec.ValidationError:  # samples, or damaged events
-        return _decode_foreign_events(text)
 
 
 def _decode_damaged_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
@@ -512,11 +558,11 @@ def read_block_if_valid(
     if not ((np.abs(starts) < EXACT_US) & (lengths >= 0) & (starts + lengths < EXACT_US)).all():
         return None
     start_ns, length_ns = (np.rint(times * 1000).astype(np.int64) for times in (starts, lengths))
+    if slices and type(slices[0]) is OwnEvent:
+        return Block(slices, phases, start_ns, length_ns, has_parts=False)
     has_parts = _has_fractions_of_ns(starts, start_ns) or _has_fractions_of_ns(lengths, length_ns)
     block = Block(slices, phases, start_ns, length_ns, has_parts)
-    if slices and type(slices[0]) is not OwnEvent and (b"\0" + block.joined_arguments).count(b"\0{") != len(slices):
-        return None
-    return block
+    return block if (b"\0" + block.joined_arguments).count(b"\0{") == len(slices) else None
 
 
 def read_phases(events: Sequence[Any]) -> NDArray[np.uint8]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from instrument.chrome.events import EventBatch, JsonText, TraceEvent, read_next_events
-from instrument.chrome.slices import Slices
+from instrument.chrome.events import EventBatch, JsonText, OwnDecoder, TraceEvent, read_next_events
+from instrument.chrome.slice_reading import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import FLOPS, Flops, read_flops
 from instrument.recording.tally import Tally
@@ -178,12 +178,12 @@ def _take_closing_bracket(text: JsonText, bracket: str) -> None:
 
 
 def _read_events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBatch]]:
-    count = 0
+    count, decode_own = 0, OwnDecoder().decode if are_ours else None
     while (mark := text.peek_character()) not in ("]", ""):
         if mark == ",":
             text.take_character(",")
         elif mark == "{":
-            events = read_next_events(text, count + 1, are_ours=are_ours)
+            events = read_next_events(text, count + 1, decode_own)
             count += len(events.events)
             yield None, events
         else:

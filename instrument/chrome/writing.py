@@ -188,6 +188,7 @@ class Drawing:
             (is_opener & (spans.task_id != 0), spans.task_id),
             (self_ns != total_ns, self_ns),
             (active_ns != total_ns, active_ns),
+            (spans.is_async, spans.end_ns - spans.start_ns),
         ]
 
     def _make_arguments(self, some: slice, shared: Iterable[Iterable[Any]]) -> Iterator[Arguments]:

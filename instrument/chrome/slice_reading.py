@@ -1,7 +1,7 @@
 """Converts the slices of a trace file into columns, for files of any profiler.
 
 The parent of a slice is the innermost slice around it on the same thread, or among async slices with the same key. The
-arguments of a slice may name another parent. `foreign_slices` reads the arguments of other profilers.
+arguments of a slice may name another parent. `foreign_slice_reading` reads the arguments of other profilers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ from instrument.chrome.events import (
     read_block_if_valid,
     read_phases,
 )
-from instrument.chrome.foreign_slices import ForeignSlices, NumberedLanes, Rows, look_up_or_make
+from instrument.chrome.foreign_slice_reading import ForeignSlices, NumberedLanes, Numbers, Rows
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
 from instrument.trace.indices import (
     NONE,
-    append_numbers,
     invert_order,
     mask_of,
     rows_of,
@@ -62,9 +61,10 @@ LIMIT_EVENTS = 5 * LIMIT_SPANS
 """The maximum number of events in a file, including those that are no slices."""
 
 _IS_SLICE = mask_of(np.frombuffer(b"XBEbe", np.uint8), 1 << 8)
+_IS_BEGIN = mask_of(np.frombuffer(b"XBb", np.uint8), 1 << 8)
 
 # Comprehensions with a fixed attribute take half the time of `attrgetter`.
-_NUMBERS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
+_READ_FIELD: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "id": lambda arguments: [some.id for some in arguments],
     "site": lambda arguments: [some.site for some in arguments],
     "parent": lambda arguments: [some.parent for some in arguments],
@@ -73,20 +73,27 @@ _NUMBERS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
     "task": lambda arguments: [some.task for some in arguments],
     "self_ns": lambda arguments: [some.self_ns for some in arguments],
     "active_ns": lambda arguments: [some.active_ns for some in arguments],
+    "total_ns": lambda arguments: [some.total_ns for some in arguments],
     "thread": lambda arguments: [some.thread for some in arguments],
-}
-_NUMBERS_OF_INTERVALS: dict[str, Callable[[Sequence[Arguments]], list[Any]]] = {
     "owner": lambda arguments: [some.owner for some in arguments],
     "place": lambda arguments: [some.place for some in arguments],
     "uncertainty_ns": lambda arguments: [some.uncertainty_ns for some in arguments],
     "device": lambda arguments: [some.device for some in arguments],
     "stream": lambda arguments: [some.stream for some in arguments],
     "enclosing_stream": lambda arguments: [some.enclosing_stream for some in arguments],
+    "error": lambda arguments: [some.error for some in arguments],
+    "clipped": lambda arguments: [some.clipped for some in arguments],
+    "attributes": lambda arguments: [some.attributes for some in arguments],
+    "remote": lambda arguments: [some.remote for some in arguments],
+    "label": lambda arguments: [some.label for some in arguments],
 }
+_NUMBERS = ("id", "site", "parent", "root", "own_id", "task", "self_ns", "active_ns", "thread")
+_NUMBERS_OF_INTERVALS = ("owner", "place", "uncertainty_ns", "device", "stream", "enclosing_stream")
 _OF_INTERVALS = ("owner", "place", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
 
 
-_NOTHING: tuple[Int64s, Int64s, Int64s] = (np.zeros(0, np.int64),) * 3
+_NO_NUMBERS: Int64s = np.zeros(0, np.int64)
+_NOTHING = _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS
 
 
 class Slices:
@@ -109,7 +116,7 @@ class Slices:
         if self._seen > LIMIT_EVENTS:
             raise ValueError(f"it has more than {LIMIT_EVENTS} events; record less into one file")
         phases = read_phases(events)
-        are_slices = _IS_SLICE[phases]
+        are_slices = (_IS_BEGIN if self._ours is not None and self._ours.has_lengths else _IS_SLICE)[phases]
         if self._ours is None:
             # The slice of "Trace" is the time of torch.profiler itself, no call.
             are_slices &= [event.cat != "Trace" or event.pid != "Spans" for event in events]
@@ -159,7 +166,7 @@ class Slices:
             ]
         else:  # the local ids of `dump` are unique in the file
             keys = [event.id2.local for event in marks]
-        lines = np.array(self._lanes.number_lines_of_keys(keys), dtype=np.int64)
+        lines = self._lanes.number_lines_of_keys(keys)
         rows = np.where(block.are_begins, rows, NONE)
         self._mark_parts.append((block.start_ns[are_marks], rows[are_marks], lines))
         self._tasks |= dict.fromkeys(lines[phases == ord("b")].tolist())
@@ -177,9 +184,8 @@ class Slices:
         self._row_parts.clear()
         line, thread_id = view_numbers(self._lanes.line)[lane], view_numbers(self._lanes.thread_id)[lane]
         clipped = np.zeros(len(start_ns), dtype=np.bool_)
-        order_in_file, strays = self._match_begins_with_ends(end_ns, line, clipped)
-        # Slices with equal begins and ends keep the order of the file.
-        order = np.lexsort((order_in_file, -end_ns, start_ns))
+        order_in_file, strays = self._set_lines_of_marks(end_ns, line, clipped)
+        order = _sort_rows(start_ns, end_ns, order_in_file)
         start_ns, end_ns, line, thread_id = start_ns[order], end_ns[order], line[order], thread_id[order]
         around = _find_parents(start_ns, end_ns, line, self._rounding_ns)
         task_of_line = np.zeros(len(self._lanes.lines), dtype=np.int64)
@@ -187,10 +193,16 @@ class Slices:
         further = thread_id, task_of_line[line], around, clipped[order], strays
         return Rows(order, invert_order(order), start_ns, end_ns, line, *further)
 
-    def _match_begins_with_ends(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
+    def _set_lines_of_marks(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
+        """Set the lines of the slices with begin events, and find their ends unless they are known.
+
+        Return the order of all slices in the file, and the number of end events without a begin event.
+        """
         place = np.arange(len(end_ns), dtype=np.int64)
         at_ns, rows, of = map(np.concatenate, zip(*self._mark_parts, strict=True))
-        if not len(of):
+        if not len(of) or (self._ours is not None and self._ours.has_lengths):
+            line_of_row[rows] = of
+            place[rows] += len(place)
             return place, 0
         last_ns = max(int(at_ns.max()), int(end_ns.max(initial=int(at_ns[0]))))
         if (at_ns[1:] < at_ns[:-1]).any():
@@ -222,6 +234,17 @@ class Slices:
         return place, len(of) - len(matched)
 
 
+def _sort_rows(start_ns: Int64s, end_ns: Int64s, order_in_file: Int64s) -> Int64s:
+    """Return the order of rows by start, the longest first. Rows with equal starts and ends keep their order."""
+    before, after = slice(None, -1), slice(1, None)
+    ties = (end_ns[after] < end_ns[before]) | (
+        (end_ns[after] == end_ns[before]) & (order_in_file[after] > order_in_file[before])
+    )
+    if ((start_ns[after] > start_ns[before]) | ((start_ns[after] == start_ns[before]) & ties)).all():
+        return np.arange(len(start_ns))  # far faster, and most files are in order
+    return np.lexsort((order_in_file, -end_ns, start_ns))
+
+
 def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
     """Return the row of each row's parent, or `NONE`. The parent is the innermost row around it on the same line.
 
@@ -246,14 +269,14 @@ def _find_parents_if_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> I
     count, length = len(line), int(end_ns.max(initial=0) - start_ns.min(initial=0)) + 1
     if not count or (int(line.max()) + 1) * length >= 1 << 62:
         return None
-    order = np.argsort(line, kind="stable")
+    order = sort_stably(line, int(line.max()) + 1)
     moved = line[order] * length - int(start_ns.min())  # the lines one after another
     starts, ends, numbers = start_ns[order] + moved, end_ns[order] + moved, np.arange(count)
     # A row without a length ends as it begins, and so do those of the same time behind it.
     empty = np.append(0, np.cumsum(starts == ends))
     not_begun = empty[np.searchsorted(starts, starts, "right")] - empty[:-1]
     level = numbers - np.searchsorted(np.sort(ends), starts, "right") + not_begun
-    by_level = np.argsort(level, kind="stable")
+    by_level = sort_stably(level, int(level.max()) + 1)
     keys = level[by_level] * count + by_level
     above = by_level[np.searchsorted(keys, (level - 1) * count + numbers) - 1]
     is_inner = level > 0
@@ -274,14 +297,17 @@ class OwnSlices:
         self._metadata = metadata
         if not -FARTHEST_NS < metadata.base_ns < FARTHEST_NS:
             raise ValueError("it has a time out of range; it is damaged")
-        self._numbers = {name: array("q") for name in (*_NUMBERS, "error")}
+        self._numbers: dict[str, list[Int64s]] = {name: [_NO_NUMBERS] for name in (*_NUMBERS, "error")}
         self._errors: dict[Any, int] = {UNSET: NONE, None: NONE}
         self._clipped: list[int] = []
         self._remote: dict[int, RemoteParent] = {}
         self._attributes = GatheredAttributes(_check_attributes)
         self._samples: list[Sample] = []
-        self._intervals = {name: array("q") for name in _OF_INTERVALS}
-        self._labels: dict[Any, int] = {}
+        self._intervals: dict[str, list[Int64s]] = {name: [_NO_NUMBERS] for name in _OF_INTERVALS}
+        self._row_count = 0
+        self.has_lengths: bool | None = None
+        """True if async begins have lengths, so that ends are not read. Earlier versions wrote files without them."""
+        self._labels = Numbers()
         self._waiting: list[Arguments] = []
 
     def add_events(self, events: Sequence[Any], block: Block) -> Block:
@@ -293,7 +319,18 @@ class OwnSlices:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
         begins = block.select(block.are_begins)
         self._waiting = begins.arguments()
-        of_device = _to_array(_NUMBERS_OF_INTERVALS["owner"](self._waiting)) != UNTOLD
+        are_async = begins.phases == ord("b")
+        if are_async.any():
+            lengths_ns = _read_numbers(self._waiting, "total_ns")[are_async]
+            if self.has_lengths is None:
+                self.has_lengths = bool(lengths_ns[0] >= 0)
+            if self.has_lengths and (lengths_ns < 0).any():
+                raise ValueError("an async slice in it has no length; write or copy it again")
+            if self.has_lengths:
+                begins.length_ns[are_async] = lengths_ns
+        if self.has_lengths:
+            block = begins
+        of_device = _read_numbers(self._waiting, "owner") != UNTOLD
         if not of_device.any():
             return block
         self._add_intervals([*compress(self._waiting, of_device.tolist())], begins.select(of_device))
@@ -311,33 +348,33 @@ class OwnSlices:
 
     def add_arguments(self) -> None:
         arguments, self._waiting = self._waiting, []
-        first = len(self._numbers["error"])
-        for name, read in _NUMBERS.items():
-            self._numbers[name].frombytes(_to_array(read(arguments)).tobytes())
-        errors = look_up_or_make(self._errors, [some.error for some in arguments], lambda _: len(self._errors) - 2)
-        append_numbers(self._numbers["error"], errors)
-        self._clipped += [
-            row for row, is_clipped in _number_values([some.clipped for some in arguments], first) if is_clipped
-        ]
-        for row, attributes in _number_values([some.attributes for some in arguments], first):
+        first, self._row_count = self._row_count, self._row_count + len(arguments)
+        for name in _NUMBERS:
+            self._numbers[name].append(_read_numbers(arguments, name))
+        errors = np.full(len(arguments), NONE)
+        for place, error in _read_values(arguments, "error"):
+            errors[place] = self._errors.setdefault(error, len(self._errors) - 2)
+        self._numbers["error"].append(errors)
+        self._clipped += [first + place for place, is_clipped in _read_values(arguments, "clipped") if is_clipped]
+        for place, attributes in _read_values(arguments, "attributes"):
             text = bytes(attributes)
-            self._attributes.add(row, attributes_to_json(json.loads(text)) if b"\\" in text else text)
-        remotes = _number_values([some.remote for some in arguments], first)
-        self._remote |= {row: remote.parent() for row, remote in remotes if remote}
+            self._attributes.add(first + place, attributes_to_json(json.loads(text)) if b"\\" in text else text)
+        remotes = _read_values(arguments, "remote")
+        self._remote |= {first + place: remote.parent() for place, remote in remotes if remote}
 
     def _add_intervals(self, arguments: Sequence[Arguments], block: Block) -> None:
-        labels = ["exclusive" if some.label is UNSET else some.label for some in arguments]
-        columns = {name: _to_array(read(arguments)) for name, read in _NUMBERS_OF_INTERVALS.items()}
+        labels = ["exclusive" if label is UNSET else label for label in _read_field(arguments, "label", UNSET)]
+        columns = {name: _read_numbers(arguments, name) for name in _NUMBERS_OF_INTERVALS}
         columns |= {
             "stream": _fill_missing(columns["stream"], columns.pop("enclosing_stream")),
-            "label": np.array(look_up_or_make(self._labels, labels, lambda _: len(self._labels))),
+            "label": self._labels.read(labels),
             "start_ns": block.start_ns,
             "end_ns": block.start_ns + block.length_ns,
         }
         for name in ("place", "uncertainty_ns"):
             columns[name][columns[name] == UNTOLD] = 0
         for name, numbers in columns.items():
-            self._intervals[name].frombytes(numbers.tobytes())
+            self._intervals[name].append(numbers)
 
     def assemble_trace(self, rows: Rows) -> Trace:
         if rows.clipped.any() or rows.strays:
@@ -376,10 +413,10 @@ class OwnSlices:
         return self._metadata.make_trace(SpanViews(columns), self._samples)
 
     def _order_column(self, name: str, rows: Rows) -> Int64s:
-        return view_numbers(self._numbers.pop(name))[rows.order]
+        return np.asarray(np.concatenate(self._numbers.pop(name))[rows.order])
 
     def _make_device_intervals(self, span_id: Int64s, base_ns: int) -> DeviceIntervals:
-        columns = {name: view_numbers(self._intervals.pop(name)) for name in _OF_INTERVALS}
+        columns = {name: np.concatenate(self._intervals.pop(name)) for name in _OF_INTERVALS}
         if any((columns[name] == UNTOLD).any() for name in ("device", "stream")) or (columns["place"] < 0).any():
             raise ValueError("an interval in it belongs to no device, stream or site; it is damaged")
         rows: Int32s = rows_of(span_id, columns.pop("owner"))
@@ -391,17 +428,25 @@ class OwnSlices:
         return DeviceIntervals(row=rows[order], **ordered, label=label, labels=tuple(self._labels))
 
 
-def _to_array(numbers: list[Any]) -> Int64s:
+def _read_field(arguments: Sequence[Any], name: str, missing: Any) -> list[Any]:
+    if not arguments or name not in arguments[0].__struct_fields__:
+        return [missing] * len(arguments)
+    return _READ_FIELD[name](arguments)
+
+
+def _read_numbers(arguments: Sequence[Any], name: str) -> Int64s:
+    numbers = _read_field(arguments, name, UNTOLD)
     if numbers.count(UNTOLD) == len(numbers):  # far faster than to convert them
         return np.full(len(numbers), UNTOLD, dtype=np.int64)
     return np.fromiter(numbers, np.int64, len(numbers))
 
 
-def _number_values(values: list[Any], first: int) -> list[tuple[int, Any]]:
-    """Return the values other than `UNSET`, each with its row. `first` is the row of the first value."""
+def _read_values(arguments: Sequence[Any], name: str) -> list[tuple[int, Any]]:
+    """Return the values of a field that are set, with their places."""
+    values = _read_field(arguments, name, UNSET)
     if values.count(UNSET) == len(values):
         return []
-    return [(row, value) for row, value in enumerate(values, first) if value is not UNSET]
+    return [(place, value) for place, value in enumerate(values) if value is not UNSET]
 
 
 def _fill_missing(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:

@@ -218,6 +218,17 @@ def look_up_or_make(table: dict[Key, Value], keys: Sequence[Key], make: Callable
     return cast("list[Value]", values)
 
 
+class Numbers(dict[Any, int]):
+    """Numbers of keys. A key that is read for the first time gets the next number."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = number = len(self)
+        return number
+
+    def read(self, keys: Sequence[Any]) -> Int64s:
+        return np.fromiter(map(self.__getitem__, keys), np.int64, len(keys))
+
+
 class NumberedLanes:
     """Numbers the lanes of a file. A lane is a pair of process id and thread id.
 
@@ -231,7 +242,7 @@ class NumberedLanes:
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._numbers: dict[tuple[Any, Any], int] = {}
-        self.lines: dict[Any, int] = {}
+        self.lines = Numbers()
         self.rows: list[tuple[Any, Any]] = []
         self.line, self.thread_id, self.are_paddles = array("q"), array("q"), bytearray()
 
@@ -240,9 +251,11 @@ class NumberedLanes:
             look_up_or_make(self._numbers, [(event.pid, event.tid) for event in events], self._add_lane), dtype=np.int64
         )
 
-    def number_lines_of_keys(self, keys: Sequence[Any]) -> list[int]:
+    def number_lines_of_keys(self, keys: Sequence[Any]) -> Int64s:
         """Return the number of each key's line. A key is a lane (a pair) or the key of an async slice."""
-        return look_up_or_make(self.lines, keys, self._number_line)
+        if self._are_ours:
+            return self.lines.read(keys)
+        return np.array(look_up_or_make(self.lines, keys, self._number_line), dtype=np.int64)
 
     def _number_line(self, key: Any) -> int:
         key = _parse_process_and_thread_id(key) if isinstance(key, tuple) and len(key) == 2 else key
