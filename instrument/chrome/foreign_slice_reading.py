@@ -218,7 +218,7 @@ def look_up_or_make(table: dict[Key, Value], keys: Sequence[Key], make: Callable
     return cast("list[Value]", values)
 
 
-class Numbers(dict[Any, int]):
+class NumberByKey(dict[Any, int]):
     """Numbers of keys. A key that is read for the first time gets the next number."""
 
     def __missing__(self, key: Any) -> int:
@@ -242,7 +242,7 @@ class NumberedLanes:
         self._taken: set[Any] = set()
         self._spare_ids = count(SPARE_TIDS)
         self._numbers: dict[tuple[Any, Any], int] = {}
-        self.lines = Numbers()
+        self.lines = NumberByKey()
         self.rows: list[tuple[Any, Any]] = []
         self.line, self.thread_id, self.are_paddles = array("q"), array("q"), bytearray()
 

@@ -28,7 +28,7 @@ from instrument.chrome.events import (
     read_block_if_valid,
     read_phases,
 )
-from instrument.chrome.foreign_slice_reading import ForeignSlices, NumberedLanes, Numbers, Rows
+from instrument.chrome.foreign_slice_reading import ForeignSlices, NumberByKey, NumberedLanes, Rows
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent
@@ -307,7 +307,7 @@ class OwnSlices:
         self._row_count = 0
         self.has_lengths: bool | None = None
         """True if async begins have lengths, so that ends are not read. Earlier versions wrote files without them."""
-        self._labels = Numbers()
+        self._labels = NumberByKey()
         self._waiting: list[Arguments] = []
 
     def add_events(self, events: Sequence[Any], block: Block) -> Block:
