@@ -92,6 +92,13 @@ WALL = "wall"
 CLOCKS = ("monotonic", WALL)
 CLOCK = "wall: join files of several machines by the time of day, even if the accuracy of the clocks is unknown"
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""The numbers of two parameters of `mallopt`, from `malloc.h` of glibc."""
+
+LARGEST_REUSED_BYTES, MOST_KEPT_BYTES = 32 << 20, 256 << 20
+"""The size of an array from which its memory is always returned to the kernel, and the most free memory that is not
+returned. The first is the largest size that glibc allows."""
+
 SUFFIXES = (".npz", ".json", ".json.gz")
 """The suffixes of files to read in a folder. Of two files that differ only in the suffix, the earlier suffix wins."""
 
@@ -200,6 +207,17 @@ def import_file_libraries() -> None:
     from instrument.trace import file, merge  # noqa: F401
 
     file_writing.damage_errors()
+    _reuse_freed_memory()
+
+
+def _reuse_freed_memory() -> None:
+    """Let malloc reuse the memory of freed arrays, instead of having the kernel clear other pages for each array."""
+    import ctypes
+
+    with suppress(AttributeError):  # musl has no such setting
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED_BYTES)
+        mallopt(M_TRIM_THRESHOLD, MOST_KEPT_BYTES)
 
 
 def read_within_memory_limit(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
