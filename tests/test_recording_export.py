@@ -149,6 +149,35 @@ def test_spans_of_a_session_are_its_own_though_another_one_has_begun_before_they
     assert found == {"first": {"one": 7}, "second": {"another": 3}}
 
 
+def test_a_session_that_ends_while_the_collector_is_silent_on_the_one_before_is_exported_after_that_one(
+    service: Service, collector: Collector
+) -> None:
+    first = service.handed_over(collector)
+    service.open.clear()
+    service.serve("one", 5)
+    service.look()
+    first._exporter.send_soon()
+    until(lambda: collector.tries == 1)
+    service.begin("second")
+    service.serve("another", 3)
+    second = service.run.begin_export(1, service.recorder.memory_fd, service.exporter)
+    first.has_ended = second.has_ended = True
+    for _ in range(2):
+        service.look()
+        service.run.end_settled()
+    assert set(service.run.recordings) == {0, 1}
+    service.open.set()
+
+    def has_ended_all() -> bool:
+        service.look()
+        service.run.end_settled()
+        return not service.run.recordings
+
+    until(has_ended_all)
+    found = {instance: Counter(span.name for span in spans) for instance, spans in collector.spans.items()}
+    assert found == {"first": {"one": 5}, "second": {"another": 3}}
+
+
 def test_spans_of_requests_that_had_not_ended_with_their_session_are_counted(
     service: Service, collector: Collector
 ) -> None:

@@ -235,6 +235,8 @@ class ExportLoop:
         has_more: list[int] = []
 
         def read(number: int, export: RecordingExport) -> None:
+            if self._is_earlier_session_open(export):
+                return
             if export.read_new_rows(is_last=is_last, meters=export is metered or is_last):
                 has_more.append(number)
 
@@ -252,6 +254,13 @@ class ExportLoop:
             self.attempt_dataset(self._close_datasets)
         self._has_looked()
         return bool(has_more) or (self._settling.has_more and not is_behind)
+
+    def _is_earlier_session_open(self, export: RecordingExport) -> bool:
+        """Return True if the export of an earlier session has the recording until the collector answers."""
+        return not export.is_ours and any(
+            other.file_id == export.file_id and other.generation < export.generation
+            for other in self.recordings.values()
+        )
 
     def _finish_reading(self, number: int, export: RecordingExport) -> None:
         export.take_due_metrics()

@@ -6,6 +6,7 @@ request is sent, so that no span is sent twice.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,10 @@ class RecordingExport:
         except BaseException:
             self._place.close()
             raise
-        self._generation = generation or self.mapped.generation
+        self.generation = generation or self.mapped.generation
+        file = os.fstat(self._place.fileno())
+        self.file_id = file.st_dev, file.st_ino
+        """The identity of the recording's file, which all sessions of a process share."""
         self._progress = Progress()
         self._reported_fates: Counter[str] = Counter()
         self._reading: _Reading | None = None
@@ -213,13 +217,13 @@ class RecordingExport:
 
     def _is_superseded(self) -> bool:
         """Return True if a later session of the process has begun and has overwritten the rows."""
-        return self.mapped.read_generation() != self._generation
+        return self.mapped.read_generation() != self.generation
 
     def _read_facts(self) -> ExportFacts | None:
         header = self.mapped.header if self.mapped.published_ns != self._published_ns else None
         facts = decode_facts(header.facts.get("export")) if header is not None else None
         reading = self._reading
-        if header is None or facts is None or header.generation != self._generation:
+        if header is None or facts is None or header.generation != self.generation:
             return self._facts
         self._facts, self._published_ns = facts, header.monotonic_ns
         if reading is not None:
@@ -229,8 +233,8 @@ class RecordingExport:
     def _begin_reading(self, facts: ExportFacts) -> _Reading:
         self.mapped.read_tree()
         progress = self._progress
-        if progress.generation != self._generation:
-            progress = Progress(self._generation, before=progress.unreported_counts())
+        if progress.generation != self.generation:
+            progress = Progress(self.generation, before=progress.unreported_counts())
         elif progress.is_reported:
             self._reported_fates, progress.is_reported = Counter(progress.fates), False
         unsettled, unanswered = progress.unsettled_spans, progress.unanswered_spans
@@ -328,7 +332,7 @@ class RecordingExport:
 
     @property
     def key(self) -> str:
-        return f"{read_origin(self.mapped.header).pid}-{self._generation}"
+        return f"{read_origin(self.mapped.header).pid}-{self.generation}"
 
     def prepare_scrape(self) -> None:
         if self._reading is not None and self.is_ours:
@@ -376,7 +380,7 @@ class RecordingExport:
             fates.subtract(self._reported_fates)
             if reading is not None:
                 fates[METRICS_LOST] += reading.metering.drop_at_end()
-            if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
+            if self.is_ours and not self._is_superseded() and progress.generation == self.generation:
                 fates["unread"] += self._place.count_unread_rows()  # nobody counts it once this is reported
             progress.is_reported, progress.before = True, Progress().before
             if self.is_ours:
