@@ -75,9 +75,10 @@ def serve_patiently(connection):
     from instrument.agent.exporter_child import ExporterChild
 
     def begin_patiently(*arguments, begin=ExporterChild._begin):
-        from instrument.otlp import recording_export
+        from instrument.otlp import exporter, recording_export
 
         recording_export.LAST_METRICS_S = 60
+        exporter.PATIENCE_NS = 60 * 10**9
         return begin(*arguments)
 
     ExporterChild._begin = begin_patiently
@@ -1304,10 +1305,11 @@ def test_ended_processes_are_counted_and_rates_are_over_the_time_that_each_lived
     until(lambda: sum(one["has_recorded"] and not one["ended_ns"] for one in processes()) == 2)
     until(lambda: sum(one["calls"] or 0 for one in json.loads(command("ps", "--json"))["runs"][0]["processes"]) == 2)
     shown = json.loads(command("live", "--once", "--json"))
-    assert (shown["ended"], shown["is_uneven"]) == (20, True)
+    assert shown["ended"] == 20
     assert shown["endpoints"][0]["rate"] > 1.9 / (shown["window_ns"] / 1e9)
     ups_ns = [one["up_ns"] for one in shown["processes"] if one["calls"]]
     assert shown["endpoints"][0]["rate"] == pytest.approx(sum(1e9 / up_ns for up_ns in ups_ns))
+    assert shown["is_uneven"] == (min(ups_ns) < 0.9 * max(ups_ns))  # so unless all of this took half a minute
     assert "\n20 processes of it ended: " in command("live", "--once")
     listed = command("ps")
     assert listed.count("  ended  ") + int(listed.partition("\nand ")[2].partition(" more that ended")[0]) == 20

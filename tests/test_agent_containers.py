@@ -94,10 +94,11 @@ def test_the_first_process_of_a_container_forwards_signals() -> None:
     done = first("""
         import engine, os, signal, sys, time
         engine.step(1)
-        signal.signal(signal.SIGUSR1, lambda *_: print("usr1", flush=True))
+        forwarded = []
+        signal.signal(signal.SIGUSR1, lambda *_: forwarded.append(print("usr1", flush=True)))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
         os.kill(1, signal.SIGUSR1)
-        time.sleep(0.2)
+        while not forwarded: time.sleep(0.01)
         os.kill(1, signal.SIGTERM)
         for _ in range(6000):  # Python sees a signal that comes just before a sleep only after it
             time.sleep(0.1)

@@ -682,6 +682,7 @@ if __name__ == "__main__":
     until(agents)
     Path("over").touch()
     _, errors = service.communicate(timeout=240)
+    until(lambda: not agent_socket.list_runs())
     unread = re.search(r"(\d+) spans that nobody had read as their export ended", errors)
     assert len(collector.taken) + (0 if unread is None else int(unread[1])) >= 3 * spans_of(10), errors
 

@@ -299,8 +299,9 @@ def test_gauges_of_torchs_allocator_from_the_process_are_reported_with_the_agent
     service = serve(FUNCTIONS + GAUGES)
     do(service, f"import types; exec({TORCH!r}, found := types.ModuleType('torch').__dict__); 0")
     do(service, "sys.modules['torch'] = types.SimpleNamespace(**found)")
-    do(service, "until(lambda: any(one.name == 'torch_allocated' for one in samples()))")
-    found = do(service, "print({(one.name, one.device, one.value) for one in samples() if one.name[:5] == 'torch'})")
+    do(service, "read = lambda: {(one.name, one.device, one.value) for one in samples() if one.name[:5] == 'torch'}")
+    do(service, "until(lambda: len(read()) == 4)")
+    found = do(service, "print(read())")
     assert eval(found) == {
         ("torch_allocated", 0, 5),
         ("torch_allocated_peak", 0, 7),
@@ -329,7 +330,7 @@ def test_an_agent_of_another_container_leaves_gauges_to_the_process_which_says_w
     words = [*alone.get("service", []), *INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
     service = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     do(service, "until(samples)")
-    assert do(service, "print(threads())") == "['instrument-control', 'instrument-nvml']"
+    do(service, "until(lambda: threads() == ['instrument-control', 'instrument-nvml'])")
     whose = "it is in another container" if which == "service" else ELSEWHERE
     note = f"device: a thread of this process reads the gauges, not the agent: {whose}"
     do(service, f"until(lambda: {note!r} in instrument.session().notes())")

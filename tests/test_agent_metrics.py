@@ -37,7 +37,7 @@ functions:
   - {match: "engine:tokens", gen_ai: true}
   - {match: "engine:step", batch: ids}
 device: {host: 1s}
-export: {otlp: {endpoint: "http://127.0.0.1:%d"}}
+export: {otlp: {endpoint: "http://127.0.0.1:%d", timeout: 200s}}
 """
 
 ENGINE = """
@@ -67,9 +67,15 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 import engine
 import instrument
 
+handled = threading.Semaphore(0)
+
 class Quiet(WSGIRequestHandler):
     def log_message(self, *_):
         pass
+
+    def handle(self):
+        super().handle()
+        handled.release()
 
 with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -82,6 +88,7 @@ with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
                     urlopen(f"http://127.0.0.1:{server.server_port}/{more[0]}").read()
                 except HTTPError:
                     pass
+                handled.acquire()  # a request ends after its answer has come
         elif word == "flush":
             found = instrument.flush(100)
             assert found.settled, found
@@ -216,6 +223,7 @@ def test_the_next_agent_goes_on_with_the_metrics_of_one_that_was_killed(collecto
     check(collector, preference, {200: 11, 404: 7, 503: 3})
     do(service, "ask 503 1", "ask 200 4", "flush", "ask 404 1")
     service.communicate(timeout=240)
+    until(lambda: not agent_socket.list_runs())
     check(collector, preference, {200: 15, 404: 8, 503: 4})
     read = readings(collector)
     assert len(read) == len(set(read)) > 1

@@ -78,7 +78,10 @@ def test_a_parent_of_eight_workers_and_their_helpers_get_no_threads_and_write_no
             from engine import step
             import time
             step(x)
-            time.sleep(0.2)
+            until = time.monotonic() + 240
+            while "instrument-control" not in {THREADS} and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(0.1)  # in which no other thread begins
             return os.getpid(), {THREADS}
 
         if __name__ == "__main__":

@@ -27,7 +27,7 @@ pytest.importorskip("prometheus_client")
 
 from otlp_collectors import collecting, take
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from test_agent import agents, begin, children_of, folder, kill, run, until
+from test_agent import agents, begin, children_of, folder, kill, processes, run, until
 
 from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.agent.scrapes import MOST_SEPARATE, EndedMetrics, Scrapes
@@ -59,9 +59,15 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 import engine
 import instrument
 
+handled = threading.Semaphore(0)
+
 class Quiet(WSGIRequestHandler):
     def log_message(self, *_):
         pass
+
+    def handle(self):
+        super().handle()
+        handled.release()
 
 def work(times):
     for _ in range(times):
@@ -76,6 +82,7 @@ with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
         if word == "ask":
             for _ in range(int(more[0])):
                 urlopen(f"http://127.0.0.1:{server.server_port}/").read()
+                handled.acquire()  # a request ends after its answer has come
         elif word == "child":  # which works and ends
             if os.fork() == 0:
                 work(int(more[0]))
@@ -200,8 +207,10 @@ def test_any_process_of_a_run_reports_the_metrics_of_all_and_so_does_the_agent_o
 def test_a_run_that_exports_nothing_is_scraped_from_the_first_call_on() -> None:
     Path("profile.yaml").write_text("requests: auto\nfunctions: [{match: 'engine:work', metrics: true}]")
     with started() as service:
-        for line in ("ask 3", "child 10", "worker 100"):
+        for line in ("ask 3", "child 10"):
             do(service, line)
+        until(lambda: any(process["ended_ns"] for process in processes()))  # else the first scrape has its counts
+        do(service, "worker 100")
         text = scraped_once(service, 101)
         assert sum(values(text, f"{REQUESTS}_count").values()) == 3
         assert "trace_id" not in text
