@@ -258,8 +258,8 @@ class ExportLoop:
     def _is_earlier_session_open(self, export: RecordingExport) -> bool:
         """Return True if the export of an earlier session has the recording until the collector answers."""
         return not export.is_ours and any(
-            other.file_id == export.file_id and other.generation < export.generation
-            for other in self.recordings.values()
+            earlier.file_id == export.file_id and earlier.generation < export.generation
+            for earlier in self.recordings.values()
         )
 
     def _finish_reading(self, number: int, export: RecordingExport) -> None:
