@@ -106,7 +106,7 @@ def test_interruptions_in_a_file_hit_what_they_hit_live(seed: int) -> None:
         spans.append(span)
     trace = columns_of_spans(spans)
     is_one = trace.are_of_sites(list(map(is_interruption, trace.sites)))
-    found = find_interruptions(trace, np.flatnonzero(~is_one), np.flatnonzero(is_one))
+    found = find_interruptions(trace, np.flatnonzero(~is_one), trace.select(is_one))
     live = Interruptions()
     live.attach(trace.select(is_one))  # as those of a moment before
     _, hits = live.attach(trace.select(~is_one))

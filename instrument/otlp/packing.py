@@ -164,12 +164,20 @@ def pack_resource(attributes: Mapping[str, object]) -> bytes:
     return pack_field(b"\x0a", pack_attributes(attributes, b"\x0a"))
 
 
-def pack_request(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
-    """Pack an OTLP request: a packed resource with spans or metrics. Entries in `foreign` get no schema URL."""
+def pack_request(
+    resource: bytes, pieces: Sequence[bytes], foreign: Sequence[bytes] = (), size_bytes: int | None = None
+) -> bytes:
+    """Pack an OTLP request: a packed resource with spans or metrics. Entries in `foreign` get no schema URL.
+
+    `size_bytes` is the size of all pieces, None to add it up.
+    """
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", find_version()))
-    of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
+    schema = pack_text(b"\x1a", SCHEMA_URL)
     without_schema = pack_field(b"\x12", b"".join((scope, *foreign))) if foreign else b""
-    return pack_field(b"\x0a", resource + of_schema + without_schema)
+    size = len(scope) + (sum(map(len, pieces)) if size_bytes is None else size_bytes) + len(schema)
+    scope_head = b"\x12" + encode_varint(size)
+    head = b"\x0a" + encode_varint(len(resource) + len(scope_head) + size + len(without_schema))
+    return b"".join((head, resource, scope_head, scope, *pieces, schema, without_schema))
 
 
 REQUEST_BYTES = 512 << 10

@@ -153,7 +153,8 @@ def split_into_requests(
             before = int(sums[at - 1]) if at else 0
             end = int(np.searchsorted(sums, before + most_bytes, side="right"))
             end = max(min(end, at + most_spans), at + 1)
-            yield Body(pack_request(resource, pieces[at:end].ravel().tolist()), end - at)
+            size_bytes = int(sums[end - 1]) - before
+            yield Body(pack_request(resource, pieces[at:end].ravel().tolist(), size_bytes=size_bytes), end - at)
             at = end
 
 

@@ -133,6 +133,7 @@ class Mapped:
         self._sites_until = 0, 0  # of which generation, and how many bytes of its facts
         self._known = -1, b""  # of which generation, and the nodes of the tree that is known
         self._tree = CallTree()
+        self._last_head: tuple[bytes | None, Any] = None, None
         try:
             self._read_head()
         except BaseException:
@@ -163,6 +164,8 @@ class Mapped:
 
     def _read_head(self) -> Any:
         data = self._read_bytes(0, layout.HEADER.size)
+        if data == self._last_head[0]:
+            return self._last_head[1]
         if len(data) < layout.HEADER.size or data[:8] != layout.MAGIC:
             raise TraceError(f"the memory begins with {data[:8]!r}; it is not a recording, or it was cut off")
         head = np.frombuffer(data, _HEADER)[0]
@@ -191,6 +194,7 @@ class Mapped:
         if self._object_bytes > layout.STRIDES["rings"] - layout.RING.size:
             raise TraceError("the rings of the recording are out of place; it is damaged")
         self._ring_type = _ring_type(self._object_bytes)
+        self._last_head = data, head
         return head
 
     def read_generation(self) -> int:

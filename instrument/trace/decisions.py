@@ -18,7 +18,15 @@ from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.recording.trace_context import RemoteParent, is_sampled, tracestate_of_share
 from instrument.trace.columns import Attributes, Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.indices import NONE, mask_of, nearest_at_or_above, number_combinations, rows_of
+from instrument.trace.indices import (
+    NONE,
+    find_distinct,
+    mask_of,
+    nearest_at_or_above,
+    number_combinations,
+    rank_distinct,
+    rows_of,
+)
 from instrument.trace.joined import join_requests
 from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows, have_details, split_remote_parent
 from instrument.trace.request_trees import build_request_trees
@@ -118,14 +126,14 @@ def _gather_rows_of_recording(
 ) -> dict[str, NDArray[Any]]:
     place = np.flatnonzero(_are_relevant(member, horizon_ns))
     rows = member.rows[place]
-    ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
+    ended = rows_of(rows["span_id"].astype(np.int64), np.fromiter(member.opened, np.int64, len(member.opened))) != NONE
     opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
     columns = columns_of_rows(rows, member.thread_id[place], opened, OPEN_NS)
-    nodes, inverse = np.unique(columns["node"], return_inverse=True)
+    nodes, node_places = rank_distinct(columns["node"])
     numbers = [sites.setdefault(member.site_of(number), len(sites)) for number in nodes.tolist()]
     return {
         **columns,
-        "site": np.array(numbers, np.int64)[inverse.reshape(-1)],
+        "site": np.array(numbers, np.int64)[node_places],
         "place": np.concatenate([place, np.full(len(opened), NONE)]),
         "state": np.concatenate([member.state[place], np.full(len(opened), OPEN, np.uint8)]),
     }
@@ -134,21 +142,21 @@ def _gather_rows_of_recording(
 def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     """Return True for rows about which a decision is due, or on which other decisions depend."""
     rows = member.rows
-    root_id = rows["root_id"]
-    is_request = root_id & np.uint64(REQUEST_BIT) != 0
-    is_root = is_request & (rows["span_id"] == root_id)
+    span_id, parent_id, root_id = (rows[name].astype(np.int64) for name in ("span_id", "parent_id", "root_id"))
+    is_request = root_id & REQUEST_BIT != 0
+    is_root = is_request & (span_id == root_id)
     undue = root_id[is_root & (rows["end_ns"] > horizon_ns)]
-    opened = np.fromiter((span_id for span_id in member.opened if span_id & REQUEST_BIT), np.uint64)
-    is_undue = is_request & np.isin(root_id, np.concatenate([undue, opened]))
+    opened = np.fromiter((span_id for span_id in member.opened if span_id & REQUEST_BIT), np.int64)
+    is_undue = is_request & (rows_of(np.union1d(undue, opened), root_id) != NONE)
     matter = ~is_undue | is_root | have_details(rows)
-    missing = np.setdiff1d(rows["parent_id"][matter], rows["span_id"][matter])
-    while len(missing):
-        more = ~matter & np.isin(rows["span_id"], missing)
-        if not more.any():
-            break
-        matter |= more
-        missing = np.setdiff1d(rows["parent_id"][more], rows["span_id"][matter])
-    return np.asarray(matter)
+    asking = matter
+    while True:
+        wanted = parent_id[asking]
+        missing = find_distinct(wanted[rows_of(span_id[matter], wanted) == NONE])
+        asking = ~matter & (rows_of(missing, span_id) != NONE)
+        if not asking.any():
+            return np.asarray(matter)
+        matter |= asking
 
 
 PATIENCE_NS = 10**9

@@ -268,7 +268,7 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
         origin = replace(facts.origin, monotonic_ns=base.monotonic_ns, realtime_ns=base.realtime_ns)
         threads = {thread_id: name for part in process_parts for thread_id, name in part.saved.trace.threads.items()}
         rows = order[(process[order] == number) & ~is_interrupting[order]]
-        hits = find_interruptions(trace, rows, np.flatnonzero(is_interrupting & (process == number)))
+        hits = find_interruptions(trace, rows, trace.select(is_interrupting & (process == number)))
         process_numbers = merged.saved.trace.processes[number] if merged.saved.trace.processes else None
         yield ProcessRows(replace(facts, origin=origin, threads=threads), process_numbers, rows, hits)
 
@@ -285,22 +285,22 @@ def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, 
     return origins
 
 
-def find_interruptions(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
-    by_end = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
+def find_interruptions(trace: Columns, rows: Int64s, interruptions: Columns) -> Mapping[int, Sequence[Span]]:
+    by_end = np.argsort(interruptions.end_ns, kind="stable")
     hit = rows[trace.are_of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
     if not len(by_end):
         return {}
-    starts, ends = trace.start_ns[by_end], trace.end_ns[by_end]
+    starts, ends = interruptions.start_ns[by_end], interruptions.end_ns[by_end]
     # Interruptions from `first` on end after the row's begin; none from `last` on begins before the row's end.
     first = np.searchsorted(ends, trace.start_ns[hit], side="right")
     last = np.searchsorted(np.minimum.accumulate(starts[::-1])[::-1], trace.end_ns[hit])
     counts = np.maximum(last - first, 0)
     row = np.repeat(hit, counts)
     place = np.arange(len(row)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-    is_of_loop = trace.are_of_sites(list(map(is_blocked_loop, trace.sites)))[by_end]
+    is_of_loop = interruptions.are_of_sites(list(map(is_blocked_loop, interruptions.sites)))[by_end]
     is_hit = starts[place] < trace.end_ns[row]
-    is_hit &= ~is_of_loop[place] | (trace.thread_id[by_end][place] == trace.thread_id[row])
-    spans = spans_of(trace, by_end)
+    is_hit &= ~is_of_loop[place] | (interruptions.thread_id[by_end][place] == trace.thread_id[row])
+    spans = spans_of(interruptions, by_end)
     hits: dict[int, list[Span]] = {}
     for hit_row, hit_place in zip(row[is_hit].tolist(), place[is_hit].tolist(), strict=True):
         hits.setdefault(hit_row, []).append(spans[hit_place])
@@ -325,8 +325,6 @@ class Interruptions:
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)
             alone &= (sizes == 1)[trees.reshape(-1)]
-        rows, alone_rows = np.flatnonzero(~alone), np.flatnonzero(alone)
-        extended = append_spans(trace, self._newest)
-        hits = find_interruptions(extended, rows, np.concatenate([alone_rows, np.arange(len(trace), len(extended))]))
-        self._newest = sorted([*self._newest, *spans_of(trace, alone_rows)], key=attrgetter("end_ns"))[-NEWEST:]
-        return rows, hits
+        rows, known = np.flatnonzero(~alone), append_spans(trace.select(alone), self._newest)
+        self._newest = sorted(spans_of(known, np.arange(len(known))), key=attrgetter("end_ns"))[-NEWEST:]
+        return rows, find_interruptions(trace, rows, known)

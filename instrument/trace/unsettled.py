@@ -20,15 +20,16 @@ from instrument.recording.mapped_facts import OpenSpan, RingRows
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, Site
 from instrument.recording.trace_context import RANDOM_BITS, RemoteParent, is_sampled, sampling_threshold
+from instrument.trace.indices import rank_distinct
 from instrument.trace.of_recording import RowDetail, have_details
 from instrument.trace.tail_sampler import TailSampler
 
 MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
 
-LEAST_PACKED = 500
-"""The minimum number of rows of a thread that are packed together. A row has 73 bytes, and a packed row between 3 and
-8."""
+LEAST_PACKED, MOST_PACKED = 500, 3_000
+"""The minimum and the maximum number of rows of a thread that are packed together. A row has 73 bytes, and a packed row
+between 3 and 8. A round of settling unpacks about twice the maximum, and every unpacked row takes time."""
 
 MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
@@ -255,7 +256,9 @@ class UnsettledRows:
         if np.count_nonzero(is_plain) < LEAST_PACKED:
             return rows
         self.lingers = True
-        self._packed.append(_PackedRows.from_rows(rows[is_plain], thread_id))
+        plain = rows[is_plain]
+        for first in range(0, len(plain), MOST_PACKED):
+            self._packed.append(_PackedRows.from_rows(plain[first : first + MOST_PACKED], thread_id))
         return np.asarray(rows[~is_plain])
 
     def unpack(self, horizon_ns: int = 1 << 62, most: int = 1 << 62) -> int:
@@ -312,13 +315,14 @@ class UnsettledRows:
             self.passed += int(np.count_nonzero(~is_kept))
         below = np.flatnonzero(is_request & (rows["span_id"] != roots))
         if len(below):
-            root_ids, inverse, counts = np.unique(roots[below], return_inverse=True, return_counts=True)
+            root_ids, root_places = rank_distinct(roots[below])
+            counts = np.bincount(root_places)
             for at, (root_id, count) in enumerate(zip(root_ids.tolist(), counts.tolist(), strict=True)):
                 size = self._sizes.get(root_id, 0)
                 room = max(self.spans_per_request - size, 0)
                 self._sizes[root_id] = size + min(count, room)
                 if count > room:
-                    is_kept[below[inverse.reshape(-1) == at][room:]] = False
+                    is_kept[below[root_places == at][room:]] = False
                     self.counts[BEYOND] += count - room
         return np.asarray(is_kept)
 
