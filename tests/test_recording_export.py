@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from otlp_collectors import Collector, Handler, collecting, refuse_with
+from otlp_collectors import Collector, Handler, collecting, refuse_with, take
 from readback import rows_in
 
 from instrument.otlp import export_facts, recording_export, recording_reader
@@ -21,7 +21,7 @@ from instrument.otlp.export_loop import ExportLoop
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import RecordingExport
 from instrument.profile.model import Capture
-from instrument.recording.export_checkpoint import SENT, ExportCheckpoint, Progress
+from instrument.recording.export_checkpoint import METRICS_LOST, SENT, ExportCheckpoint, Progress
 from instrument.recording.memory import IntervalRing
 from instrument.recording.spans import Origin, Site
 
@@ -370,3 +370,27 @@ def test_fates_of_spans_are_written_while_metrics_wait(service: Service, monkeyp
         assert metrics.has_waiting_metrics()
         assert len(written) <= before + 1
         found.close()
+
+
+def test_the_last_metrics_of_a_process_are_sent_again_where_the_collector_was_silent(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("instrument.otlp.exporter.PATIENCE_NS", 10**8)
+    tries: list[int] = []
+
+    def be_silent_once(handler: Handler, points: int) -> None:
+        tries.append(points)
+        if len(tries) > 1:
+            handler.answer(200)
+            return
+        handler.connection.recv(1)  # until the exporter gives up
+        handler.close_connection = True
+
+    service.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
+    service.recorder.wrap(lambda: None, ROUTED)()
+    with collecting(take, metrics=be_silent_once) as server:
+        service.handed_over(server).has_ended = True
+        fates = service.end()
+    assert fates[METRICS_LOST] == 0
+    durations = [metric for metric in server.metrics if metric.name == "http.server.request.duration"]
+    assert [point.count for metric in durations for point in metric.exponential_histogram.data_points] == [1]

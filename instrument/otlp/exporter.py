@@ -129,6 +129,10 @@ class Exporter:
     def component_type(self) -> str:
         return f"otlp_{'grpc' if self._settings.protocol == 'grpc' else 'http'}_span_exporter"
 
+    @property
+    def timeout_ns(self) -> int:
+        return self._settings.timeout_ns
+
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
         endpoint = self._settings.endpoint
         url = endpoint if self._settings.protocol == "grpc" else make_metrics_url(endpoint)

@@ -88,6 +88,8 @@ class Metrics:
             "" if temporality in DELTAS else f"{TEMPORALITY}: found {temporality!r}; allowed: {', '.join(DELTAS)}"
         )
         self._has_metrics = False
+        self.is_late = False
+        """True if the collector did not answer the last request in time."""
         self._lock = Lock()
         self._waiting: deque[Sample] = deque()
         self._oldest_ns = 0
@@ -156,6 +158,10 @@ class Metrics:
 
     def make_due(self) -> None:
         self._oldest_ns = 0
+
+    def retry_snapshot(self) -> None:
+        """Make the waiting snapshot due, although it was tried."""
+        self._tried = None
 
     def drop_waiting_metrics(self) -> None:
         with self._lock:
@@ -235,6 +241,7 @@ class Metrics:
         return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
     def settle_request(self, request: MetricsRequest, verdict: Response) -> None:
+        self.is_late = verdict.is_late
         lost = min(verdict.rejected, request.count) if verdict.taken else request.count
         with self._lock:
             if not request.values:

@@ -101,7 +101,7 @@ class Metering:
         self._asked_ns = 0
         self._due_ns = time.monotonic_ns() + DELAY_NS
         self._state: MeterState | None = None
-        self._settled_ns = self._taken_ns = 0
+        self._settled_ns = self._taken_ns = self._retry_until_ns = 0
         self._has_last = self._is_said = False
         self.unsaved = 0
         """The number of requests whose queue time was counted since the state was last written."""
@@ -253,6 +253,7 @@ class Metering:
         if not self._has_last:
             self._has_last = self._meter.has_ended = True
             until_ns = time.monotonic_ns()
+            self._retry_until_ns = until_ns + self._exporter.timeout_ns
             if self._facts.metered.asks:
                 self._ended = until_ns, self._meter.count_ended()
                 self._count_lost_requests()
@@ -260,12 +261,15 @@ class Metering:
 
     @property
     def has_settled_metrics(self) -> bool:
-        """True if the last metrics were sent, or were tried and dropped."""
+        """True if the last metrics were sent, or were tried and dropped. A silent collector has its time-out."""
         if not self.metrics.has_waiting_metrics():
             return True
         self._exporter.send_soon()
         # In this order: who sends them says so before it takes them.
         if not (self.metrics.is_due(time.monotonic_ns()) or self._exporter.is_sending_metrics(self._source)):
+            if self.metrics.is_late and time.monotonic_ns() < self._retry_until_ns:
+                self.metrics.retry_snapshot()
+                return False
             self.metrics.drop_waiting_metrics()
             self._write_state()
             return True
