@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (149, 1),
     "instrumentors": (11_247, 38),
     "native": (8_573, 27),
-    "otlp": (5_048, 17),
+    "otlp": (5_063, 17),
     "profile": (2_541, 8),
     "proposal": (1_258, 4),
     "recorder": (2_485, 9),
