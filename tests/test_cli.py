@@ -627,6 +627,7 @@ def test_report_prints_the_table_of_a_saved_trace(folder: Path) -> None:
     ("asked", "titles"),
     [
         pytest.param(["--tracer-option", "OpDetail"], ["Profiling"], marks=pytest.mark.slow),
+        (["--state", "CPU"], ["Profiling"]),
         pytest.param(["--view", "device"], ["Device"], marks=pytest.mark.slow),
         (["--view", "copies,events"], ["Copies", "Profiling"]),
         (["--view", "device", "--view", "copies", "--rows", "1"], ["Device", "Copies"]),

@@ -28,8 +28,9 @@ SCRAPE_TIMEOUT_S = 10.0
 """The maximum seconds until a scrape's request has arrived, and then until the answer is ready."""
 
 MOST_SEPARATE, MOST_SUMS = 16, 64
-"""The maximum number of ended processes with separate totals, and of sums over all older processes. Separate totals can
-be replaced if an exporter reads the recording again."""
+"""The maximum number of ended processes with totals of their own. Older processes are added to sums by scope and
+service, of which the second number is the maximum. Totals of its own are replaced if an exporter reads the recording of
+the process again."""
 
 ENDED_METRICS_FILE = "metrics.ended"
 

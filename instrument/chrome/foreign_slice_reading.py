@@ -597,7 +597,7 @@ _LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[
 
 
 def are_plain_attributes(args: bytes) -> bool:
-    """Return True for short arguments without lists, escapes or counts of operations. Such arguments are stored
+    """Return True for short arguments without lists, escapes, nulls or counts of FLOPs. Such arguments are stored
     undecoded."""
     return not args.rfind(b"{") and len(args) < LONGEST_PLAIN and not _has_escapes_or_flops(args)
 

@@ -78,7 +78,7 @@ def _add_report(verbs: Verbs) -> None:
         action="extend",
         type=read_view_names,
         metavar="V[,V]",
-        help="the views to print, in this order (default: brief; events with --tracer-option or --threads)",
+        help="the views to print, in this order (default: brief; events with --tracer-option, --threads or --state)",
     )
     parser.add_argument(
         "--request", metavar="KEY", help="print the parts and the timeline of one request, by its key or span number"

@@ -30,7 +30,7 @@ CHUNK = 256
 """The number of free pairs below which a pool doubles, and the minimum number of pairs by which it grows."""
 
 LOW = 64
-"""The number of free pairs at which the resolver is woken early."""
+"""The number of free pairs of CUDA events at which the resolver is woken early, to read finished ones."""
 
 POOL_LIMIT = 8_192
 """The maximum number of pairs per context. A pair takes some hundred bytes. A span without a free pair gets no device

@@ -1,7 +1,8 @@
-"""Make everything that a profile selects record, in imported modules and at later imports. Change it at a reload.
+"""Instruments everything that a profile selects, in modules imported already and in later imports.
 
-A module's functions are replaced right after the module has run. The rules under one top-level key of the profile are a
-family. A family's code is loaded only when the service imports a package that the family can instrument.
+A reload of the profile changes the instrumentation. A module's functions are replaced right after the module has run.
+The rules under one top-level key of the profile are a family. A family's code is loaded only when the service imports a
+package that the family can instrument.
 """
 
 from __future__ import annotations

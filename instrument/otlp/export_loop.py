@@ -202,7 +202,7 @@ class ExportLoop:
     def send_window(self, export: RecordingExport, begin_ns: int, end_ns: int) -> bool:
         """Send all spans of a process in an interval. Requests that are still open follow once they end.
 
-        Return False if there was no space for earlier spans within `UNREAD_LIMIT_S`.
+        Return False if the exporter's queue was too full to read earlier rows within `UNREAD_LIMIT_S`.
         """
         spans, until = export.read_spans_between(begin_ns, end_ns), time.monotonic() + UNREAD_LIMIT_S
         export.keep_open(spans)

@@ -1,8 +1,8 @@
 """The explanation of a slow request: the causes of its excess, which is its time beyond that of similar requests.
 
 Similar requests have the same endpoint and similar work. Their typical time is the mean of the middle half. A cause
-accounts for its time in the request beyond its typical time. For a window of time, the mean of its requests is
-explained.
+accounts for the time that it took in this request, minus the time that it typically takes. For a window of time, the
+average of the requests in it is explained.
 
 The verdict is `explained` if the evidence shows one cause that accounts for at least `MOSTLY` of the excess. It is
 `typical` for an excess within the usual spread, and otherwise `inconclusive`.

@@ -49,7 +49,7 @@ SHARED = "(several tasks were open)"
 """The text in place of a span if several tasks of the thread had open spans."""
 
 UNKNOWN_NUMBER = 0
-"""The number of `UNKNOWN` in `NumberedPlaces`."""
+"""The index of `UNKNOWN`, the place of a launch outside of all spans, in `NumberedPlaces.names`."""
 
 
 class NumberedPlaces(NamedTuple):

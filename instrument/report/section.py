@@ -328,8 +328,11 @@ def import_views(views: Sequence[str]) -> None:
 
 
 def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return `brief`, or `events` if the option `tracer_option` or `threads` is set, which `brief` does not use."""
-    return ("brief",) if options.get("tracer_option") is None and options.get("threads") is None else ("events",)
+    """Return `brief`, or `events` if an option is set that `brief` does not use."""
+    return ("brief",) if all(options.get(name) is None for name in _NOT_OF_BRIEF) else ("events",)
+
+
+_NOT_OF_BRIEF = ("tracer_option", "threads", "state")
 
 
 def refuse_unknown_views(views: Sequence[str]) -> None:

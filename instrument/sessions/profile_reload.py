@@ -464,7 +464,8 @@ class ControlThread:
     # ---------------------------------------------------------------- the file
 
     def _check_file(self) -> float:
-        """Apply the profile's file after a complete change. Return the seconds until the next check.
+        """Apply the profile's file if it has changed and its writer has finished. Return the seconds until the next
+        check.
 
         The file is read twice, because two writes within one tick of the file system's clock look like one.
         """

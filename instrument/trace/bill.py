@@ -1,11 +1,11 @@
 """Charges each wait of a request to the groups of requests that caused it, for the `neighbours` view.
 
-A request waits in its queue, in batches for other members, in stalls between batches, and while another request blocks
-its event loop. Each nanosecond of a wait is charged once, to the requests that were served meanwhile or that blocked
-the loop. Time in which no recorded batch ran is charged to nobody.
+A request waits in its queue, for the other members of its batch, in stalls between batches, and while another request
+blocks its event loop. Each nanosecond of a wait is charged once, to the requests that were served meanwhile or that
+blocked the loop. Time in which no recorded batch ran is charged to nobody.
 
-Of `length` ns, the first k groups with the weights w get `length * sum(w[:k]) // sum(w)` together. So the charges add
-up to the waits.
+A wait of `length` ns is divided in proportion to the groups' weights `w`: together, the groups before group `k` are
+charged `length * sum(w[:k]) // sum(w)`. So the charges add up to the wait exactly.
 
 An `Engine` predicts the queue times of the other requests if some requests are removed.
 """

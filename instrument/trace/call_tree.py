@@ -1,7 +1,8 @@
 """Computes the call tree of a trace, and the tally: the times of the calls of each call path.
 
-A track (`line` in names) is one thread, or one task on it. A call on another track is not part of its parent's time.
-The device time of a call is the union of its device intervals and those of the calls below it on the same track.
+A track (called `line` in identifiers) is one thread, or one task on a thread. A call on another track is not part of
+its parent's time. The device time of a call is the union of its device intervals and those of the calls below it on the
+same track.
 
 Recursion is folded: a call of a function that is already on the call path counts at that function's node.
 """

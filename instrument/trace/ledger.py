@@ -10,8 +10,9 @@ the request, or a time in between:
 - `sub-requests`: requests that began within the request but count on their own.
 - `unknown`: none of the above.
 
-A batch's time is divided by weight: the first k members with the weights w get `length * sum(w[:k]) // sum(w)` of its
-`length` ns together. For a request, its share comes first, and then waiting for other members.
+The time of a batch is divided among its members by weight. In the ledger of a request, a batch is first the request's
+own share, and then the time in which it waited for the other members. Of `length` ns, the shares of the members before
+member `k` are `length * sum(w[:k]) // sum(w)` together, for the weights `w`.
 """
 
 from __future__ import annotations
