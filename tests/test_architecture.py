@@ -341,24 +341,24 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (320, 4),
-    "agent": (4_182, 16),
-    "chrome": (3_384, 9),
+    "agent": (4_183, 16),
+    "chrome": (3_385, 9),
     "cli": (2_912, 15),
     "compat": (1_196, 6),
     "device": (3_442, 10),
     "docs": (0, 0),
     "fleet": (149, 1),
-    "instrumentors": (11_247, 38),
+    "instrumentors": (11_250, 38),
     "native": (8_573, 27),
     "otlp": (5_063, 17),
     "profile": (2_541, 8),
     "proposal": (1_258, 4),
     "recorder": (2_485, 9),
     "recording": (3_721, 13),
-    "report": (13_046, 37),
+    "report": (13_049, 37),
     "runtime": (2_643, 13),
-    "sessions": (6_041, 19),
-    "trace": (9_537, 28),
+    "sessions": (6_042, 19),
+    "trace": (9_539, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
