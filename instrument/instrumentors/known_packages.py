@@ -66,8 +66,8 @@ FAMILIES: Mapping[str, Family] = {
     key: Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
     for key, (module, name, packages) in _FAMILIES.items()
 }
-"""For each top-level key of a profile, the class that implements it, and the packages that it applies to. Classes are
-attached to a module in this order."""
+"""The class that implements each top-level key of a profile, and the packages that it applies to. Classes are attached
+to a module in this order."""
 
 KEEPING = ("functions", "requests", "layers")
 """The keys whose unchanged rules keep their probes at a reload. For other keys, all probes are attached again."""
