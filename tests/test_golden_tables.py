@@ -23,6 +23,7 @@ from instrument.recording.distributions import bucket_of
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
 from instrument.report.benchmark_view import Benchmark
 from instrument.report.copies_view import copies
+from instrument.report.device_use import measure_utilisation
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.kernels_view import kernels
@@ -31,7 +32,6 @@ from instrument.report.operators_view import operators, user
 from instrument.report.overview_view import distribution, overview
 from instrument.report.phases_view import phases
 from instrument.report.self_times_view import classes, instances, ops
-from instrument.report.utilisation import measure_utilisation
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 

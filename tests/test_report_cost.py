@@ -24,8 +24,8 @@ from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import UNTIMED, Cost, DeviceInterval, Origin, Site, Span
 from instrument.report.cost_view import InstrumentationCost, SiteCost, cost
+from instrument.report.device_use import NO_EVENTS
 from instrument.report.section import format_summary
-from instrument.report.utilisation import NO_EVENTS
 from instrument.report.view import InstrumentationStats, Options, Recording
 from instrument.trace.trace import Trace
 

@@ -16,8 +16,8 @@ from trees import outline
 from instrument import chrome
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report import device_view as view
+from instrument.report.device_use import measure_utilisation
 from instrument.report.table import LINE, column_width
-from instrument.report.utilisation import measure_utilisation
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from instrument.recording.spans import Cost, Site
+from instrument.report.device_use import count_missing_time_reasons, find_spans_without_device_time
 from instrument.report.section import NO_EVENTS, Coverage, Section, View, describe_uncached_cost
 from instrument.report.table import (
     MISSING,
@@ -24,7 +25,6 @@ from instrument.report.table import (
     sum_omitted_rows,
     wrap_text,
 )
-from instrument.report.utilisation import count_missing_time_reasons, find_spans_without_device_time
 from instrument.report.view import InstrumentationStats, Options, Recording
 
 MEBIBYTE = 1 << 20

@@ -15,6 +15,13 @@ from typing import NamedTuple
 
 from instrument.recording.metrics import GAUGES
 from instrument.recording.spans import HOST, UNTIMED, Gpu, Sample
+from instrument.report.device_use import (
+    DeviceUse,
+    EndpointUse,
+    Unanswered,
+    count_missing_time_reasons,
+    measure_utilisation,
+)
 from instrument.report.request_groups import GroupShare, group_shares, make_shares_table
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
@@ -28,13 +35,6 @@ from instrument.report.table import (
     printable,
     shorten,
     wrap_text,
-)
-from instrument.report.utilisation import (
-    DeviceUse,
-    EndpointUse,
-    Unanswered,
-    count_missing_time_reasons,
-    measure_utilisation,
 )
 from instrument.report.view import Options, Recording
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import Origin, is_late_failure, is_request
+from instrument.report.device_use import EndpointUse, measure_utilisation
 from instrument.report.device_view import endpoint_section, limit_endpoints
 from instrument.report.endpoint_statistics import (
     CLASSES,
@@ -48,7 +49,6 @@ from instrument.report.table import (
     shorten,
     wrap_text,
 )
-from instrument.report.utilisation import EndpointUse, measure_utilisation
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, find_blame, typical_times
 from instrument.trace.columns import Int64s

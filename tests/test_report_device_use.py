@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Origin, Site, Span
+from instrument.report.device_use import DeviceUse, Unanswered, Utilisation, measure_utilisation
 from instrument.report.section import NO_EVENTS
-from instrument.report.utilisation import DeviceUse, Unanswered, Utilisation, measure_utilisation
 from instrument.report.view import Recording
 from instrument.trace.trace import Trace
 
