@@ -21,7 +21,8 @@ from simulated_engine import Lives
 
 import instrument
 from instrument import chrome
-from instrument.cli import convert_verb, main
+from instrument.cli import main
+from instrument.cli.convert_merge_query_recover_verbs import FORMS, choose_form_by_suffix
 from instrument.cli.notebook import FRAMES, LoadedTrace
 from instrument.errors import InstrumentError, TraceError
 from instrument.otlp.export_facts import Ids
@@ -317,12 +318,12 @@ def test_no_input_is_written_over_and_several_want_a_name(
     assert one.read_bytes() == before
 
 
-@pytest.mark.parametrize("form", [form for form in convert_verb.FORMS if form not in ("otlp", "parquet")])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("otlp", "parquet")])
 def test_merge_writes_the_form_that_the_end_of_a_name_means(form: str) -> None:
-    end, _ = convert_verb.FORMS[form]
-    assert convert_verb.choose_form_by_suffix(Path(f"all{end}")) == form
+    end, _ = FORMS[form]
+    assert choose_form_by_suffix(Path(f"all{end}")) == form
 
 
 def test_merge_writes_a_recording_where_the_end_of_a_name_says_nothing_else() -> None:
-    ends = [convert_verb.choose_form_by_suffix(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
+    ends = [choose_form_by_suffix(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
     assert ends == ["recording", "recording", "recording", "chrome"]

@@ -33,9 +33,9 @@ VERBS: Mapping[str, str] = {
     **dict.fromkeys(("on", "off", "reload"), "on_off_reload_verbs"),
     **dict.fromkeys(("report", "explain"), "report_explain_verbs"),
     "compare": "compare_verb",
-    **dict.fromkeys(("convert", "merge", "query"), "convert_verb"),
+    **dict.fromkeys(("convert", "merge", "query"), "convert_merge_query_recover_verbs"),
     "agent": "agent_verb",
-    "recover": "convert_verb",
+    "recover": "convert_merge_query_recover_verbs",
     "help": "help_verb",
 }
 """The module of each verb, in the order in which the help lists the verbs."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from instrument.agent import client
 from instrument.cli import print_json, print_remark
-from instrument.cli.convert_verb import choose_form_by_suffix, write_trace
+from instrument.cli.convert_merge_query_recover_verbs import choose_form_by_suffix, write_trace
 from instrument.cli.inputs import merge_saved
 from instrument.cli.option_values import Verbs, add_run, read_seconds, read_time_ns
 from instrument.errors import InstrumentError, TraceError

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import views
 
-from instrument.cli.convert_verb import FORMS
+from instrument.cli.convert_merge_query_recover_verbs import FORMS
 
 TARGET_MB = 600
 SELECT = "select kind, count(*), sum(self_ns) from spans group by kind"
