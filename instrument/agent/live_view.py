@@ -29,7 +29,7 @@ from instrument.report.section import Section, Text
 from instrument.report.table import compute_share, format_rough_percent, number_text, printable
 
 EVEN_RATIO = 0.9
-"""The fraction of the longest recorded time below which a process counts as much younger than others."""
+"""The fraction of the longest recorded time below which a process is shown as younger than others."""
 
 MOST_TABLE_ROWS = 12
 """The maximum number of rows per table of the screen. Further rows are only counted."""

@@ -110,7 +110,7 @@ class Runs:
             if own_run.first and own_run.first_fd < 0:
                 own_run.first_fd = exit_fd_of(own_run.first, 0)
             if own_run.first_fd >= 0:
-                loop.selector.register(own_run.first_fd, selectors.EVENT_READ, self._first_exited)
+                loop.selector.register(own_run.first_fd, selectors.EVENT_READ, self._handle_exit_of_first_process)
             loop.call_later(NONE_JOINED_S, self._report_none_joined)
         loop.call_later(CHECK_INTERVAL_S, self._check_for_missed_ends)
         loop.call_later(0, self._handle_missed_ends)
@@ -402,7 +402,7 @@ class Runs:
         for run in self:
             self._say(run, text)
 
-    def _first_exited(self, descriptor: int) -> None:
+    def _handle_exit_of_first_process(self, descriptor: int) -> None:
         self._loop.selector.unregister(descriptor)
         if self._own is not None:
             run = self._own

@@ -27,7 +27,7 @@ from instrument.trace.indices import (
     nearest_at_or_above,
     number_by_first_occurrence,
     topmost_rows,
-    view_numbers,
+    view_as_int64s,
 )
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.layout import KernelColumns
@@ -416,7 +416,12 @@ class ForeignSlices:
         if len(work):
             args = _decode_work([texts[row] for row in work.tolist()])
             self._add_device_work(
-                first + work, view_numbers(self._work_of)[kinds[work]], args, lanes[work], start_ns[work], end_ns[work]
+                first + work,
+                view_as_int64s(self._work_of)[kinds[work]],
+                args,
+                lanes[work],
+                start_ns[work],
+                end_ns[work],
             )
 
     def _add_arguments(
@@ -524,7 +529,7 @@ class ForeignSlices:
             end_ns=rows.end_ns,
             active_ns=total_ns,
             self_ns=total_ns - children_ns,
-            site=view_numbers(self._place)[view_numbers(self._kind)[rows.order]].astype(np.int32),
+            site=view_as_int64s(self._place)[view_as_int64s(self._kind)[rows.order]].astype(np.int32),
             error=np.full(len(parent), NONE, dtype=np.int32),
             clipped=rows.clipped,
             device=DeviceIntervals.make_empty(),
@@ -534,7 +539,7 @@ class ForeignSlices:
         return self._assemble_trace(rows, columns)
 
     def _assemble_trace(self, rows: Rows, columns: Columns) -> Trace:
-        allocations = Allocations(view_numbers(self._allocations).view(ALLOCATION)).sort_by_time()
+        allocations = Allocations(view_as_int64s(self._allocations).view(ALLOCATION)).sort_by_time()
         starts, ends = (np.append(times, allocations.times_ns) for times in (rows.start_ns, rows.end_ns))
         window_ns = (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
         pids = [pid for pid, _ in self.lanes.thread_ids]
@@ -563,7 +568,7 @@ class ForeignSlices:
         return trace
 
     def _collect_kernels(self, rows: Rows) -> KernelColumns:
-        numbers = view_numbers(self._work_numbers).reshape(-1, 6)
+        numbers = view_as_int64s(self._work_numbers).reshape(-1, 6)
         works, firsts = number_by_first_occurrence(numbers[:, 0])
         used = [list(self._work)[number] for number in numbers[firsts, 0].tolist()]
         order = np.argsort(numbers[:, 3], kind="stable")

@@ -40,7 +40,7 @@ from instrument.trace.indices import (
     rows_of,
     sort_stably,
     topmost_rows,
-    view_numbers,
+    view_as_int64s,
 )
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import (
@@ -182,7 +182,7 @@ class Slices:
     def _order_slices(self) -> Rows:
         start_ns, end_ns, lane = map(np.concatenate, zip(*self._row_parts, strict=True))
         self._row_parts.clear()
-        line, thread_id = view_numbers(self._lanes.line)[lane], view_numbers(self._lanes.thread_id)[lane]
+        line, thread_id = view_as_int64s(self._lanes.line)[lane], view_as_int64s(self._lanes.thread_id)[lane]
         clipped = np.zeros(len(start_ns), dtype=np.bool_)
         order_in_file, strays = self._set_lines_of_marks(end_ns, line, clipped)
         order = _sort_rows(start_ns, end_ns, order_in_file)

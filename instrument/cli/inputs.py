@@ -96,8 +96,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """The numbers of two parameters of `mallopt`, from `malloc.h` of glibc."""
 
 LARGEST_REUSED_BYTES, MOST_KEPT_BYTES = 32 << 20, 256 << 20
-"""The size of an array from which its memory is always returned to the kernel, and the most free memory that is not
-returned. The first is the largest size that glibc allows."""
+"""Larger arrays are returned to the kernel when they are freed. Of other free memory, at most the second size is kept.
+glibc allows no larger first size."""
 
 SUFFIXES = (".npz", ".json", ".json.gz")
 """The suffixes of files to read in a folder. Of two files that differ only in the suffix, the earlier suffix wins."""

@@ -173,8 +173,8 @@ class Metering:
         return time.monotonic_ns() >= self._due_ns
 
     def _take_snapshot(self, until_ns: int) -> None:
-        """Take a snapshot of the read rows, and the new samples of gauges. All rows that ended by `until_ns` have been
-        read."""
+        """Take a snapshot of the metrics of all rows read so far, and the new samples of gauges. The caller has read
+        all rows that ended by `until_ns`."""
         metrics, header = self.metrics, self._mapped.header
         if self._mapped.generation != self._generation:
             return  # what is there by now is another session's

@@ -34,7 +34,7 @@ DEVICE_WAIT_NS = 2 * 10**9
 """The maximum time in ns for which spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The maximum number of past reads whose time and count of device intervals are stored."""
+"""The maximum number of past reads that are remembered, each with its time and its number of device intervals."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 

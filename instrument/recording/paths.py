@@ -62,7 +62,7 @@ class CallTree:
     def parent(self, node: int) -> int:
         return self._nodes[2 * node + 1]
 
-    def nodes_of(self, sites: Collection[Site]) -> set[int]:
+    def find_nodes_of_sites(self, sites: Collection[Site]) -> set[int]:
         numbers = {number for number, site in enumerate(self.sites) if site in sites}
         return {node for node, number in enumerate(self.site_of) if number in numbers}
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from instrument.recording.distributions import Distribution, percentiles
 from instrument.recording.spans import Interval, Site
-from instrument.report.request_groups import read_numbers
+from instrument.report.request_groups import read_integer_attribute
 from instrument.report.section import Coverage, Section, View, field_value
 from instrument.report.table import MISSING, format_percent, number_text, wrap_text
 from instrument.report.view import UNITS, Options, Recording
@@ -139,7 +139,7 @@ def _find_step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip
     waits = merge_loader_waits(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
     is_profilers = trace.are_of_sites([site.function == PROFILERS for site in trace.sites])[rows]
     begins = find_step_starts(steps, is_profilers, waits)
-    numbers = read_numbers(trace.attributes, "step", rows)
+    numbers = read_integer_attribute(trace.attributes, "step", rows)
     skipped = np.zeros(len(rows), dtype=np.bool_)
     if skip_first:
         first_of = np.full(len(firsts), len(trace))
@@ -272,7 +272,8 @@ class Benchmark:
             self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
 
     def without_first_steps(self, skip: int) -> Benchmark:
-        """Return the times without the first `skip` steps, at most `FIRST_KEPT`. Requires `keeps`."""
+        """Return the times without the first steps, `skip` of them or `FIRST_KEPT` if that is less. Call this only if
+        `keeps` is True."""
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
         for first in self._firsts:
@@ -443,7 +444,7 @@ def _find_all_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
 
 def _measure_loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
     counts, timed = Benchmark(skip=0), list[int]()
-    numbers = read_numbers(trace.attributes, "step", steps.row)
+    numbers = read_integer_attribute(trace.attributes, "step", steps.row)
     samples_of_steps = trace.attributes.values("samples", steps.row)
     columns = (numbers, steps.end_ns - steps.start_ns, steps.reader_ns, steps.is_cut)
     for place, (samples, number, batch_ns, reader_ns, is_cut) in enumerate(

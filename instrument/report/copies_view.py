@@ -14,7 +14,7 @@ import numpy as np
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
-from instrument.report.request_groups import read_numbers
+from instrument.report.request_groups import read_integer_attribute
 from instrument.report.section import Coverage, Section, Text, View
 from instrument.report.table import MISSING, format_time, limit_rows, make_row_summer, sum_omitted_rows
 from instrument.report.view import Options, Recording
@@ -204,7 +204,7 @@ def _group_key_of_copy(site: Site) -> tuple[str, str, bool | None, bool | None]:
 
 
 def sizes_of_copies(trace: Columns, rows: Int64s) -> Int64s:
-    return read_numbers(trace.attributes, "bytes", rows, LARGEST_COPY_BYTES + 1).clip(0)
+    return read_integer_attribute(trace.attributes, "bytes", rows, LARGEST_COPY_BYTES + 1).clip(0)
 
 
 def _rank_of_copy(use: CopyUse) -> tuple[int, int, int, str]:

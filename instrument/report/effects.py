@@ -4,8 +4,8 @@ Calls are grouped into strata, in which a covariate, such as the size or load, v
 regression removes the differences that remain. Effects are differences of logarithms, so 10 % counts the same for short
 and long calls.
 
-Successive calls are not independent. So not calls are tested, but runs or, with fewer than three runs, up to 16 blocks
-of successive calls. Blocks that are still correlated are joined, which widens the error limits.
+Successive calls are not independent. So the test compares runs, not calls. With fewer than three runs, it compares up
+to 16 blocks of successive calls. Blocks that are still correlated are joined, which widens the error limits.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from instrument.recording.spans import (
     OUTCOME,
     is_blocked_loop,
 )
-from instrument.report.request_groups import ENDPOINT, attribute_values, group_attribute_values, read_numbers
+from instrument.report.request_groups import ENDPOINT, attribute_values, group_attribute_values, read_integer_attribute
 from instrument.report.table import compute_share, limit_rows, make_row_summer, row_name, sum_omitted_rows
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
@@ -124,7 +124,7 @@ class Answers(NamedTuple):
 
     @classmethod
     def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
-        return cls(*(read_numbers(attributes, name, rows) for name in ANSWER_FACTS))
+        return cls(*(read_integer_attribute(attributes, name, rows) for name in ANSWER_FACTS))
 
     def select_answers(self, places: Int64s) -> Answers:
         return Answers(*(column[places] for column in self))
@@ -355,7 +355,7 @@ def times_by_tokens(
     attributes: Attributes, table: CompleteRequests, all_stages: Iterable[Stages], names: Sequence[str]
 ) -> tuple[TokenTimes, ...]:
     inputs, outputs, cached = (
-        read_numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
+        read_integer_attribute(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
     )
     prefill_ns, after_ns = np.full((2, len(table.rows)), NONE, dtype=np.int64)
     at_place = {place: at for at, place in enumerate(table.place.tolist())}

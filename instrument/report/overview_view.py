@@ -23,7 +23,7 @@ import numpy as np
 from instrument.profile.model import KINDS
 from instrument.recording.spans import Interval, Site, is_interruption
 from instrument.report.copies_view import sizes_of_copies
-from instrument.report.request_groups import read_numbers
+from instrument.report.request_groups import read_integer_attribute
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import Ratio, compute_share, format_time, limit_rows
 from instrument.report.view import Options, Recording, SortKey
@@ -380,7 +380,7 @@ def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int
     """Return the start and end times of each communication. Asynchronous communication lasts from its call to the end
     of the wait for it."""
     starts, ends = trace.start_ns[calls], trace.end_ns[calls]
-    flight_ns = read_numbers(trace.attributes, "in_flight_ns", calls, FARTHEST_NS)
+    flight_ns = read_integer_attribute(trace.attributes, "in_flight_ns", calls, FARTHEST_NS)
     return np.where(flight_ns == NONE, starts, np.minimum(starts, ends - flight_ns).clip(-FARTHEST_NS)), ends
 
 

@@ -124,7 +124,7 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
     batches_ns, device_ns = of_places.sum_by_group(in_batches[places]), of_places.sum_by_group(on_device[places])
     columns = [of_places.count_members(), batches_ns, device_ns]
     for name in (INPUT_TOKENS, OUTPUT_TOKENS):
-        tokens = read_numbers(trace.attributes, name, whole, 1 << 62).clip(0)
+        tokens = read_integer_attribute(trace.attributes, name, whole, 1 << 62).clip(0)
         has_tokens = len(trace.attributes.rows_with_attribute(name)) > 0
         columns.append(of_places.sum_by_group(tokens) if has_tokens else np.full(count, None))
     rows = [
@@ -263,7 +263,7 @@ def find_size_attributes(trace: Columns) -> set[str]:
     return {name for name in names if SIZE.search(name)}
 
 
-def read_numbers(attributes: Attributes, name: str, rows: Int64s, limit: int = 1 << 63) -> Int64s:
+def read_integer_attribute(attributes: Attributes, name: str, rows: Int64s, limit: int = 1 << 63) -> Int64s:
     """Return an attribute of each row, or `NONE` if it is not an integer from 0 to below `limit`."""
     numbers = np.full(len(rows), NONE, dtype=np.int64)
     places = np.flatnonzero(np.isin(rows, attributes.rows_with_attribute(name)))

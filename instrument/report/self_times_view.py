@@ -1,13 +1,14 @@
-"""The `classes`, `ops` and `instances` views: self times of calls, whose rows add up to 100 % of a function's time.
+"""The `classes`, `ops` and `instances` views: self times of calls, whose rows add up to 100 % of a top-level call's
+time.
 
 The views are the Class, Ops and Apply sections of Theano's profile. A self time is host time without the children on
 the same thread and task.
 - `instances`: a row for each call path
 - `ops`: a row for each function, layer or kind of copy
-- `classes`: a row for each type of layer, and for each class with methods
+- `classes`: a row for each type of layer, and for each class whose methods are recorded
 
-A function is the topmost request of a call path or, outside of requests, its topmost span. All calls of all threads are
-counted.
+A top-level call is the topmost request of a call path or, outside of requests, its topmost span. All calls of all
+threads are counted.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
     )
 
 
-def _make_plan(code: CodeType, names: dict[str, Any]) -> Plan | None:
+def _plan_reports_of_source(code: CodeType, names: dict[str, Any]) -> Plan | None:
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
         return plan_name_reports(ast.parse(source)) if source else None
@@ -190,7 +190,10 @@ class Watch:
         for frame in frames:
             if self._is_main(frame.f_code, frame.f_globals):
                 self._seen = _identities_by_name(frame.f_globals)  # the caller has looked at these
-                self._plan, self._names = _make_plan(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
+                self._plan, self._names = (
+                    _plan_reports_of_source(frame.f_code, frame.f_globals) or self._plan,
+                    frame.f_globals,
+                )
                 if self._plan.last > frame.f_lineno and (means := self._acquire_hook()) is not None:
                     means.watch_code(frame.f_code, frame)
                 return
@@ -244,7 +247,7 @@ class Watch:
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
-            plan = _make_plan(code, names)
+            plan = _plan_reports_of_source(code, names)
             if plan is None:
                 self.end()
                 return False

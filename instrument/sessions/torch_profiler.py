@@ -213,7 +213,7 @@ OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit
 BUSY = "another torch.profiler runs in this process, which has one; its operators and kernels are not joined"
 
 _holding = threading.Lock()
-"""A lock that a `TorchProfiler` has while it runs torch.profiler, which can run only once in a process."""
+"""The lock that a `TorchProfiler` holds while it runs torch.profiler. A process can run only one at a time."""
 
 _operator_ns: dict[tuple[bool, bool], float] = {}
 """The time in ns that torch.profiler adds to an operator, for each pair of `record_shapes` and `profile_memory`."""

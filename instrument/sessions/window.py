@@ -222,7 +222,7 @@ class WindowReader:
         rings = cursor.read_new_rows()
         nodes = set[int]()
         if schedule.step is not None:
-            nodes = self._recorder.paths().nodes_of(self._selection.find_sites(schedule.step))
+            nodes = self._recorder.paths().find_nodes_of_sites(self._selection.find_sites(schedule.step))
         for rows in (ring.rows for ring in rings):
             if schedule.step is None:
                 is_step = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & REQUEST_BIT != 0)

@@ -233,7 +233,7 @@ FAR = 4.0
 """The distance of a step from a fit beyond which the next fit leaves it out, as a multiple of the median distance."""
 
 PATHS = 64
-"""The maximum number of sites with a separate excess time. Further sites share an excess time."""
+"""The maximum number of sites whose excess time is computed separately. Further sites share an excess time."""
 
 CELLS = 8_000_000
 """The maximum product of the numbers of steps and sites, to bound the memory."""

@@ -302,7 +302,7 @@ def rows_by_level(level: Int32s) -> list[Int64s]:
     return np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []
 
 
-def view_numbers(numbers: array[int]) -> Int64s:
+def view_as_int64s(numbers: array[int]) -> Int64s:
     """Return a view of an array's 64-bit numbers. The array must not grow while the view exists."""
     return np.frombuffer(numbers, dtype=np.int64)
 

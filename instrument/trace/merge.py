@@ -325,7 +325,7 @@ def fold_recordings(files: Sequence[Saved]) -> Saved:
         processes=(),
         died="",  # each was reported when it happened; the run's report counts them
     )
-    return Saved(facts.with_columns(columns), _fold_threads(saved.tally_or_count()))
+    return Saved(facts.with_columns(columns), _join_ended_threads(saved.tally_or_count()))
 
 
 def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
@@ -342,7 +342,7 @@ def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
     )
 
 
-def _fold_threads(tally: Tally) -> Tally:
+def _join_ended_threads(tally: Tally) -> Tally:
     """Move all calls to the thread `ENDED_THREADS`, and keep at most `PATHS_KEPT` call paths."""
     thread, name = ENDED_THREADS
     kept_paths = set[CallPath]()
@@ -454,7 +454,7 @@ def _select_facts_of_process(facts: Trace, number: int) -> Trace:
     before = {device for other_process in facts.processes[:number] for device in other_process.devices}
     devices, moved_ns = process.devices, process.moved_ns
 
-    def is_first(sample: Sample) -> bool:
+    def is_first_of_device(sample: Sample) -> bool:
         return (number == 0) if sample.device not in devices else sample.device not in before
 
     return replace(
@@ -464,7 +464,7 @@ def _select_facts_of_process(facts: Trace, number: int) -> Trace:
             *(
                 replace(sample, device=devices.get(sample.device, sample.device), at_ns=sample.at_ns - moved_ns)
                 for sample in facts.samples
-                if (sample.device != HOST or number == 0) and is_first(sample)
+                if (sample.device != HOST or number == 0) and is_first_of_device(sample)
             ),
         ],
         gpus=[replace(gpu, device=devices[gpu.device]) for gpu in facts.gpus if gpu.device in devices],

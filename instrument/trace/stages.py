@@ -186,7 +186,7 @@ def _find_stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping
     return stalls
 
 
-def _name_longest_batches(trace: Columns, joined: Joined, times: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _list_longest_batch_names(trace: Columns, joined: Joined, times: Sequence[tuple[int, int]]) -> Iterator[str]:
     rows = np.unique(joined.served.batch)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     starts, ends = trace.start_ns[rows], trace.end_ns[rows]
@@ -213,7 +213,7 @@ def make_stage_spans(
     all_stages = find_stages(trace, joined) if all_stages is None else all_stages
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     spans: dict[int, list[Span]] = {}
-    stalled_by = _name_longest_batches(trace, joined, [stall for item in all_stages for stall in item.stalls])
+    stalled_by = _list_longest_batch_names(trace, joined, [stall for item in all_stages for stall in item.stalls])
     for item in all_stages:
         row = int(joined.rows[item.place])
         span_id, root_id, thread_id, task_id = (

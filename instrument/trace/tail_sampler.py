@@ -78,7 +78,7 @@ class TailSampler:
     def lacks_usual_time(self, request: EndedRequest) -> bool:
         return self.capture.slow_over is not None and request.site.key not in self._slow_ns
 
-    def take_if_wanted(self, request: EndedRequest) -> bool:
+    def take_wanted_request(self, request: EndedRequest) -> bool:
         """Return True if the request is in `wanted`, or if the trace of its caller is kept. Removes the request from
         `wanted`."""
         if request.root_id in self.wanted:

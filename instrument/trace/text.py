@@ -19,7 +19,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import AttributeValue
 from instrument.trace.columns import Attributes, Bools, Int32s, Int64s
-from instrument.trace.indices import NONE, append_numbers, find_distinct, mask_of, view_numbers
+from instrument.trace.indices import NONE, append_numbers, find_distinct, mask_of, view_as_int64s
 
 INT64 = 1 << 63
 """The lowest number that does not fit into a signed 64-bit integer. Viewers cannot read such numbers."""
@@ -262,8 +262,8 @@ class GatheredAttributes:
 
     def pack_attributes(self, rank: Int32s) -> Attributes:
         number = np.full(len(rank), NONE, dtype=np.int32)
-        number[rank[view_numbers(self._rows)]] = view_numbers(self._numbers)
-        return Attributes(number, [TextSets(view_numbers(self._ends), self._texts)])
+        number[rank[view_as_int64s(self._rows)]] = view_as_int64s(self._numbers)
+        return Attributes(number, [TextSets(view_as_int64s(self._ends), self._texts)])
 
 
 def attributes_to_json(attributes: Mapping[str, object]) -> bytes:
