@@ -1,8 +1,8 @@
 """Find the CUDA devices on which a call works, so that its device time is measured there.
 
-A layer works on the devices of its parameters. For any other call, a torch model is searched in the method's object, in
-the arguments, and under the names in the function's code; the call works on the devices of that model. Without a model,
-the devices of tensor arguments count, and without tensors the current device.
+A layer works on the devices of its parameters. Any other call works on the devices of the torch model that it uses. The
+model is looked up in the method's object, in the arguments, and under the names in the function's code. Without a
+model, the devices of tensor arguments count, and without tensors the current device.
 
 Calls are examined only if torch has several CUDA devices, and only while device time is recorded.
 """

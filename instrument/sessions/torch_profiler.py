@@ -213,7 +213,7 @@ OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit
 BUSY = "another torch.profiler runs in this process, which has one; its operators and kernels are not joined"
 
 _holding = threading.Lock()
-"""The lock that a `TorchProfiler` holds while it runs torch.profiler. A process can run only one at a time."""
+"""The lock of a `TorchProfiler` while it runs torch.profiler. A process can run only one at a time."""
 
 _operator_ns: dict[tuple[bool, bool], float] = {}
 """The time in ns that torch.profiler adds to an operator, for each pair of `record_shapes` and `profile_memory`."""
