@@ -191,7 +191,8 @@ def test_every_trace_comes_back_and_shows_whole(tmp_path: Path, spans: list[Span
     tally = counted(spans, original.threads)
     path = chrome.dump(tmp_path / name, original, tally)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("instrument.chrome.events.BLOCK_BYTES", block_bytes)  # the last ones may have further arguments
+        # The last blocks may have further arguments.
+        patch.setattr("instrument.chrome.event_reading.BLOCK_BYTES", block_bytes)
         loaded, loaded_tally = chrome.load(path)
     assert_same(loaded, original)
     assert by_keys(loaded_tally) == by_keys(tally)
@@ -1126,7 +1127,7 @@ def test_bare_lists_and_objects_are_read(tmp_path: Path, text: str) -> None:
 
 
 def test_values_longer_than_a_block_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.chrome.events.BLOCK_BYTES", 1)
+    monkeypatch.setattr("instrument.chrome.event_reading.BLOCK_BYTES", 1)
     spans = [span(i, i, 50 - i, site=SITES[i % 9], parent=i - 1) for i in range(1, 20)]
     path = chrome.dump(tmp_path / "trace.json.gz", trace(*spans))
     assert_same(chrome.load(path)[0], trace(*spans))
@@ -1136,7 +1137,7 @@ def test_values_longer_than_a_block_are_read(tmp_path: Path, monkeypatch: pytest
 def test_numbers_that_a_block_cuts_anywhere_are_read_in_full(
     size_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.chrome.events.BLOCK_BYTES", size_bytes)
+    monkeypatch.setattr("instrument.chrome.event_reading.BLOCK_BYTES", size_bytes)
     path = tmp_path / "trace.json"
     path.write_text('{"a":1.5,"b":-1.25e+2,"c":2E-1,"d":12,"traceEvents":[],"baseTimeNanoseconds":120}')
     assert chrome.load(path)[0].origin.realtime_ns == 120

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument import chrome
-from instrument.chrome import events as chrome_events
-from instrument.chrome import slice_reading
+from instrument.chrome import event_reading, slice_reading
 from instrument.chrome.slice_reading import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import Span, read_flops
@@ -113,7 +112,7 @@ def test_whatever_events_there_are_they_are_read_alike_in_blocks_of_any_size(
     path.write_text('{"traceEvents": [' + ", ".join(found) + "]}", encoding="utf-8")
     ours = outcome(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chrome_events, "BLOCK_BYTES", 7)
+        patch.setattr(event_reading, "BLOCK_BYTES", 7)
         again = outcome(path)
     assert ours[0] == again[0]
     if ours[0] == "loaded":
@@ -261,7 +260,7 @@ UNSOUND: dict[str, tuple[str | bytes, list[Any], dict[str, int]]] = {
 def test_the_sound_part_of_a_damaged_file_is_read_and_the_rest_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(chrome_events, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(event_reading, "BLOCK_BYTES", block_bytes)
     content, slices, left_out = UNSOUND[name]
     path = tmp_path / "other.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -278,7 +277,7 @@ def test_the_sound_part_of_a_damaged_file_is_read_and_the_rest_is_named(
 def test_the_first_byte_that_is_no_text_is_named_by_its_place_in_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr(chrome_events, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(event_reading, "BLOCK_BYTES", block_bytes)
     path = tmp_path / "other.json"
     content = second(name="größe").encode().replace("ß".encode(), b"\xdf")
     path.write_bytes(content)

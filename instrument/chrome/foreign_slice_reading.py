@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from instrument.chrome import paddle_traces
-from instrument.chrome.events import UNTOLD, Block, Int64, LeftOut, TraceEvent, convert_to_text, parse_lane_id
+from instrument.chrome.event_reading import Block, LeftOut, TraceEvent, convert_to_text, parse_lane_id
 from instrument.chrome.lanes import SPARE_TIDS
+from instrument.chrome.slice_arguments import UNTOLD, Int64
 from instrument.profile.model import KINDS
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, read_flops
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.chrome.events import EventBatch, JsonText, OwnDecoder, TraceEvent, read_next_events
+from instrument.chrome.event_reading import EventBatch, JsonText, OwnDecoder, TraceEvent, read_next_events
 from instrument.chrome.slice_reading import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import FLOPS, Flops, read_flops

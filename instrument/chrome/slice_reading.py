@@ -16,9 +16,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from instrument.chrome.events import (
-    UNTOLD,
-    Arguments,
+from instrument.chrome.event_reading import (
     Block,
     EventBatch,
     LeftOut,
@@ -30,6 +28,7 @@ from instrument.chrome.events import (
 )
 from instrument.chrome.foreign_slice_reading import ForeignSlices, NumberByKey, NumberedLanes, Rows
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
+from instrument.chrome.slice_arguments import UNTOLD, Arguments
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, are_in_range

@@ -15,7 +15,6 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from instrument.chrome.events import EXACT_US, Arguments, Remote
 from instrument.chrome.lanes import (
     BATCH,
     DEVICE_PIDS,
@@ -26,6 +25,7 @@ from instrument.chrome.lanes import (
     Spans,
     split_into_batches,
 )
+from instrument.chrome.slice_arguments import EXACT_US, Arguments, Remote
 from instrument.errors import TraceError
 from instrument.recording.metrics import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
