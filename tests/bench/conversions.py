@@ -7,8 +7,8 @@ line is a process of its own: seconds on the clock and of processor, start of Py
 what it wrote; the least of some runs. The target is 600 MB.
 
 On two shared cores under Python 3.11 a recording became a recording within 1.8 s of processor and 350 MB, Chrome JSON
-in 3.8 s and 350 MB, Parquet in 6.4 s and 520 MB, and OTLP in 3.4 s and 305 MB; a query took 0.6 s and 250 MB. From
-Chrome JSON all took 4 to 5 s more, which is to read it, and up to 40 MB more. Two recordings of half a million each
+in 3.8 s and 350 MB, Parquet in 6.4 s and 520 MB, and OTLP in 2.2 s and 315 MB; a query took 0.6 s and 250 MB. From
+Chrome JSON all took 2 to 3 s more, which is to read it, and up to 40 MB more. Two recordings of half a million each
 became one in 1.9 s and 470 MB.
 """
 
