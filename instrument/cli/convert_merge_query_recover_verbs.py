@@ -157,7 +157,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     """Write files as OTLP. Times are in wall clock time, and each process is a resource."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.packed_spans import SpanIds, SpanPacker
-    from instrument.otlp.service_sdk import make_resource
+    from instrument.otlp.resource import make_resource
     from instrument.otlp.span_forms import JSON, make_json_lines
     from instrument.runtime import file_writing
     from instrument.trace.joined import join_requests

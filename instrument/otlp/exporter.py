@@ -12,14 +12,9 @@ from typing import TYPE_CHECKING, Any
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.metrics_queue import DELAY_NS, PATIENCE_NS, Metrics
 from instrument.otlp.packing import REQUEST_BYTES, Body, split_request
+from instrument.otlp.resource import detect_attributes, drop_parent_id, merge_resource_attributes, provider_attributes
 from instrument.otlp.senders import THREAD_NAME, Response, Sender, import_once, make_metrics_url, make_sender
-from instrument.otlp.service_sdk import (
-    detect_attributes,
-    drop_parent_id,
-    merge_resource_attributes,
-    provider_attributes,
-    suppress_instrumentation,
-)
+from instrument.otlp.service_sdk import suppress_instrumentation
 from instrument.otlp.span_queue import FATES, SENDING, QueuedRequest, RequestQueue, Source
 from instrument.recording.spans import Origin
 from instrument.runtime.environment import parse_resource_attributes

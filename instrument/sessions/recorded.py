@@ -51,19 +51,18 @@ from instrument.sessions.handover import Handover
 from instrument.sessions.window import MOST_STEPS, WINDOWS_THREAD, Step, Stretch, WindowReader, steps_within
 
 if TYPE_CHECKING:
-    from instrument.otlp import export_facts, metrics_queue, service_sdk
+    from instrument.otlp import export_facts, metrics_queue
     from instrument.otlp import exporter as sending
+    from instrument.otlp import resource as own_resource
     from instrument.recording.tally import Tally
     from instrument.report import section as report
     from instrument.report import view
     from instrument.report.section import View
     from instrument.trace.trace import Trace
 else:
-    sending, service_sdk = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.service_sdk")
-    export_facts, metrics_queue = (
-        LazyModule("instrument.otlp.export_facts"),
-        LazyModule("instrument.otlp.metrics_queue"),
-    )
+    sending, own_resource = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.resource")
+    export_facts = LazyModule("instrument.otlp.export_facts")
+    metrics_queue = LazyModule("instrument.otlp.metrics_queue")
     view = LazyModule("instrument.report.view")
     report = LazyModule("instrument.report.section")
 
@@ -180,8 +179,8 @@ class Recorded:
         """Return the OpenTelemetry attributes that identify this process for collectors and profilers."""
         if self.exporter is not None:
             return self.exporter.resource()
-        attributes, provider = environment.parse_resource_attributes(), service_sdk.provider_attributes()
-        return service_sdk.merge_resource_attributes(self.origin(), self.id_generator().instance, attributes, provider)
+        attributes, provider = environment.parse_resource_attributes(), own_resource.provider_attributes()
+        return own_resource.merge_resource_attributes(self.origin(), self.id_generator().instance, attributes, provider)
 
     def trace_context_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
         """Return the trace id, span id, flags and trace state of a span. A span below a remote caller has the trace id
