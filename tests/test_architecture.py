@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_258, 4),
     "recorder": (2_485, 9),
     "recording": (3_721, 13),
-    "report": (13_051, 37),
+    "report": (13_066, 38),
     "runtime": (2_646, 13),
     "sessions": (6_041, 19),
     "trace": (9_539, 28),
