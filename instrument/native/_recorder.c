@@ -3,29 +3,23 @@
  * A call costs two readings of the clock, a few pointer moves and one row of fixed size. It allocates nothing: the
  * frame of a function's span comes from a list of free frames. Spans that may outlive a call (scopes, coroutines,
  * generators) have Frame objects. Both kinds are linked into one chain per context, and `Current.top` is its innermost
- * frame. No frame is on the C stack, because a chain may be read when that stack is gone or moved: greenlets move
- * their stacks to the heap, a fork leaves the stacks of other threads behind, and so does the end of the interpreter.
+ * frame. No frame is on the C stack, because greenlets move their stacks, and a fork leaves those of other threads.
  *
- * Code that allocates or releases an object may run code of the service (the collector, finalisers). That code may
- * record, reset, end scopes and change the context. So all state is consistent before such a place, and is read again
- * after it.
+ * Code that allocates or releases an object may run code of the service (the collector, finalisers), which may record,
+ * reset, end scopes and change the context. So all state is consistent before such a place, and is read again after it.
  *
  * PyThreadState.context decides which chain is current. Every task, callback and copied context has a Context of its
  * own, whose value of one context variable leads to a Current object. A new context inherits a Published object: the
- * identity of the span that was innermost when the context was copied. It shows whether that span is still open, and
- * if not, which span above it is. Publishing writes a context variable. That costs more than the rest of a call, and
- * makes the next span look for its chain. So only code that copies a context calls `publish`. Event loops also copy
- * contexts without a call of it. There, requests are published as they begin and end. If the loop does not report its
- * new tasks either, each span is.
+ * span that was innermost when the context was copied. It shows whether that span or one above it is open. To publish
+ * costs more than the rest of a call, so only code that copies a context calls `publish`. Event loops copy contexts
+ * without it. There, requests are published as they begin and end, and each span is if new tasks are not reported.
  *
- * A service computes between two spans, which leaves none of our data in the processor's caches. Then a span of 60 ns
- * takes 600 ns, and nearly all of it is waiting for memory. So each span touches few cache lines: the fields that a
- * call changes are at the begin of their objects, and results of lookups are kept in lines that a call reads anyway.
- * Reading the clock waits for earlier reads of memory. So memory that only the end needs is prefetched while the
- * wrapped code runs, and is not read before.
+ * After other work of the service, none of our data is in the processor's caches. Then a span of 60 ns takes 600 ns,
+ * nearly all of it waiting for memory. So each span touches few cache lines: the fields that a call changes are at the
+ * begin of their objects, and results of lookups are in lines that a call reads anyway. Reading the clock waits for
+ * earlier reads of memory, so memory that only the end needs is prefetched while the wrapped code runs.
  *
- * Each part says what in it is hot, which nearly each span runs, and what is cold. The GIL protects all state: a build
- * without a GIL turns it on when it imports this module.
+ * Each part says what in it is hot and what is cold. The GIL protects all state.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

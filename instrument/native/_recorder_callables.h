@@ -265,9 +265,8 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
 }
 
 /* Call a Python function inside a usual span: timed by one clock, below an open span or the root, by a remembered step.
- * Most calls are such. All others go through `call_in_any_span`. After the call neither the function nor its recorder
- * is read, so neither needs a reference. The exception is the rate of the time stamp counter, which is read if the
- * recorder exists. `known` is the path of an instance, NULL for the function's own path. */
+ * All other calls go through `call_in_any_span`. After the call neither the function nor its recorder is read, except
+ * for the rate of the time stamp counter. `known` is the path of an instance, NULL for the function's own path. */
 static inline __attribute__((always_inline)) PyObject *
 call_in_span(Function *self, path_t *instance_path, PyObject *const *args, size_t nargsf, PyObject *names, int has_ticks)
 {

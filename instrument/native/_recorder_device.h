@@ -115,9 +115,8 @@ typedef int (*number_call)(void *stream, unsigned long long *number);
 
 /* Record an event on a stream by the driver's own functions, unless the stream is being captured into a graph. Return
  * the stream's number if it is needed, else 0. Return a driver's error, or CAPTURED, as a negative number. The driver
- * may wait here for room in its queue, or for a lock that a thread with a host function has. A host function may wait
- * for the GIL. So a caller that keeps the GIL (`releases` is 0) must know that there are no host functions. The GIL is
- * released once for all three calls, because another thread may take it each time. */
+ * may wait here for room in its queue, or for a host function, which may wait for the GIL. So a caller that keeps the
+ * GIL (`releases` is 0) must know that there are none. The GIL is released once for all three calls. */
 static PyObject *mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     void *value[6];

@@ -1,8 +1,7 @@
 /* Cold: the memory in which other processes can read the recording, and its slots. A part of `_recorder.c`. It is one
  * mapping of fixed size, shared with each process that gets its descriptor. It has parts of equal slots. The structures
- * that spans touch are in it, so nothing is written twice. A full part counts the slots that it refuses, which are then
- * in private memory. The mapping stays until the process ends, because any pointer may refer to it. A forked child gets
- * private memory at the same addresses, before any Python code runs. */
+ * that spans touch are in it. A full part counts the slots that it refuses, which are then in private memory. The
+ * mapping stays until the process ends. A forked child gets private memory at the same addresses before Python runs. */
 
 typedef struct memory {
     recording_t *at;

@@ -1,5 +1,4 @@
-/* Differences between the versions of Python, and the fields of CPython that it documents nowhere. A part of
- * `_recorder.c`. */
+/* Differences between versions of Python, and fields that CPython does not document. A part of `_recorder.c`. */
 
 #if PY_VERSION_HEX >= 0x030D0000
 #define UNCHECKED_THREAD_STATE() PyThreadState_GetUnchecked()
@@ -17,11 +16,7 @@
 #define SLOTS_OF_VERSION
 #endif
 
-/* Return the number that CPython raises whenever the thread enters or leaves a context. */
-static inline uint64_t context_version_of(const PyThreadState *state)
-{
-    return state->context_ver;
-}
+#define context_version_of(state) ((state)->context_ver) /* changes as the thread enters or leaves a context */
 
 /* Return the object of a weak reference: a new reference, NULL for none. No exception is set. */
 static PyObject *referent(PyObject *reference)
@@ -39,17 +34,13 @@ static PyObject *referent(PyObject *reference)
 #endif
 }
 
-/* Keep the collector from running while a context variable changes. It could run a finaliser in the middle. If that
- * finaliser records, it sets a variable of this context, and CPython goes on with a mapping that has been freed. From
- * 3.12 on, CPython collects elsewhere. Return the state for `resume_collector`. */
-static inline int pause_collector(void)
-{
+/* Keep the collector from running while a context variable changes. If a finaliser records in the middle, it sets a
+ * variable of this context, and CPython goes on with a freed mapping. From 3.12 on, CPython collects elsewhere. */
 #if PY_VERSION_HEX < 0x030C0000
-    return PyGC_Disable();
+#define pause_collector() PyGC_Disable()
 #else
-    return 0;
+#define pause_collector() 0
 #endif
-}
 
 static inline void resume_collector(int was_enabled)
 {
@@ -59,15 +50,8 @@ static inline void resume_collector(int was_enabled)
 
 /* Return the version of a method's `sites`: a number that is never reused. */
 #if PY_VERSION_HEX < 0x030C0000
-static inline uint64_t version_of(PyObject *sites)
-{
-    return ((PyDictObject *)sites)->ma_version_tag;
-}
-
-static int follow_changes(PyObject *Py_UNUSED(sites))
-{
-    return 1;
-}
+#define version_of(sites) (((PyDictObject *)(sites))->ma_version_tag)
+#define follow_changes(sites) 1
 #else
 static uint64_t changes = 1; /* the number of changes of all watched dicts */
 static int watcher = -1;
