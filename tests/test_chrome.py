@@ -845,6 +845,17 @@ def test_an_async_slice_without_a_length_among_others_is_refused(tmp_path: Path)
         chrome.load(tmp_path / "own.json")
 
 
+def test_an_end_before_all_begins_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.chrome.event_reading.BLOCK_BYTES", 64)  # an event each
+    event = {"cat": "task", "pid": 1, "tid": 1, "id2": {"local": "0x1"}, "ts": 1}
+    args = {"id": 2, "root": 2, "site": 0, "total_ns": 5}
+    file = json.loads(own())
+    file["traceEvents"] += [{**event, "ph": "e"}, {**event, "ph": "b", "name": "a", "args": args}]
+    (tmp_path / "own.json").write_text(json.dumps(file))
+    with pytest.raises(TraceError, match="never begins or never ends"):
+        chrome.load(tmp_path / "own.json")
+
+
 def test_the_hand_made_file_of_the_tests_below_is_good(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text(own())
     loaded, _ = chrome.load(tmp_path / "own.json")

@@ -23,6 +23,7 @@ from instrument.otlp.recording_export import RecordingExport
 from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import METRICS_LOST, SENT, ExportCheckpoint, Progress
 from instrument.recording.memory import IntervalRing
+from instrument.recording.metrics import COUNTER, HISTOGRAM
 from instrument.recording.spans import Origin, Site
 
 ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")
@@ -394,3 +395,25 @@ def test_the_last_metrics_of_a_process_are_sent_again_where_the_collector_was_si
     assert fates[METRICS_LOST] == 0
     durations = [metric for metric in server.metrics if metric.name == "http.server.request.duration"]
     assert [point.count for metric in durations for point in metric.exponential_histogram.data_points] == [1]
+
+
+@pytest.mark.parametrize(("deltas", "retry_s"), [((), 0), ((COUNTER, HISTOGRAM), 60)])
+def test_the_last_metrics_are_dropped_after_the_time_out_or_if_they_could_count_twice(
+    service: Service, monkeypatch: pytest.MonkeyPatch, deltas: tuple[str, ...], retry_s: int
+) -> None:
+    monkeypatch.setattr("instrument.otlp.exporter.PATIENCE_NS", 10**8)
+    monkeypatch.setattr(Exporter, "timeout_ns", retry_s * 10**9)
+    monkeypatch.setattr("instrument.otlp.metrics_queue.DELTAS", {"cumulative": deltas})
+    tries: list[int] = []
+
+    def be_silent(handler: Handler, points: int) -> None:
+        tries.append(points)
+        handler.connection.recv(1)  # until the exporter gives up
+        handler.close_connection = True
+
+    service.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
+    service.recorder.wrap(lambda: None, ROUTED)()
+    with collecting(take, metrics=be_silent) as server:
+        service.handed_over(server).has_ended = True
+        assert service.end()[METRICS_LOST] > 0
+    assert len(tries) == 1

@@ -44,7 +44,8 @@ UNTOLD = -INT64
 class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
     """The arguments of a slice that `dump` writes. Numbers that readers can compute from other slices are left out.
 
-    If there is an `owner`, the slice is a device interval of the span with that id. Any other slice is a span.
+    If there is an `owner`, the slice is a device interval of the span with that id. Any other slice is a span. Marks in
+    the rows of requests have only a `batch`, the id of the batch that served them.
     """
 
     thread: Number = UNTOLD
@@ -71,3 +72,4 @@ class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
     uncertainty_ns: Number = UNTOLD
     place: Number = UNTOLD
     owner: Number = UNTOLD
+    batch: Number = UNTOLD

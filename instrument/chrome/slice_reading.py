@@ -200,9 +200,10 @@ class Slices:
         place = np.arange(len(end_ns), dtype=np.int64)
         at_ns, rows, of = map(np.concatenate, zip(*self._mark_parts, strict=True))
         if not len(of) or (self._ours is not None and self._ours.has_lengths):
-            line_of_row[rows] = of
-            place[rows] += len(place)
-            return place, 0
+            is_begin = rows != NONE
+            line_of_row[rows[is_begin]] = of[is_begin]
+            place[rows[is_begin]] += len(place)
+            return place, int(np.count_nonzero(~is_begin))
         last_ns = max(int(at_ns.max()), int(end_ns.max(initial=int(at_ns[0]))))
         if (at_ns[1:] < at_ns[:-1]).any():
             order = np.argsort(at_ns, kind="stable")

@@ -96,8 +96,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """The numbers of two parameters of `mallopt`, from `malloc.h` of glibc."""
 
 LARGEST_REUSED_BYTES, MOST_KEPT_BYTES = 32 << 20, 256 << 20
-"""Larger arrays are returned to the kernel when they are freed. Of other free memory, at most the second size is kept.
-glibc allows no larger first size."""
+"""Larger arrays are returned to the kernel when they are freed. Of free memory at the end of the heap, at most the
+second size is kept. glibc allows no larger first size."""
 
 SUFFIXES = (".npz", ".json", ".json.gz")
 """The suffixes of files to read in a folder. Of two files that differ only in the suffix, the earlier suffix wins."""
@@ -212,9 +212,9 @@ def import_file_libraries() -> None:
 
 def _reuse_freed_memory() -> None:
     """Let malloc reuse the memory of freed arrays, instead of having the kernel clear other pages for each array."""
-    import ctypes
+    with suppress(ImportError, OSError, AttributeError):  # a Python without ctypes, or musl
+        import ctypes
 
-    with suppress(AttributeError):  # musl has no such setting
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, LARGEST_REUSED_BYTES)
         mallopt(M_TRIM_THRESHOLD, MOST_KEPT_BYTES)

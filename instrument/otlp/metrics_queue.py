@@ -89,7 +89,7 @@ class Metrics:
         )
         self._has_metrics = False
         self.is_late = False
-        """True if the collector did not answer the last request in time."""
+        """True if the collector did not answer the last request in time, and the same numbers can be sent again."""
         self._lock = Lock()
         self._waiting: deque[Sample] = deque()
         self._oldest_ns = 0
@@ -241,7 +241,7 @@ class Metrics:
         return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
     def settle_request(self, request: MetricsRequest, verdict: Response) -> None:
-        self.is_late = verdict.is_late
+        self.is_late = verdict.is_late and not self._deltas
         lost = min(verdict.rejected, request.count) if verdict.taken else request.count
         with self._lock:
             if not request.values:

@@ -265,15 +265,17 @@ class Metering:
         if not self.metrics.has_waiting_metrics():
             return True
         self._exporter.send_soon()
+        now_ns = time.monotonic_ns()
+        may_wait = not self.metrics.is_late or now_ns < self._retry_until_ns
         # In this order: who sends them says so before it takes them.
-        if not (self.metrics.is_due(time.monotonic_ns()) or self._exporter.is_sending_metrics(self._source)):
-            if self.metrics.is_late and time.monotonic_ns() < self._retry_until_ns:
-                self.metrics.retry_snapshot()
-                return False
-            self.metrics.drop_waiting_metrics()
-            self._write_state()
-            return True
-        return False
+        if (self.metrics.is_due(now_ns) and may_wait) or self._exporter.is_sending_metrics(self._source):
+            return False
+        if self.metrics.is_late and may_wait:
+            self.metrics.retry_snapshot()
+            return False
+        self.metrics.drop_waiting_metrics()
+        self._write_state()
+        return True
 
     def drop_at_end(self) -> int:
         self.metrics.drop_waiting_metrics()

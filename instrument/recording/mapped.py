@@ -164,8 +164,9 @@ class Mapped:
 
     def _read_head(self) -> Any:
         data = self._read_bytes(0, layout.HEADER.size)
-        if data == self._last_head[0]:
-            return self._last_head[1]
+        last_data, last_head = self._last_head
+        if data == last_data:
+            return last_head
         if len(data) < layout.HEADER.size or data[:8] != layout.MAGIC:
             raise TraceError(f"the memory begins with {data[:8]!r}; it is not a recording, or it was cut off")
         head = np.frombuffer(data, _HEADER)[0]
@@ -182,6 +183,9 @@ class Mapped:
             if stride != layout.STRIDES[name] or slots > MOST_SLOTS[name] or not end <= offset <= LARGEST_BYTES:
                 raise TraceError(f"the part {name!r} of the recording is out of place; it is damaged")
             end = offset + stride * slots
+        object_bytes = int(head["object_bytes"])
+        if object_bytes > layout.STRIDES["rings"] - layout.RING.size:
+            raise TraceError("the rings of the recording are out of place; it is damaged")
         self._parts: Mapping[str, layout.Part] = parts
         self._base = int(head["address"])
         self.generation = int(head["generation"])
@@ -190,9 +194,7 @@ class Mapped:
         """The time at which the process last wrote its facts, at the last read."""
         self.ended_rows = int(head["ended_rows"])
         """The number of rows lost with the rings of ended threads."""
-        self._object_bytes = int(head["object_bytes"])
-        if self._object_bytes > layout.STRIDES["rings"] - layout.RING.size:
-            raise TraceError("the rings of the recording are out of place; it is damaged")
+        self._object_bytes = object_bytes
         self._ring_type = _ring_type(self._object_bytes)
         self._last_head = data, head
         return head

@@ -329,10 +329,8 @@ def import_views(views: Sequence[str]) -> None:
 
 def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return `brief`, or `events` if an option is set that `brief` does not use."""
-    return ("brief",) if all(options.get(name) is None for name in _NOT_OF_BRIEF) else ("events",)
-
-
-_NOT_OF_BRIEF = ("tracer_option", "threads", "state")
+    is_set = any(options.get(name) is not None for name in ("tracer_option", "threads"))
+    return ("events",) if is_set or options.get("state") in ("CPU", "GPU") else ("brief",)
 
 
 def refuse_unknown_views(views: Sequence[str]) -> None:

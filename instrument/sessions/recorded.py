@@ -361,8 +361,8 @@ class Recorded:
         """Return a report on everything since the start.
 
         `views` are the names of the views, in order. The default views are those of the profile. If it has none, the
-        default is `brief`, or `events` if `tracer_option`, `threads` or `state` is given. `options` are those of
-        `instrument.report.view.Options`.
+        default is `brief`, or `events` if `tracer_option`, `threads` or another `state` than `All` is given. `options`
+        are those of `instrument.report.view.Options`.
 
         Views of totals cover all calls. Views of spans cover the spans that are still in memory, and report the time
         from which on they are complete.
