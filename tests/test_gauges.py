@@ -741,7 +741,8 @@ def test_the_host_reports_the_same_of_a_process_from_outside_as_that_process_of_
     now_ns = time.monotonic_ns()
     own, told = inside.read(now_ns, rarely=True), outside.read(now_ns, rarely=True)
     assert list(told) == list(own)
-    assert (told["cores"], told["process_memory_peak"]) == (own["cores"], own["process_memory_peak"])
+    assert told["cores"] == own["cores"]
+    assert told["process_memory_peak"] == pytest.approx(own["process_memory_peak"], rel=0.01)  # the first read counts
     assert told["process_cpu"] == pytest.approx(own["process_cpu"], rel=0.2)
     assert told["process_memory"] == pytest.approx(own["process_memory"], rel=0.01)
 
