@@ -25,7 +25,7 @@ from readback import spans_in
 from instrument import chrome
 from instrument.instrumentors.requests.server_hooks import Requests
 from instrument.profile.model import RequestsRule
-from instrument.recording.spans import Site, Span
+from instrument.recording.spans import Site, Span, is_interruption
 from instrument.runtime.faults import FAULTS
 
 FINAL = 1
@@ -425,4 +425,6 @@ def test_a_model_is_met_under_the_name_that_the_backend_imports_it_by(tmp_path: 
     environ = {key: value for key, value in os.environ.items() if not key.startswith("INSTRUMENT")}
     subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=240)
     (path,) = (tmp_path / "traces").glob("*.json")
-    assert Counter(span.site.name for span in chrome.load(path)[0].spans) == {"shop": 10, "shop batch": 5}
+    sites = [span.site for span in chrome.load(path)[0].spans]
+    names = Counter(site.name for site in sites if not is_interruption(site))  # a collection may take long
+    assert names == {"shop": 10, "shop batch": 5}
