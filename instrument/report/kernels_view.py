@@ -49,7 +49,7 @@ SHARED = "(several tasks were open)"
 """The text in place of a span if several tasks of the thread had open spans."""
 
 UNKNOWN_NUMBER = 0
-"""The index of `UNKNOWN`, the place of a launch outside of all spans, in `NumberedPlaces.names`."""
+"""The index of `UNKNOWN` in `NumberedPlaces.names`: the launch is not in the file, or before its spans begin."""
 
 
 class NumberedPlaces(NamedTuple):

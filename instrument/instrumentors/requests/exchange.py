@@ -591,8 +591,8 @@ CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """The protocols that call a method by name. Their requests have no route."""
 
 Address = tuple[tuple[str, AttributeValue], ...]
-"""The span attributes for an address. They are empty if a call names its peer otherwise, and beyond `ADDRESSES_KNOWN`
-addresses."""
+"""The span attributes for an address. They are empty for the protocols in `CALLED`, and for addresses beyond
+`ADDRESSES_KNOWN`."""
 
 Key = tuple[object, str, str, str]
 """An endpoint's address, protocol, method and route, or a job's system, task and queue. The protocol is `http`,
