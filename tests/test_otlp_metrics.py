@@ -170,6 +170,14 @@ def test_samples_keep_the_time_at_which_they_were_read_and_sums_that_of_their_fi
     assert points == [(wall(10), wall(10), 15.0), (wall(10), wall(20), 30.0), (wall(10), wall(30), 45.0)]
 
 
+def test_a_number_of_bytes_beyond_64_bits_arrives_with_the_other_metrics(collector: Receiver) -> None:
+    with exporting(Otlp(collector.endpoint)) as exporter:
+        metrics_of(exporter).offer_samples([sample("memory_total", 1e30), sample("memory_used", 5.0)], [GPU])
+        exporter.flush(60 * SECOND)
+    points = {point.name: point.value for point in collector.points()}
+    assert (points["hw.gpu.memory.limit"], points["hw.gpu.memory.usage"]) == (1e30, 5)
+
+
 @pytest.mark.parametrize("moved_ns", [5_000_000, -3600 * SECOND])
 def test_sums_of_gauges_keep_their_start_when_the_wall_clock_is_set(moved_ns: int) -> None:
     begun_ns: dict[int, int] = {}

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from instrument.recorder import api as numbers
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import bucket_middle
 from instrument.recording.mapped import read_service_metrics
+from instrument.recording.memory_layout import NUMBER
 from instrument.recording.metrics import LARGEST_MIDDLE, make_metrics, make_samples
 from instrument.runtime.faults import FAULTS
 
@@ -109,6 +111,22 @@ def test_a_histogram_has_each_value_within_an_eighth(session: None, values: list
     )
     expected = sorted(min(max(value, 0), LARGEST_MIDDLE) for value in values)
     assert middles == pytest.approx(expected, rel=0.14, abs=2e-9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("--5", 1.0), ("99999999", 1.0), ("nothing", 1.0), ("5", -1.0), ("5", 1e300), ("sum", -1e308), ("counter", -1.0)],
+)
+def test_a_damaged_cell_is_left_out_and_the_others_are_reported(session: None, kind: str, value: float) -> None:
+    instrument.histogram("t.n", "").record(3)
+    instrument.gauge("t.x", "").set(1)
+    fd = RECORDER.memory_fd
+    at = os.pread(fd, os.fstat(fd).st_size, 0).rindex(b"t.x\n\ngauge")  # the newest values follow the timelines
+    os.pwrite(fd, f"t.n\n\n{kind}".encode().ljust(32, b"\0"), at)
+    os.pwrite(fd, struct.pack("d", value), at - NUMBER.fields["name"][0] + NUMBER.fields["value"][0])
+    (metric,) = make_metrics(read_service_metrics(RECORDER.make_reader())[1])
+    (values,) = metric.series.values()
+    assert (metric.name, values.count, values.sum_ns) == ("t.n", 1, 3 * 10**9)
 
 
 def test_numbers_beyond_the_room_are_counted_and_those_within_go_on(session: None) -> None:

@@ -388,7 +388,7 @@ def _pack_point(point: Point, whole: bool) -> bytes:
     if isinstance(value, Exponential):
         exemplars = b"".join([pack_field(b"\x5a", _pack_exemplar(exemplar)) for exemplar in point.exemplars])
         return times + pack_exponential(value) + exemplars + pack_attributes(point.attributes, b"\x0a")
-    whole = whole or isinstance(value, int)
+    whole = (whole or isinstance(value, int)) and abs(value) < 1 << 63
     packed = _pack_int(0x31, round(value)) if whole else _pack_double(0x21, value)
     return times + packed + pack_attributes(point.attributes, b"\x3a")
 

@@ -311,12 +311,27 @@ def is_valid_cell_name(name: str, unit: str) -> bool:
 ZERO = -(1 << 20)
 """The bucket of all values up to 0."""
 
+BUCKETS_END = 1 << 13
+"""The first number above those of buckets, each of which has a middle that is a float."""
+
+MOST_VALUES = 1 << 53
+"""The largest number of values that a bucket's cell, which is a float, counts exactly."""
+
 
 def parse_cell(name: bytes, at_ns: int, value: float) -> Cell | None:
     parts = name.decode("utf-8", "replace").rstrip("\0").split("\n")
-    if len(parts) != 3 or not parts[0] or at_ns <= 0 or value != value:
+    if len(parts) != 3 or not parts[0] or not _is_valid_value(parts[2], value):
         return None
     return Cell(parts[0], parts[1], parts[2], at_ns, value)
+
+
+def _is_valid_value(kind: str, value: float) -> bool:
+    if kind in (GAUGE, COUNTER, SUM):
+        return value >= 0 or kind == GAUGE
+    try:
+        return ZERO <= int(kind) < BUCKETS_END and 0 <= value <= MOST_VALUES
+    except ValueError:
+        return False
 
 
 def make_samples(former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0) -> list[Sample]:
@@ -364,7 +379,7 @@ def make_metrics(cells: Iterable[Cell]) -> list[Metric]:
             counters.append(Metric(*key, COUNTER, ABOUT, {(): cell.value}))
         elif cell.kind == SUM:
             sums[key] = cell.value
-        elif cell.kind.lstrip("-").isdecimal():
+        elif cell.kind != GAUGE:
             bucket = int(cell.kind)  # each power of two has four buckets
             middle = 0.0 if bucket == ZERO else ldexp(((bucket & 7) + 0.5) / 8, bucket >> 3)
             index = bucket_of(int(min(middle, LARGEST_MIDDLE) * ONE))
