@@ -179,6 +179,28 @@ def test_a_session_that_ends_while_the_collector_is_silent_on_the_one_before_is_
     assert found == {"first": {"one": 5}, "second": {"another": 3}}
 
 
+def test_an_export_that_has_paused_ends_though_another_session_has_begun(
+    service: Service, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording_export, "WAITING_SPANS", 0)
+    service.open.clear()
+    first = service.handed_over(collector)
+    for _ in range(2):
+        service.serve("one", 5)
+        service.look()
+    assert first.is_behind
+    service.begin("second")
+    service.open.set()
+
+    def has_ended() -> bool:
+        service.look()
+        service.run.end_settled()
+        return not service.run.recordings
+
+    until(has_ended)
+    assert [*map(len, collector.spans.values())] == [5]
+
+
 def test_spans_of_requests_that_had_not_ended_with_their_session_are_counted(
     service: Service, collector: Collector
 ) -> None:

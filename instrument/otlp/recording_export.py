@@ -139,7 +139,7 @@ class RecordingExport:
                 return False  # the process does so itself, or another agent
             self._progress = self._place.read_progress()
         if self._is_superseded():
-            self.has_ended = True
+            self.has_ended, self.is_behind = True, False
             return False
         facts = self._read_facts()
         if facts is None:
