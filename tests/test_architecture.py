@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "profile": (2_541, 8),
     "proposal": (1_258, 4),
     "recorder": (2_485, 9),
-    "recording": (3_723, 13),
+    "recording": (3_738, 13),
     "report": (13_064, 38),
     "runtime": (2_646, 13),
     "sessions": (6_041, 19),
