@@ -7,6 +7,7 @@ import resource
 import selectors
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from fuzz_recordings import copied
+from otlp_collectors import Handler, collecting
 from test_agent import children_of
 
 from instrument.agent.exporter_process import Exports
@@ -323,3 +325,45 @@ def test_messages_of_a_process_are_read_even_if_it_closed_before_the_answer() ->
     assert not connection.has_waiting_packets
     assert [connection.receive()[0] for _ in range(2)] == [{"goodbye": {}}, None]
     connection.close()
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "answers_in_time"),
+    [(0.0, True), (60.0, True), (2.0, False)],
+    ids=["the agent goes on", "the agent ends", "the agent ends before the collector answers"],
+)
+def test_spans_of_a_session_are_counted_once_though_the_one_before_waits_for_its_collector(
+    limit_s: float, answers_in_time: bool, table: Table, make_recorder: Any
+) -> None:
+    recorder = make_recorder()
+    if recorder.memory_fd < 0:
+        pytest.skip(f"no memory that others can read: {recorder.no_memory}")
+    answers = threading.Event()
+
+    def behave(handler: Handler, _: int) -> None:
+        answers.wait(240)
+        handler.answer(200)
+
+    def begin_session(name: str, spans: int) -> Process:
+        export = encode_facts(ExportFacts(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0)))
+        recorder.begin_recording(1 << 20, {"origin": {"pid": 1, "service": name}, "export": export})
+        for _ in range(spans):
+            recorder.wrap(lambda: None, Site(name))()
+        return table.add({**SETTINGS, "endpoint": server.settings.endpoint}, memory=os.dup(recorder.memory_fd))
+
+    with collecting(behave) as server:
+        first = begin_session("first", 5)
+        table.exports.flush(first)
+        table.until(lambda: server.tries)
+        second = begin_session("second", 3)
+        for process in (first, second):
+            process.ended_ns = 1
+            table.exports.note_ended(process)
+        if limit_s:
+            table.exports.end(limit_s)
+        if answers_in_time:
+            answers.set()
+        table.until(lambda: not table.exports.is_exporting(first.run) and not table.exports.is_exporting(second.run))
+        answers.set()
+    fates = {fate: count for fate, count in table.exports.fates.items() if count and fate not in ("seen", "kept")}
+    assert fates == ({"exported": 8} if answers_in_time else {"failed": 5, "unread": 3})

@@ -352,9 +352,12 @@ class ExporterChild:
         self._gauges.stop()
 
     def _end_exports(self) -> None:
-        self._loop.read_remaining_rows(self._ends_at)
-        for sender in self._exporters.values():
-            sender.send_soon()  # all at the same time: one slow collector delays no other
+        is_unread = True
+        while is_unread:
+            self._loop.read_remaining_rows(self._ends_at)
+            for sender in self._exporters.values():
+                sender.send_soon()  # all at the same time: one slow collector delays no other
+            is_unread = self._loop.await_earlier_sessions(self._ends_at)
         for sender in self._exporters.values():
             sender.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         self._loop.end_datasets(self._ends_at)

@@ -20,7 +20,7 @@ from typing import Any
 from instrument.agent.child import fork_child
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import Process, Run
-from instrument.recording.export_checkpoint import ExportCheckpoint, losses_by_name
+from instrument.recording.export_checkpoint import ExportCheckpoint, Progress, losses_by_name
 from instrument.recording.memory_layout import read_generation
 from instrument.runtime import agent_socket, file_writing
 
@@ -134,7 +134,7 @@ class Exports:
     def note_ended(self, process: Process) -> None:
         if process.number in self._recordings:
             self._send_child({"ended": process.number})
-            self._count_unsent_spans(process, self._recordings[process.number][1])
+            self._count_unsent_spans(*self._recordings[process.number])
         if self._gauged.pop(process.number, None) is not None:
             self._send_child({"process": process.number, "ended": True})
 
@@ -218,7 +218,7 @@ class Exports:
             memory,
         )
         if not process.lives:
-            self._count_unsent_spans(process, memory)
+            self._count_unsent_spans(process, memory, generation)
             self._send_child({"ended": number})
 
     def _note_problem(self, problem: str) -> None:
@@ -296,21 +296,22 @@ class Exports:
             self._end_export(number, is_reported=bool(fates))
 
     def _end_export(self, number: int, *, is_reported: bool) -> None:
-        process, memory, _ = self._recordings.pop(number)
-        self.count_unread_rows(process, memory, is_reported=is_reported)
+        process, memory, generation = self._recordings.pop(number)
+        self.count_unread_rows(process, memory, generation, is_reported=is_reported)
         self._send_unexported(process)
         os.close(memory)
         if self._unsent.pop(process, 0):
             self._write_unsent()
 
-    def count_unread_rows(self, process: Process, memory: int, *, is_reported: bool) -> None:
+    def count_unread_rows(self, process: Process, memory: int, generation: int = 0, *, is_reported: bool) -> None:
         """Count the rows of an ended process that the child has not read. Also count sent and lost spans, unless the
-        child has reported them."""
+        child has reported them. `generation` is the number of the process's session, 0 for all sessions."""
         if process.lives or not exports_spans(process):
             return
-        with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
-            self.fates.update({} if is_reported else place.read_progress().unreported_counts())
-            self.fates["unread"] += place.count_unread_rows()
+        with suppress(OSError):
+            progress, unread_rows = _read_checkpoint(memory, generation)
+            self.fates.update({} if is_reported else progress.unreported_counts())
+            self.fates["unread"] += unread_rows
 
     def _restart_exporter(self) -> None:
         self._handed_over.clear()
@@ -340,11 +341,12 @@ class Exports:
         for number in list(self._recordings):
             self._end_export(number, is_reported=False)
 
-    def _count_unsent_spans(self, process: Process, memory: int) -> None:
+    def _count_unsent_spans(self, process: Process, memory: int, generation: int) -> None:
         if process in self._unsent or not exports_spans(process):
             return
-        with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
-            self._unsent[process] = place.read_progress().unsettled_spans + place.count_unread_rows()
+        with suppress(OSError):
+            progress, unread_rows = _read_checkpoint(memory, generation)
+            self._unsent[process] = progress.unsettled_spans + unread_rows
             self._write_unsent()
 
     def _write_unsent(self) -> None:
@@ -359,6 +361,15 @@ class Exports:
 
 def exports_spans(process: Process) -> bool:
     return bool((process.facts.get("export") or {}).get("otlp") or process.facts.get("exports"))
+
+
+def _read_checkpoint(memory: int, generation: int) -> tuple[Progress, int]:
+    """Return the progress of the export of a session, and the number of unread rows. Another session of the process,
+    which has the same recording, counts the rest."""
+    with closing(ExportCheckpoint(memory)) as place:
+        progress, is_current = place.read_progress(), generation in (0, read_generation(memory))
+        is_of_session = generation in (0, progress.generation)
+        return progress if is_of_session else Progress(), place.count_unread_rows() if is_current else 0
 
 
 def _serve(connection: socket.socket) -> None:

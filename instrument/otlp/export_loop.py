@@ -193,6 +193,20 @@ class ExportLoop:
         while self.read_and_settle(is_last=True) and time.monotonic() < until:
             pass
 
+    def await_earlier_sessions(self, until: float) -> bool:
+        """Wait until the export of a session ends for which a later session of its process waits. Return False if none
+        waits, or after the time."""
+        waiting = self._find_waiting_sessions()
+        while waiting and time.monotonic() < until:
+            self.end_settled()
+            if self._find_waiting_sessions() != waiting:
+                return True
+            time.sleep(FULL_RETRY_S)
+        return False
+
+    def _find_waiting_sessions(self) -> set[int]:
+        return {number for number, export in self.recordings.items() if self._is_earlier_session_open(export)}
+
     def send_now(self, export: RecordingExport) -> bool:
         """Send all spans and metrics that a process has recorded so far. Return False if there was no space for all."""
         has_more = self.read_new_rows(at_once=True, metered=export)
