@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (320, 4),
-    "agent": (4_183, 16),
+    "agent": (4_197, 16),
     "chrome": (3_403, 10),
     "cli": (2_912, 15),
     "compat": (1_196, 6),
@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (149, 1),
     "instrumentors": (11_250, 38),
     "native": (8_548, 27),
-    "otlp": (5_066, 18),
+    "otlp": (5_080, 18),
     "profile": (2_541, 8),
     "proposal": (1_258, 4),
     "recorder": (2_485, 9),
