@@ -33,7 +33,16 @@ from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.agent.scrapes import MOST_SEPARATE, EndedMetrics, Scrapes
 from instrument.otlp.exposition import CONTENT_TYPE, format_metrics, metrics_of_run, prefers_protobuf
 from instrument.otlp.metrics_queue import Metered
-from instrument.recording.distributions import Distribution, Exemplar, Metric, Snapshot
+from instrument.recording import distributions
+from instrument.recording.distributions import (
+    OVERFLOW,
+    Distribution,
+    Exemplar,
+    Histograms,
+    Metric,
+    Snapshot,
+    sum_metrics,
+)
 from instrument.recording.metrics import COUNTER, HISTOGRAM, UPDOWN
 from instrument.recording.spans import HOST, Origin, Sample
 from instrument.runtime import agent_socket
@@ -284,6 +293,36 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
         'reason="full",service_name="queue"': 3,
     }
     assert values(two, "instrument_processes") == {'service_name="shop"': 1, 'service_name="queue"': 1}
+
+
+def test_exemplars_of_a_run_without_living_processes_have_todays_time() -> None:
+    counted = Distribution()
+    counted.add(10**9)
+    exemplar = Exemplar(10**9, time.monotonic_ns(), 1, 7, 8)
+    ended = {"shop": [Metric("taken", "s", HISTOGRAM, "", {(): counted}, {(): (exemplar,)})]}
+    text = format_metrics(metrics_of_run([], ended), openmetrics=True)
+    (found,) = [s.exemplar for f in text_string_to_metric_families(text) for s in f.samples if s.exemplar]
+    assert float(found.timestamp) == pytest.approx(time.time(), abs=86_400)
+
+
+def test_exemplars_of_series_beyond_the_limit_are_those_of_the_series_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributions, "SERIES_LIMIT", 1)
+    monkeypatch.setattr(Histograms, "series_limit", 1)
+    histograms, exemplar = Histograms(), Exemplar(5, 1, 1, 7, 8)
+    parts = []
+    for text in ("first", "second"):
+        histograms.add("taken", (("a", text),), 5)
+        assert histograms.add_exemplar("taken", (("a", text),), exemplar)
+        part = Histograms()
+        part.add("taken", (("a", text),), 5)
+        part.add_exemplar("taken", (("a", text),), exemplar)
+        parts.append(Metric("taken", "s", HISTOGRAM, "", *part.copy_series("taken")))
+    (summed,) = sum_metrics(parts)
+    assert not histograms.add_exemplar("given", (("a", "first"),), exemplar)
+    expected = {(("a", "first"),): (exemplar,), OVERFLOW: (exemplar,)}
+    assert summed.exemplars == histograms.copy_series("taken")[1] == expected
 
 
 def test_counts_of_ended_processes_are_in_a_bounded_file(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from instrument.clock import read_clocks
 from instrument.errors import ExportError
 from instrument.otlp.metrics_queue import Metered, convert_samples
 from instrument.otlp.packing import Exponential, encode_varint, encode_zigzag, make_exponential, pack_field, pack_text
@@ -102,8 +103,9 @@ def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metri
     Gauges of processes have the process id as a label."""
     services = {*ended, *(process.origin.service for process in living)}
     labels: dict[str, Labels] = {name: ((SERVICE, name),) if len(services) > 1 else () for name in services}
+    clocks = read_clocks()  # exemplars of ended processes have times of this machine's monotonic clock
     before = [
-        (labels[name], Metered(Origin(0, name, 0, 0), Snapshot(0, 0, tuple(metrics))))
+        (labels[name], Metered(Origin(0, name, *clocks), Snapshot(0, 0, tuple(metrics))))
         for name, metrics in ended.items()
     ]
     yield from _make_totals([*before, *((labels[process.origin.service], process) for process in living)])

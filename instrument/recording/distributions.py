@@ -213,9 +213,8 @@ def sum_metrics(metrics: Iterable[Metric]) -> list[Metric]:
                 total.join(value)
             else:
                 series[place] = value + (total if isinstance(total, int | float) else 0)
-        for labels, candidates in metric.exemplars.items():
-            for exemplar in candidates:
-                exemplars.setdefault(labels, Exemplars()).add(exemplar)
+            for exemplar in metric.exemplars.get(labels, ()):
+                exemplars.setdefault(place, Exemplars()).add(exemplar)
     return [
         replace(metric, series=series, exemplars={labels: candidates.all() for labels, candidates in exemplars.items()})
         for metric, series, exemplars in sums_by_name.values()
@@ -257,10 +256,11 @@ class Histograms:
         self.distribution_of(name, labels).add(max(value, 0))
 
     def add_exemplar(self, name: str, labels: Labels, exemplar: Exemplar) -> bool:
-        is_counted = labels in self.series(name)
-        if is_counted:
-            self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(exemplar)
-        return is_counted
+        series = self.series(name)
+        place = labels if labels in series else OVERFLOW
+        if place in series:
+            self._exemplars.setdefault(name, {}).setdefault(place, Exemplars()).add(exemplar)
+        return place in series
 
     def series(self, name: str) -> Mapping[Labels, Distribution]:
         return self._series.get(name, {})
