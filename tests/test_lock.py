@@ -10,21 +10,25 @@ from types import FrameType
 from instrument.sessions.exporting import SessionLock
 
 
-def test_a_signal_to_its_holder_is_sent_again_when_the_outermost_lets_go() -> None:
+def test_signals_to_its_holder_are_sent_again_once_when_the_outermost_lets_go() -> None:
     lock, seen = SessionLock(), []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        seen.append(lock.postpone_signal(number))
+        seen.append((number, lock.postpone_signal(number)))
 
-    before = signal.signal(signal.SIGUSR1, handle)
+    numbers = [signal.SIGUSR1, signal.SIGUSR2]
+    before = [signal.signal(number, handle) for number in numbers]
+    postponed = [(number, True) for number in (*numbers, numbers[0])]
     try:
         with lock.acquire_within():
             with lock.acquire_within():
-                os.kill(os.getpid(), signal.SIGUSR1)
-            assert seen == [True]
-        assert seen == [True, False]  # sent again, and not put off now
+                for number, _ in postponed:
+                    os.kill(os.getpid(), number)
+            assert seen == postponed
+        assert seen == [*postponed, *((number, False) for number in numbers)]  # sent again, and not put off now
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_signal_to_a_thread_that_does_not_hold_it_is_not_put_off() -> None:

@@ -55,16 +55,16 @@ NO_AGENT = (
 
 
 class SessionLock:
-    """A re-entrant lock. A signal that arrives while its thread has the lock can be postponed until the release."""
+    """A re-entrant lock. Signals that arrive while its thread has the lock can be postponed until the release."""
 
     def __init__(self) -> None:
         self._lock = RLock()
-        self._postponed = 0
+        self._postponed: list[int] = []
 
     @contextmanager
     def acquire_within(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock for a `with` block. Yield False after `timeout_s` without success. The release sends a
-        postponed signal again."""
+        """Acquire the lock for a `with` block. Yield False after `timeout_s` without success. The release sends
+        postponed signals again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -72,13 +72,14 @@ class SessionLock:
             if is_acquired:
                 self._lock.release()
             if self._postponed and not self._is_owned():
-                number, self._postponed = self._postponed, 0
-                os.kill(os.getpid(), number)
+                numbers, self._postponed = self._postponed, []
+                for number in dict.fromkeys(numbers):
+                    os.kill(os.getpid(), number)
 
     def postpone_signal(self, number: int) -> bool:
         """Return True if the calling thread has the lock, and postpone the signal until the release."""
         if self._is_owned():
-            self._postponed = number
+            self._postponed.append(number)
         return self._is_owned()
 
     def _is_owned(self) -> bool:
