@@ -350,14 +350,14 @@ LINES_AND_FILES = {
     "fleet": (149, 1),
     "instrumentors": (11_250, 38),
     "native": (8_548, 27),
-    "otlp": (5_080, 18),
+    "otlp": (5_082, 18),
     "profile": (2_541, 8),
     "proposal": (1_258, 4),
     "recorder": (2_485, 9),
     "recording": (3_738, 13),
     "report": (13_064, 38),
     "runtime": (2_646, 13),
-    "sessions": (6_041, 19),
+    "sessions": (6_042, 19),
     "trace": (9_539, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
