@@ -30,6 +30,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recorder.wrapping import STATUS
 from instrument.recording.spans import Span, is_late_failure
 from instrument.recording.trace_context import RemoteParent
+from instrument.report.view import make_json_values
 
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 REMOTE = RemoteParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, 1)
@@ -220,6 +221,11 @@ def test_an_app_that_fails_after_its_answer_is_recorded_as_such() -> None:
     assert (span.site.name, span.error) == ("GET /fails/{name}", None)
     assert (late["error"], late["http.route"]) == ("ValueError", "/fails/{name}")
     assert "1 failed after its answer" in instrument.summary()
+    session = instrument.session()
+    assert session is not None
+    facts = make_json_values(session.views(["requests"])["requests"])
+    assert facts["late_failures"] == 1
+    assert "failed after" not in str(facts)
 
 
 def test_a_task_after_the_answer_that_is_cancelled_has_not_failed() -> None:

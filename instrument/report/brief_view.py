@@ -139,7 +139,7 @@ class Brief(View):
             broken_off = f", {cancelled} {'was' if cancelled == 1 else 'were'} cancelled" if cancelled else ""
             if self.requests.is_part:
                 ended += f"; shown below: the newest {self.requests.requests}"
-            ended += broken_off + self.requests.late
+            ended += broken_off + self.requests.describe_late_failures()
             lines = wrap_text(f"Window: {window}; requests: {self.requests.counted}{cut}; {ended}")
         elif self.steps is not None and not cut:
             lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]

@@ -254,11 +254,9 @@ class RequestTimes(View):
             for by, (title, heading, of_tokens) in columns.items()
         ]
 
-    @property
-    def late(self) -> str:
-        return f", {self.late_failures} failed after {'its' if self.late_failures == 1 else 'their'} answer" * bool(
-            self.late_failures
-        )
+    def describe_late_failures(self) -> str:
+        count = self.late_failures
+        return f", {count} failed after {'its' if count == 1 else 'their'} answer" if count else ""
 
     @property
     def is_part(self) -> bool:
@@ -270,7 +268,7 @@ class RequestTimes(View):
     def header_lines(self) -> list[str]:
         cut = f"; {self.requests_cut} at an edge of the window, not counted below" if self.requests_cut else ""
         part = f", of which {self.requests} are kept and shown below" if self.is_part else ""
-        counted = f"Requests: {self.counted}{part}{self.late}{cut}"
+        counted = f"Requests: {self.counted}{part}{self.describe_late_failures()}{cut}"
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", counted]
 
     def reasons_if_empty(self) -> list[str]:
