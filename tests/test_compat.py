@@ -127,9 +127,10 @@ class TestFluid:
     @pytest.mark.parametrize(
         ("call", "message"),
         [
-            (lambda: fluid.start_profiler("gpu"), "state: found 'gpu'; allowed: CPU, GPU, All"),
+            (lambda: fluid.start_profiler("gpu"), "^start_profiler: state: found 'gpu'; allowed: CPU, GPU, All"),
             (lambda: fluid.start_profiler("All", "Full"), "tracer_option: found 'Full'; allowed: Default, OpDetail"),
-            (lambda: fluid.stop_profiler("time"), "sorted_key: found 'time'; allowed: default, calls, total, max"),
+            (lambda: fluid.stop_profiler("time"), "^stop_profiler: sorted_key: found 'time'; allowed: default, calls"),
+            (lambda: fluid.profiler("gpu").__enter__(), "^profiler: state: found 'gpu'; allowed: CPU, GPU, All"),
         ],
     )
     def test_bad_arguments_are_value_errors(self, call: Any, message: str) -> None:

@@ -58,7 +58,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
     Raises `ProfileError`, a subclass of ValueError, for other values.
     """
     global _run
-    _check_choices(state=(state, STATES), tracer_option=(tracer_option, TRACER_OPTIONS))
+    _check_choices("start_profiler", state=(state, STATES), tracer_option=(tracer_option, TRACER_OPTIONS))
     with _lock:
         if _run is not None:
             return
@@ -81,7 +81,7 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
     - `profile_path`: the path of the Chrome trace, or None to write no file
     """
     global _run
-    _check_choices(sorted_key=(sorted_key or "default", SORTED_KEYS))
+    _check_choices("stop_profiler", sorted_key=(sorted_key or "default", SORTED_KEYS))
     with _lock:
         run, _run = _run, None
         if run is None:
@@ -123,7 +123,12 @@ def profiler(
 ) -> Iterator[None]:
     """Record a `with` block, and print the report at its end, also after an exception. The arguments are as in
     `start_profiler` and `stop_profiler`."""
-    _check_choices(sorted_key=(sorted_key or "default", SORTED_KEYS))
+    _check_choices(
+        "profiler",
+        state=(state, STATES),
+        sorted_key=(sorted_key or "default", SORTED_KEYS),
+        tracer_option=(tracer_option, TRACER_OPTIONS),
+    )
     start_profiler(state, tracer_option)
     try:
         yield
@@ -131,9 +136,9 @@ def profiler(
         stop_profiler(sorted_key, profile_path)
 
 
-def _check_choices(**arguments: tuple[Any, tuple[str, ...]]) -> None:
+def _check_choices(function: str, **arguments: tuple[Any, tuple[str, ...]]) -> None:
     problems = [
-        f"start_profiler: {name}: found {value!r}; allowed: {', '.join(allowed)}"
+        f"{function}: {name}: found {value!r}; allowed: {', '.join(allowed)}"
         for name, (value, allowed) in arguments.items()
         if value not in allowed
     ]
