@@ -406,6 +406,24 @@ def parents_by(front: Told, engine: Told) -> dict[int, int]:
     return {number_of[one]: number_of[parent] for _, one, parent, *_ in found if parent}
 
 
+@pytest.mark.parametrize("sample", [0.0, 1.0])
+def test_requests_are_wanted_only_until_they_are_decided(sample: float) -> None:
+    run = Run()
+    run.add(run.front, CHAT, 0, 3 * S, key="a")
+    run.add(run.engine, WORKER, S, 2 * S, key="a")
+    members = [
+        Told(spans, number, Capture(sample=sample)) for spans, number in ((run.front, FRONT), (run.engine, ENGINE))
+    ]
+    for member in members:
+        member.rows.sampler.wanted = {span.span_id for span in member.spans}
+        member.read(0, 4 * S)
+    settling = Settling()
+    settling.members = [member.rows for member in members]
+    settled = settling.settle(4 * S, at_once=True)
+    assert sum(len(sent_spans(of_member)) for of_member in settled.values()) == 2
+    assert [member.rows.sampler.wanted for member in members] == [set(), set()]
+
+
 def test_a_hand_off_span_in_another_requests_tree_is_above_the_work_that_it_handed_off() -> None:
     run = Run()
     around = run.add(run.front, CHAT, 0, 30 * S, key="a")

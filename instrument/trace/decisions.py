@@ -318,7 +318,7 @@ class Decisions:
         if is_of_sample:
             self.states[unit] = tracestate_of_share(sample)
         is_kept = is_of_sample or trace_id in self._remembered.kept
-        if is_kept or any(sampler.take_wanted_request(request) for sampler, request, _ in ended):
+        if is_kept or any(sampler.is_wanted(request) for sampler, request, _ in ended):
             self._keep_tree(unit)
             return
         for sampler, request, row in ended:

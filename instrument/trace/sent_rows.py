@@ -335,6 +335,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
             decided = Decided(True, int(sent_rows.root_id[row]), None if number == NONE else sent_rows.callers[number])
         member.decided[root_id] = decided
         member.early.discard(root_id)
+        member.sampler.wanted.discard(root_id)
     says_keys = is_root | trace.are_of_kind("request")
     for name in (KEY, BATCH_KEYS):
         says_keys[trace.attributes.rows_with_attribute(name)] = True

@@ -50,7 +50,7 @@ class TailSampler:
         """The time above which a request of an endpoint is slow. An endpoint is a site of requests."""
         self._looked_ns = 0
         self.wanted: set[int] = set()
-        """The roots of requests that are kept in any case."""
+        """The roots of undecided requests that are kept in any case."""
 
     def change_settings(self, capture: Capture) -> None:
         if capture.limit != self.capture.limit:
@@ -78,13 +78,10 @@ class TailSampler:
     def lacks_usual_time(self, request: EndedRequest) -> bool:
         return self.capture.slow_over is not None and request.site.key not in self._slow_ns
 
-    def take_wanted_request(self, request: EndedRequest) -> bool:
-        """Return True if the request is in `wanted`, or if the trace of its caller is kept. Removes the request from
-        `wanted`."""
-        if request.root_id in self.wanted:
-            self.wanted.discard(request.root_id)
-            return True
-        return request.remote is not None and bool(request.remote.flags & 1) and not self.capture.is_off
+    def is_wanted(self, request: EndedRequest) -> bool:
+        """Return True if the request is in `wanted`, or if the trace of its caller is kept."""
+        is_callers = request.remote is not None and bool(request.remote.flags & 1) and not self.capture.is_off
+        return is_callers or request.root_id in self.wanted
 
     def is_notable(self, request: EndedRequest) -> bool:
         """Return True for a request that failed, was slow, or has the attributes in `capture.where`."""
