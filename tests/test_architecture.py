@@ -344,7 +344,7 @@ LINES_AND_FILES = {
     "agent": (4_197, 16),
     "chrome": (3_403, 10),
     "cli": (2_912, 15),
-    "compat": (1_196, 6),
+    "compat": (1_201, 6),
     "device": (3_442, 10),
     "docs": (0, 0),
     "fleet": (149, 1),
@@ -355,10 +355,10 @@ LINES_AND_FILES = {
     "proposal": (1_258, 4),
     "recorder": (2_485, 9),
     "recording": (3_738, 13),
-    "report": (13_064, 38),
+    "report": (13_062, 38),
     "runtime": (2_646, 13),
     "sessions": (6_042, 19),
-    "trace": (9_539, 28),
+    "trace": (9_537, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
