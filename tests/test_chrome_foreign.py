@@ -460,7 +460,7 @@ def test_more_slices_than_may_be_are_refused(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "torch.json"
     path.write_text(json.dumps(torch_like()))
     monkeypatch.setattr(slice_reading, "LIMIT_SPANS", 2)
-    with pytest.raises(TraceError, match="more than 2 events"):
+    with pytest.raises(TraceError, match="more than 2 slices"):
         chrome.load(path)
 
 

@@ -54,7 +54,6 @@ MOST_ENDED = 16
 NONE_JOINED_S = 10.0
 """Seconds after a run's start at which the agent reports that no process has joined."""
 
-
 ABANDONED_S = 60.0
 """Seconds after which an agent without a run of its own removes abandoned report files of an earlier agent."""
 

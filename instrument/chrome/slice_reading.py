@@ -127,7 +127,7 @@ class Slices:
             block = make_block(slices, _LIMIT_NS)
         self.count += len(slices)
         if self.count > LIMIT_SPANS:
-            raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
+            raise ValueError(f"it has more than {LIMIT_SPANS} slices; record less into one file")
         if self._ours is None:
             remaining = self.others.hold_back_slices_at_zero(block, events, first)
             self._add_block(block if remaining is block.slices else make_block(remaining, _LIMIT_NS))

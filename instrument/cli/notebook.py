@@ -97,7 +97,6 @@ class LoadedTrace:
         return self._make_frame(tables.make_batch_frame(self.saved.trace, *self._compute_joins_and_ledger()))
 
     def _compute_joins_and_ledger(self) -> tuple[Any, Any]:
-
         return self.recording.joined, self.recording.ledger
 
     def _make_frame(self, relation: Any) -> Any:
