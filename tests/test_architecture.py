@@ -341,9 +341,9 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (320, 4),
-    "agent": (4_197, 16),
+    "agent": (4_196, 16),
     "chrome": (3_403, 10),
-    "cli": (2_912, 15),
+    "cli": (2_911, 15),
     "compat": (1_201, 6),
     "device": (3_442, 10),
     "docs": (0, 0),
