@@ -182,9 +182,9 @@ PIPE_BYTES = 1 << 16
 
 _SET_PARENT_DEATH_SIGNAL = 1
 
-_MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
-"""Options of glibc's `mallopt` that keep a child small. The allocator returns free memory beyond 128 KiB
-(M_TRIM_THRESHOLD) and arrays from 64 KiB (M_MMAP_THRESHOLD), and threads share one arena (M_ARENA_MAX)."""
+_MALLOC_OPTIONS = {-1: 16 << 20, -3: 16 << 20, -8: 1}
+"""Options of glibc's `mallopt` for a child. The allocator reuses up to 16 MiB of free memory (M_TRIM_THRESHOLD,
+M_MMAP_THRESHOLD), because the kernel clears every returned page. Threads share one arena (M_ARENA_MAX)."""
 
 
 class AgentEnd:

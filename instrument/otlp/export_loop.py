@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from instrument.otlp.span_queue import Source
     from instrument.profile.model import Parquet
 
-SETTLE_EACH_NS = 25 * 10**7
-"""Nanoseconds between two rounds that decide about due requests and send their spans."""
+SETTLE_EACH_NS = 10**9
+"""Nanoseconds between two rounds that decide about due requests and send their spans, unless many rows are read."""
 
 BEHIND_NS = 5 * 10**9
 """The maximum nanoseconds without a round of decisions if the collector has not accepted earlier spans."""
@@ -259,7 +259,7 @@ class ExportLoop:
         now_ns = time.monotonic_ns()
         since_ns = now_ns - self._settled_at_ns
         is_behind = self.is_behind and since_ns < BEHIND_NS
-        is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more
+        is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more or self._is_ahead
         if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
             self._settle_requests(now_ns, is_last=is_last, at_once=at_once and not has_more)
         for number, export in list(self.recordings.items()):
@@ -267,7 +267,13 @@ class ExportLoop:
         if self.datasets:
             self.attempt_dataset(self._close_datasets)
         self._has_looked()
-        return bool(has_more) or (self._settling.has_more and not is_behind)
+        return (bool(has_more) and not self._is_ahead) or (self._settling.has_more and not is_behind)
+
+    @property
+    def _is_ahead(self) -> bool:
+        """True if a recording is not read further before the next decisions."""
+        readings = [export.reading for export in self.recordings.values()]
+        return any(reading is not None and reading.reader.is_ahead for reading in readings)
 
     def _is_earlier_session_open(self, export: RecordingExport) -> bool:
         """Return True if the export of an earlier session has the recording until the collector answers."""

@@ -93,7 +93,7 @@ class SpanPacker:
     def _pack_block(self, rows: Int64s) -> PackedRows:
         trace, count = self._trace, len(rows)
         ids, (number, sets) = self._ids.ids_of_rows(rows), trace.attributes.distinct_sets(rows)
-        pieces, size = self._make_pieces_without_heads(rows, ids, number, sets)
+        rests, sizes = self._make_pieces_without_heads(rows, ids, number, sets)
         starts, ends = trace.start_ns[rows], trace.end_ns[rows]
         task, active = trace.task_id[rows], trace.active_ns[rows]
         numbers = {
@@ -101,7 +101,7 @@ class SpanPacker:
             "instrument.active_ns": (active, active != ends - starts),
             "instrument.task_id": (task, task != 0),
         }
-        sizes = self._put_heads(pieces, size, ids, starts, ends, numbers)
+        pieces, sizes = self._add_heads(rests, sizes, ids, starts, ends, numbers)
         devices = self._pack_intervals(rows, ids, number, sets)
         if devices is None:
             return PackedRows(pieces, sizes, np.arange(1, count + 1))
@@ -113,54 +113,35 @@ class SpanPacker:
     def _make_pieces_without_heads(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Objects, Int64s]:
-        trace, form, count = self._trace, self._form, len(rows)
+        trace = self._trace
         site, thread, error, clipped = (
             column[rows] for column in (trace.site, trace.thread_id, trace.error, trace.clipped)
         )
         is_server = ids.is_server & self._is_request[site]
-        more = np.zeros(count, dtype=np.int64)
+        more = np.zeros(len(rows), dtype=np.int64)
         if len(self._with_more):
             place = np.searchsorted(self._with_more, rows).clip(max=len(self._with_more) - 1)
             more = np.where(self._with_more[place] == rows, place + 1, 0)
-        pieces = np.empty((count, 4), dtype=object)
-        pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _make_pieces_by_row(self._pack_shared_piece, site, is_server, thread)
-        size += len(form.end)
+        shared: list[NDArray[Any]] = [site, is_server, thread, self._ids.state_of[ids.remote]]
+        pieces, sizes = _make_pieces_by_row(lambda *key: self._pack_shared_piece(*key) + self._form.end, *shared)
         rare = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
         if len(rare):
-            group, firsts = number_combinations(
-                number[rare] + 1, site[rare], error[rare] + 1, clipped[rare], more[rare]
+            shared = [column[rare] for column in shared]
+            group, firsts = number_combinations(number[rare] + 1, error[rare] + 1, clipped[rare], more[rare], *shared)
+            keys = zip(*(column[firsts].tolist() for column in shared), strict=True)
+            rare_pieces, rare_sizes = _measure_pieces(
+                [
+                    self._make_rare_piece(
+                        int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at]), key
+                    )
+                    for at, key in zip(rare[firsts].tolist(), keys, strict=True)
+                ]
             )
-            parts = [
-                self._make_row_pieces(
-                    int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at])
-                )
-                for at in rare[firsts].tolist()
-            ]
-            for packed, column in (([part[0] for part in parts], 1), ([part[1] for part in parts], 3)):
-                values, lengths = _measure_pieces(packed)
-                pieces[rare, column] = values[group]
-                size[rare] += lengths[group]
-            size[rare] -= len(form.end)
-            hides = np.array([bool(part[2]) for part in parts], dtype=np.bool_)
-            for at, hidden in zip(rare[hides[group]].tolist(), group[hides[group]].tolist(), strict=True):
-                facts = self._pack_shared_piece(int(site[at]), int(is_server[at]), int(thread[at]), parts[hidden][2])
-                size[at] += len(facts) - len(pieces[at, 2])
-                pieces[at, 2] = facts
-        self._add_tracestates(pieces, size, ids.remote)
-        return pieces, size
+            pieces[rare], sizes[rare] = rare_pieces[group], rare_sizes[group]
+        return pieces, sizes
 
-    def _add_tracestates(self, pieces: Objects, size: Int64s, remote: Int64s) -> None:
-        stated = np.flatnonzero(self._ids.have_states[remote])
-        if len(stated):
-            states, lengths = _make_pieces_by_row(
-                lambda number: self._form.encode_tracestate(self._ids.find_tracestate(number)), remote[stated]
-            )
-            pieces[stated, 3] = states + pieces[stated, 3]
-            size[stated] += lengths
-
-    def _pack_shared_piece(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
-        key = (site, is_server, thread)
+    def _pack_shared_piece(self, *key: int, hidden: frozenset[str] = frozenset()) -> bytes:
+        site, is_server, thread, state = key
         packed = None if hidden else self._facts.get(key)
         if packed is None:
             place = self._trace.sites[site]
@@ -169,14 +150,17 @@ class SpanPacker:
             attributes["thread.id"] = native_id
             if (thread_name := self._threads.get(native_id)) is not None:
                 attributes["thread.name"] = thread_name
-            packed = self._form.encode_shared_facts(place.name, bool(is_server), attributes)
+            packed = self._form.encode_shared_facts(place.name, bool(is_server), attributes) + self._pack_state(state)
             if not hidden:
                 self._facts[key] = packed
         return packed
 
-    def _make_row_pieces(
-        self, row: int, values: Mapping[str, AttributeValue], has_more: bool
-    ) -> tuple[bytes, bytes, frozenset[str]]:
+    def _pack_state(self, state: int) -> bytes:
+        return self._form.encode_tracestate(self._ids.states[state]) if state else b""
+
+    def _make_rare_piece(
+        self, row: int, values: Mapping[str, AttributeValue], has_more: bool, key: Sequence[int]
+    ) -> bytes:
         trace = self._trace
         site, error = trace.sites[int(trace.site[row])], int(trace.error[row])
         failed = None if error == NONE else trace.errors[error]
@@ -193,8 +177,14 @@ class SpanPacker:
         events, dropped = select_events(interruptions)
         placed = [(at_ns + self._offset_ns, name, facts) for at_ns, name, facts in events]
         members = RareMembers(find_status(failed, values), links, placed, dropped)
-        hidden = frozenset(attributes) & make_site_attributes(site).keys() if values else frozenset()
-        return self._form.attributes(attributes), self._form.encode_rare_members(members), frozenset(hidden)
+        hidden = frozenset(frozenset(attributes) & make_site_attributes(site).keys() if values else ())
+        return b"".join(
+            (
+                self._form.attributes(attributes),
+                self._pack_shared_piece(*key, hidden=hidden),
+                self._form.encode_rare_members(members),
+            )
+        )
 
     def _pack_intervals(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
@@ -207,33 +197,34 @@ class SpanPacker:
             return None
         at = np.arange(len(of)) + (firsts - np.cumsum(counts) + counts)[of]
 
-        def pack_interval_piece(site: int, of_set: int, device: int, stream: int, label: int) -> bytes:
+        def pack_interval_piece(site: int, of_set: int, device: int, stream: int, label: int, state: int) -> bytes:
             if self._part is not None:
                 device, stream = self._part.devices.get(device, device), self._part.streams.get(stream, stream)
             place = trace.sites[site]
             facts = make_device_attributes(
                 place, sets[of_set - 1] if of_set else {}, device, stream, work.labels[label]
             )
-            return form.encode_shared_facts(f"{place.name} (device)", False, facts)
+            packed = form.encode_shared_facts(f"{place.name} (device)", False, facts)
+            return packed + self._pack_state(state) + form.end
 
-        pieces = np.empty((len(of), 4), dtype=object)
-        pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _make_pieces_by_row(
-            pack_interval_piece, trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at]
+        states = self._ids.state_of[ids.remote[of]]
+        pieces, sizes = _make_pieces_by_row(
+            pack_interval_piece,
+            *(trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at], states),
         )
         new_ids = self._ids.make_device_ids(len(of), int(rows[0]))
         flags = ids.flags[of] & ~np.uint32(IS_REMOTE)
         of_devices = RowIds(ids.high[of], ids.low[of], new_ids, ids.own[of], flags, ids.is_server[of], ids.remote[of])
         numbers = {"instrument.device.uncertainty_ns": (work.uncertainty_ns[at], None)}
-        size += len(form.end)
-        self._add_tracestates(pieces, size, of_devices.remote)
-        sizes = self._put_heads(pieces, size, of_devices, work.start_ns[at], work.end_ns[at], numbers)
-        return of, pieces, sizes
+        return of, *self._add_heads(pieces, sizes, of_devices, work.start_ns[at], work.end_ns[at], numbers)
 
-    def _put_heads(
-        self, pieces: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
-    ) -> Int64s:
+    def _add_heads(
+        self, rests: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
+    ) -> tuple[Objects, Int64s]:
+        """Return both pieces of each span, the head and the rest, and the size of the span."""
         form = self._form
+        pieces = np.empty((len(rests), 2), dtype=object)
+        pieces[:, 1] = rests
         columns: dict[str, NDArray[Any]] = {
             "high": ids.high,
             "low": ids.low,
@@ -263,7 +254,7 @@ class SpanPacker:
             some = order[bounds[group] : bounds[group + 1]]
             layout = {**layouts[int(kind[first])], "length": int(length_widths[first])}
             pieces[some, 0] = _make_heads(form, layout, {name: column[some] for name, column in columns.items()})
-        return np.asarray(bare[kind] + length_widths + size)
+        return pieces, np.asarray(bare[kind] + length_widths + size)
 
 
 def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
@@ -335,8 +326,11 @@ class SpanIds:
             for remote in self._remotes
         ]
         self._of_remotes: UInt64s = np.array(remote_ids, dtype=np.uint64).reshape(-1, 4)
-        self.have_states = np.array([*(bool(remote.state) for remote in self._remotes), False], dtype=np.bool_)
-        """True for each remote parent with a `tracestate`, by number. The last entry is for no parent."""
+        numbers = {"": 0}
+        states = [numbers.setdefault(remote.state, len(numbers)) for remote in self._remotes]
+        self.states, self.state_of = list(numbers), np.array([*states, 0], dtype=np.int64)
+        """The distinct values of `tracestate`, and the number of each remote parent's value. The last number is that of
+        no remote parent."""
         self._serving = np.array([remote.in_server_span for remote in self._remotes], dtype=np.bool_)
         self._local = np.array([remote.is_local for remote in self._remotes], dtype=np.bool_)
 
@@ -360,9 +354,6 @@ class SpanIds:
             above[with_remote[tops]] = parents[tops]
             flags[with_remote[tops & (parents != 0) & ~self._local[place]]] |= IS_REMOTE
         return RowIds(high, low, span_ids, above, flags, is_root, remote)
-
-    def find_tracestate(self, remote: int) -> str:
-        return "" if remote == NONE else self._remotes[remote].state
 
     def make_links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
         """Return links to spans. Each pair in `spans` has the number of a span and the number of its root."""

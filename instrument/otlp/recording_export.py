@@ -43,7 +43,7 @@ from instrument.trace.sent_rows import Settled
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
-WAITING_SPANS = 10_000
+WAITING_SPANS = 20_000
 """The number of unsent spans in the exporter above which it stops reading rows. The rows wait in the recording."""
 
 LAST_METRICS_S = 5.0

@@ -26,9 +26,8 @@ from instrument.trace.unsettled import Details, UnsettledRows
 ROWS_AT_ONCE = 10_000
 """The maximum number of rows of one read, to bound the reader's memory."""
 
-AHEAD_ROWS = 30_000
-"""The maximum number of rows to read before the next decision about due requests. Further rows wait in the
-recording."""
+AHEAD_ROWS = 12_000
+"""The number of rows after which reading pauses until the next decision about due requests."""
 
 DEVICE_WAIT_NS = 2 * 10**9
 """The maximum time in ns for which spans wait for their device times before they are sent."""
@@ -108,8 +107,12 @@ class RecordingReader:
 
     # ---------------------------------------------------------------- reading
 
+    @property
+    def is_ahead(self) -> bool:
+        return self.ahead >= AHEAD_ROWS
+
     def read_new_rows(self) -> list[Row]:
-        if self.ahead > AHEAD_ROWS:
+        if self.is_ahead:
             self.has_more = True
             return []
         now_ns, ended_rows = time.monotonic_ns(), self._mapped.ended_rows

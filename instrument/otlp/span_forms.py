@@ -55,7 +55,7 @@ Part = tuple[str, bytes | int]
 
 
 class PackedRows(NamedTuple):
-    """Encoded spans by row, each followed by its device intervals. A span or interval has four `pieces` and a size in
+    """Encoded spans by row, each followed by its device intervals. A span or interval has two `pieces` and a size in
     bytes (`sizes`). `ends` has the number of entries up to the end of each row."""
 
     pieces: Objects

@@ -238,7 +238,7 @@ def _add_trace_ids_of_keys(trace: Columns, decisions: Decisions, remembered: Rem
     for row in [row for row in remotes if row not in requests]:
         if str(trace.attributes[row][KEY]) in remembered.first_of_key:
             del remotes[row]
-    return replace(trace, remote={**trace.remote, **remotes})
+    return trace.with_remote({**trace.remote, **remotes})
 
 
 def _join_device_intervals(

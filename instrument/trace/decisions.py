@@ -7,7 +7,6 @@ is sent with the first kept request that it served.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -125,7 +124,7 @@ def _gather_rows_of_recording(
     member: UnsettledRows, sites: dict[Site, int], horizon_ns: int
 ) -> dict[str, NDArray[Any]]:
     place = np.flatnonzero(_are_relevant(member, horizon_ns))
-    rows = member.rows[place]
+    rows = {name: member.rows[name][place] for name in member.rows.dtype.names or ()}
     ended = rows_of(rows["span_id"].astype(np.int64), np.fromiter(member.opened, np.int64, len(member.opened))) != NONE
     opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
     columns = columns_of_rows(rows, member.thread_id[place], opened, OPEN_NS)
@@ -224,7 +223,7 @@ class Decisions:
             is_of_key = row in remote and row not in self.gathered.trace.remote
             if is_of_key and not self._remembered.is_first_of_key(key, request):
                 del remote[row]
-        return replace(trace, remote=remote)
+        return trace.with_remote(remote)
 
     # ---------------------------------------------------------------- requests
 

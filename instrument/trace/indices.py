@@ -206,10 +206,14 @@ def rows_of(ids: Int64s, wanted_ids: Int64s) -> Int32s:
     """Return the row of each wanted id, -1 for a missing id. `ids` are distinct."""
     if not len(ids):
         return np.full(len(wanted_ids), NONE, dtype=np.int32)
+    first = int(ids[0])
+    if int(ids[-1]) - first + 1 == len(ids) and (ids[1:] > ids[:-1]).all():  # consecutive
+        is_missing = (wanted_ids < first) | (wanted_ids > ids[-1])
+        return np.where(is_missing, NONE, wanted_ids - first).astype(np.int32)
     # Most ids are consecutive, so a table is faster than a sort. A few may be far from the others.
-    first = int(ids.min())
-    end = min(first + 4 * len(ids) + 1_000, int(ids.max()) + 1)
-    is_near = ids < end
+    middle, reach = int(ids[len(ids) // 2]), 2 * len(ids) + 500
+    first, end = max(int(ids.min()), middle - reach), min(int(ids.max()) + 1, middle + reach)
+    is_near = (ids >= first) & (ids < end)
     near = np.flatnonzero(is_near)
     if 2 * len(near) > len(ids):
         table = np.full(end - first, NONE, dtype=np.int32)

@@ -26,6 +26,7 @@ from instrument.trace.indices import (
     compute_running_max,
     count_up_to,
     find_last_up_to,
+    index_rows,
     mask_of,
     nearest_at_or_above,
     number_by_first_occurrence,
@@ -84,6 +85,8 @@ def join_requests(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None
     if owner is None:
         owner = trace.find_topmost_wanted_rows(trace.are_of_kind("request"))
     keyed = trace.attributes.rows_with_attribute(KEY)
+    if not len(keyed) and not len(trace.attributes.rows_with_attribute(BATCH_KEYS)):
+        return _join_own_trees(trace, owner)
     values = trace.attributes.values(KEY, keyed)
     keyed = keyed[np.array([isinstance(value, str) and bool(value) for value in values], dtype=np.bool_)]
     numbers: dict[str, int] = {}
@@ -138,6 +141,14 @@ def join_requests(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None
         served=served,
         unbound=unbound,
     )
+
+
+def _join_own_trees(trace: Columns, owner: Int32s) -> Joined:
+    """Join each request only with the spans of its tree, because no span has a key."""
+    rows = np.flatnonzero(owner == np.arange(len(trace)))
+    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+    none = np.zeros(0, dtype=np.int64)
+    return Joined(rows, index_rows(rows, len(trace))[owner], none, {}, Served(none, none, none, ()), 0)
 
 
 def _pair_keys(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, Int64s]:

@@ -128,7 +128,7 @@ _SHARED = ("span_id", "parent_id", "root_id", "start_ns", "children_ns", "node")
 
 
 def columns_of_rows(
-    rows: Records, thread_id: Int64s, opened: Sequence[OpenSpan], end_ns: int
+    rows: Records | Mapping[str, NDArray[Any]], thread_id: Int64s, opened: Sequence[OpenSpan], end_ns: int
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Return rows and open spans as columns. Open spans come last and end at `end_ns`. An active time of -1 means the
     whole span."""

@@ -67,7 +67,19 @@ def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Column
     """Return the trace with one tree per request. Facts, which rules read from calls, move to the requests. Without a
     `run`, keys give no trace ids."""
     trace = move_facts(trace, joined)
-    moves = _rows_to_move(trace, joined)
+    moves, served_rows = _rows_to_move(trace, joined), np.flatnonzero(joined.of != NONE)
+    is_elsewhere = trace.root_id[served_rows] != trace.root_id[joined.rows[joined.of[served_rows]]]
+    is_moved = bool(len(moves) or len(joined.foreign) or is_elsewhere.any())
+    moved = _move_rows(trace, joined, moves, served_rows) if is_moved else trace
+    root_id = moved.root_id
+    remote = {row: remote_parent for row, remote_parent in trace.remote.items() if root_id[row] == trace.root_id[row]}
+    if run:
+        remote |= derive_traces_from_keys(trace, joined, run, root_id, remote)
+    return moved.with_remote(remote)
+
+
+def _move_rows(trace: Columns, joined: Joined, moves: Int64s, served_rows: Int64s) -> Columns:
+    """Return the trace with the given rows below their hand-off spans, and with the ids of the roots that follow."""
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]
     parent[moves] = _find_new_parents(trace, joined, moves)
@@ -86,14 +98,10 @@ def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Column
     top = topmost_rows(parent)
     below = np.isin(top, joined.foreign)
     root_id[below] = trace.span_id[top[below]]
-    served_rows = np.flatnonzero(joined.of != NONE)
     around = joined.rows[joined.of[served_rows]]
     is_below = top[served_rows] == top[around]
     root_id[served_rows[is_below]] = trace.root_id[around[is_below]]
-    remote = {row: remote_parent for row, remote_parent in trace.remote.items() if root_id[row] == trace.root_id[row]}
-    if run:
-        remote |= derive_traces_from_keys(trace, joined, run, root_id, remote)
-    return replace(trace, parent_id=parent_id, root_id=root_id, remote=remote)
+    return replace(trace, parent_id=parent_id, root_id=root_id)
 
 
 def make_trace_id_of_key(run: str, key: str) -> int:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,11 +26,13 @@ from instrument.recording.trace_context import (
 )
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
-from instrument.trace.indices import NONE, are_at_or_above, nearest_above, nearest_at_or_above
+from instrument.trace.indices import NONE, are_at_or_above, index_rows, nearest_above, nearest_at_or_above
 from instrument.trace.request_trees import find_outer_spans, make_trace_id_of_key
 from instrument.trace.stages import Stages, StepKinds, find_stages, make_stage_spans
 from instrument.trace.trace import spans_of
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
+
+Value = TypeVar("Value")
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
@@ -163,12 +166,10 @@ class SentRows:
             settled.trace = trace.take(
                 picked, span_id=own_ids[places], own_id=own_ids[places], parent_id=parent_id[places],
                 root_id=root_id[places], thread_id=gathered.own_thread[picked],
-                attributes=Attributes.of_rows(len(picked), {
-                    at: attributes[row] for at, row in enumerate(picked.tolist()) if row in attributes
-                }),
+                attributes=Attributes.of_rows(len(picked), _by_place(attributes, picked, count)),
                 remote=remote_by_row,
             )  # fmt: skip
-            settled.links = {at: links[row] for at, row in enumerate(picked.tolist()) if row in links} if links else {}
+            settled.links = _by_place(links, picked, count)
 
     def _collect_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
         trace = self._found
@@ -266,6 +267,13 @@ class SentRows:
             self.outcome[int(self._gathered.member[row])].served.append(ServedRequest(span, queue_ns, size, trace))
 
 
+def _by_place(values_by_row: Mapping[int, Value], picked: Int64s, count: int) -> dict[int, Value]:
+    """Return the values of the picked rows, by index in `picked`. Rows are below `count`."""
+    places = index_rows(picked, count)[np.fromiter(values_by_row, np.int64, len(values_by_row))].tolist()
+    pairs = sorted(zip(places, values_by_row, strict=True))
+    return {place: values_by_row[row] for place, row in pairs if place != NONE}
+
+
 DECISION_WAIT_NS = 2 * 10**9
 """The time in ns from a request's end to the decision on it. By then, late rows of all processes have been read."""
 
@@ -274,7 +282,7 @@ MOST_CONTEXT = 4_000
 """The maximum number of old settled rows with keys per process. All such rows are kept for `CONTEXT_NS`, because later
 rows may need them to find their request."""
 
-MOST_AT_ONCE = 6_000
+MOST_AT_ONCE = 12_500
 """The maximum number of rows that a round decides on, to bound its memory. The oldest come first."""
 
 
