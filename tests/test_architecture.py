@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (13_062, 38),
     "runtime": (2_646, 13),
     "sessions": (6_042, 19),
-    "trace": (9_537, 28),
+    "trace": (9_584, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
